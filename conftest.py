@@ -12,4 +12,6 @@ NEEDS = {
 
 collect_ignore = [module for module, package in NEEDS.items() if not find_spec(package)]
 # These import the one beside them.
-collect_ignore += [f"recipes/quickstart/make_{name}.py" for name in ("spoken", "pictures", "products")]
+collect_ignore += [
+    f"recipes/quickstart/make_{name}.py" for name in ("spoken", "pictures", "products")
+]

@@ -1,6 +1,8 @@
-"""What a careful person would write by hand, with nothing in the way: the same packed attention and loss, inlined.
+"""What a careful person would write by hand, with nothing in the way: the same packed attention and
+loss, inlined.
 
-It is the yardstick of `speed.py`: batches are built before the clock starts, and nothing is logged, saved or checked.
+It is the yardstick of `speed.py`: batches are built before the clock starts, and nothing is logged,
+saved or checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +17,19 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, lengths: list[int], **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float,
+    lengths: list[int],
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal SDPA for each document, in float32. query: [1, heads, tokens, head size]."""
-    documents = zip(*(torch.split(x.float(), lengths, dim=2) for x in (query, key, value)), strict=True)
+    documents = zip(
+        *(torch.split(x.float(), lengths, dim=2) for x in (query, key, value)), strict=True
+    )
     with torch.autocast("cpu", enabled=False):
         outs = [
             F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
@@ -28,10 +39,13 @@ def attention(
 
 
 def train(folder: Path, batches: Sequence[Any], bf16: bool, done: Callable[[int], None]) -> None:
-    """Trains the model in `folder` on step batches of the data room, round and round; `done(tokens)` after each
-    step."""
+    """Trains the model in `folder` on step batches of the data room, round and round;
+    `done(tokens)` after each step.
+    """
     AttentionInterface.register("bare", attention)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="bare").train()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="bare"
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     step = 0
     while True:

@@ -1,10 +1,12 @@
-"""What a save costs: the stall of the loop, synchronous and async, against the disk's own rate for as many bytes.
+"""What a save costs: the stall of the loop, synchronous and async, against the disk's own rate for
+as many bytes.
 
     python benchmarks/checkpoint.py [--megabytes 200] [--rounds 9] [--folder DIR]
 
-One process, FSDP2 in a world of one. In every round `dd conv=fdatasync`, a synchronous save and an async save take
-turns, so that all meet the same machine; the medians are compared. A step is trained after each save. A stall is the
-time in `Saver.save` and, at the step's update, in `Saver.before_update`.
+One process, FSDP2 in a world of one. In every round `dd conv=fdatasync`, a synchronous save and an
+async save take turns, so that all meet the same machine; the medians are compared. A step is
+trained after each save. A stall is the time in `Saver.save` and, at the step's update, in
+`Saver.before_update`.
 """
 
 import argparse
@@ -40,7 +42,9 @@ COPIES = 3  # of each parameter in the state: the weight and Adam's two moments,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path())
@@ -60,11 +64,22 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = defaultdict(list)
     recipe_file.write_text(
         yaml.safe_dump(
-            {"model_name_or_path": "none", "datasets": [{"path": str(recipe_file)}], "output_dir": str(root)}
+            {
+                "model_name_or_path": "none",
+                "datasets": [{"path": str(recipe_file)}],
+                "output_dir": str(root),
+            }
         )
     )
     savers = {
-        kind: Saver(root, model, optimizer, world, read_recipe(str(recipe_file), [f"async_save={kind}"]), tokenizer())
+        kind: Saver(
+            root,
+            model,
+            optimizer,
+            world,
+            read_recipe(str(recipe_file), [f"async_save={kind}"]),
+            tokenizer(),
+        )
         for kind in ("false", "true")
     }
     size = savers["false"].check_save(steps=1)
@@ -74,7 +89,9 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     for step in range(2, 2 + 2 * rounds, 2):
         seconds["dd"].append(timed(lambda: dd(root, size)))
         for saver in savers.values():
-            stall = timed(lambda saver=saver, step=step: saver.save(Progress(step=step + saver.is_async)))
+            stall = timed(
+                lambda saver=saver, step=step: saver.save(Progress(step=step + saver.is_async))
+            )
             stall += train_step(model, optimizer, saver)
             seconds["async stall" if saver.is_async else "sync"].append(stall)
             saver.finish()
@@ -136,7 +153,9 @@ def dd(root: Path, size: int) -> None:
     blocks = round(size / 2**20)
     output = f"of={root / 'dd'}"
     subprocess.run(
-        ["dd", "if=/dev/zero", output, "bs=1M", f"count={blocks}", "conv=fdatasync"], check=True, capture_output=True
+        ["dd", "if=/dev/zero", output, "bs=1M", f"count={blocks}", "conv=fdatasync"],
+        check=True,
+        capture_output=True,
     )
     (root / "dd").unlink()
 

@@ -1,13 +1,14 @@
-"""docs/compatibility.md: how many published recipes of other tools run here, which of them without a difference, and
-what the rest need.
+"""docs/compatibility.md: how many published recipes of other tools run here, which of them without
+a difference, and what the rest need.
 
-    python -m tests.convert.published FOLDER > STARTED.json
-    python benchmarks/compatibility.py FOLDER STARTED.json AXOLOTL STARTED.json > docs/compatibility.md
+    python -m tests.convert.published FOLDER > STARTED.json python benchmarks/compatibility.py
+    FOLDER STARTED.json AXOLOTL STARTED.json > docs/compatibility.md
 
-FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Each file is given to `finetune
-convert`'s own code. STARTED.json says which of those that convert trained for two steps: a tiny model of the file's
-family, rows of its format, one process, fp32. AXOLOTL holds the folder axolotl with the examples of that tool's source
-package of version 0.21, whose folders are part of the files' names (llama-3__lora.yaml).
+FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Each file is
+given to `finetune convert`'s own code. STARTED.json says which of those that convert trained for
+two steps: a tiny model of the file's family, rows of its format, one process, fp32. AXOLOTL holds
+the folder axolotl with the examples of that tool's source package of version 0.21, whose folders
+are part of the files' names (llama-3__lora.yaml).
 """
 
 import json
@@ -60,11 +61,14 @@ SECOND = """\
 
 ## Axolotl 0.21's own examples
 
-Every file under `examples/` in the source package of that version, counted in the same way; many are among those above.
+Every file under `examples/` in the source package of that version, counted in the same way; many
+are among those above.
 """
 
 
-def main(folder: Path, started: dict[str, bool], axolotl: Path, axolotl_started: dict[str, bool]) -> str:
+def main(
+    folder: Path, started: dict[str, bool], axolotl: Path, axolotl_started: dict[str, bool]
+) -> str:
     """The page."""
     counted = count_files(folder, started)
     first, _, tables = counted.partition("\n\n")
@@ -108,29 +112,39 @@ def count_files(folder: Path, started: dict[str, bool]) -> str:
         count.different += bool(differences_here) and not missing
         count.converted += not differences_here and not missing
         if not missing:
-            differences.update({line.partition("   (")[2].removesuffix(")") or line for line in differences_here})
+            differences.update(
+                {line.partition("   (")[2].removesuffix(")") or line for line in differences_here}
+            )
     return page(tools, capabilities, differences, other)
 
 
-def page(tools: dict[str, Count], capabilities: Counter[str], differences: Counter[str], other: Counter[str]) -> str:
+def page(
+    tools: dict[str, Count],
+    capabilities: Counter[str],
+    differences: Counter[str],
+    other: Counter[str],
+) -> str:
     whole = {key: sum(getattr(count, key) for count in tools.values()) for key in COLUMNS}
     training = whole["files"] - whole["not_training"]
     first = (
-        f"**Of {training} published training files {whole['converted'] + whole['different']} convert with all that "
-        f"they need, and {whole['ran']} recipes train two steps on a tiny model of their family.**"
+        f"**Of {training} published training files {whole['converted'] + whole['different']} "
+        f"convert with all that they need, and {whole['ran']} recipes train two steps on a tiny "
+        "model of their family.**"
     )
     lines = [
         first,
         "",
-        "| Tool | Files | Converted, no difference | Converted, with differences listed | Need a missing capability "
-        "| Not a training recipe | Run two steps on a tiny model of their family | Not read |",
+        "| Tool | Files | Converted, no difference | Converted, with differences listed | Need a "
+        "missing capability | Not a training recipe | Run two steps on a tiny model of their "
+        "family | Not read |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, count in tools.items():
         numbers = (getattr(count, key) for key in COLUMNS)
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {len(count.unread)} |")
     lines.append(
-        f"| all | {' | '.join(map(str, whole.values()))} | {sum(len(count.unread) for count in tools.values())} |"
+        f"| all | {' | '.join(map(str, whole.values()))} | "
+        f"{sum(len(count.unread) for count in tools.values())} |"
     )
     lines += [
         "",
@@ -141,7 +155,10 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
             if differences
             else ["There are none."]
         ),
-        *(f"| {name} | {number} |" for name, number in sorted(differences.items(), key=lambda c: (-c[1], c[0]))),
+        *(
+            f"| {name} | {number} |"
+            for name, number in sorted(differences.items(), key=lambda c: (-c[1], c[0]))
+        ),
         "",
         "## Missing capabilities",
         "",
@@ -150,9 +167,15 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
         "| Capability | Files |",
         "| --- | --- |",
     ]
-    lines += [f"| {name} | {number} |" for name, number in sorted(capabilities.items(), key=lambda c: (-c[1], c[0]))]
+    lines += [
+        f"| {name} | {number} |"
+        for name, number in sorted(capabilities.items(), key=lambda c: (-c[1], c[0]))
+    ]
     lines += ["", "## Not training recipes", "", "| Kind | Files |", "| --- | --- |"]
-    lines += [f"| {name} | {number} |" for name, number in sorted(other.items(), key=lambda c: (-c[1], c[0]))]
+    lines += [
+        f"| {name} | {number} |"
+        for name, number in sorted(other.items(), key=lambda c: (-c[1], c[0]))
+    ]
     unread = [line for count in tools.values() for line in count.unread]
     if unread:
         lines += ["", "## Not read", "", *(f"- {line}" for line in unread)]
@@ -162,7 +185,8 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
 if __name__ == "__main__":
     if len(sys.argv) != 5 or not Path(sys.argv[1]).is_dir() or not Path(sys.argv[3]).is_dir():
         sys.exit(
-            f"usage: python {sys.argv[0]} FOLDER STARTED.json AXOLOTL STARTED.json (folders of a folder for each tool)"
+            f"usage: python {sys.argv[0]} FOLDER STARTED.json AXOLOTL STARTED.json (folders of a "
+            "folder for each tool)"
         )
     folders = [Path(sys.argv[1]), Path(sys.argv[3])]
     trained = [json.loads(Path(sys.argv[i]).read_text()) for i in (2, 4)]

@@ -1,8 +1,9 @@
-"""One contestant of `speed.py` or `preferences.py`, as a process of its own: it trains on command, and reports how long
-each step took.
+"""One contestant of `speed.py` or `preferences.py`, as a process of its own: it trains on command,
+and reports how long each step took.
 
-Protocol, a line each: `speed.py` writes a count of steps; the contestant trains so many and answers a JSON list of
-[seconds, CPU seconds, tokens]. Tokens are those of documents: padding is not counted. Closing its stdin ends it.
+Protocol, a line each: `speed.py` writes a count of steps; the contestant trains so many and answers
+a JSON list of [seconds, CPU seconds, tokens]. Tokens are those of documents: padding is not
+counted. Closing its stdin ends it.
 """
 
 import argparse
@@ -107,7 +108,9 @@ def step_batches(workspace: Path) -> Any:
 
 
 def common_arguments(workspace: Path, name: str, bf16: bool) -> dict[str, Any]:
-    """The arguments of Trainer and SFTTrainer: the same batch, optimizer and precision, and nothing that costs time."""
+    """The arguments of Trainer and SFTTrainer: the same batch, optimizer and precision, and nothing
+    that costs time.
+    """
     facts = json.loads((workspace / "facts.json").read_text())
     return {
         "output_dir": str(workspace / name),
@@ -127,7 +130,9 @@ def common_arguments(workspace: Path, name: str, bf16: bool) -> dict[str, Any]:
 
 
 def callback(turns: Turns, model: Any, padding_id: int) -> Any:
-    """Paces a transformers.Trainer, and counts the tokens that go into the model, padding left out."""
+    """Paces a transformers.Trainer, and counts the tokens that go into the model, padding left
+    out.
+    """
     import torch
     from transformers import TrainerCallback
 
@@ -155,13 +160,24 @@ def callback(turns: Turns, model: Any, padding_id: int) -> Any:
 def trainer(workspace: Path, bf16: bool, turns: Turns) -> None:
     """transformers.Trainer on the same examples, padded to the longest of the batch."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Trainer,
+        TrainingArguments,
+    )
 
     examples = step_batches(workspace).examples
     rows = []
     for example in (examples[i] for i in range(len(examples))):
         # Ours are the ids to predict at a position; transformers shifts them itself.
-        rows.append({"input_ids": example.input_ids.tolist(), "labels": [-100, *example.labels[:-1].tolist()]})
+        rows.append(
+            {
+                "input_ids": example.input_ids.tolist(),
+                "labels": [-100, *example.labels[:-1].tolist()],
+            }
+        )
     model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     run = Trainer(
@@ -204,7 +220,11 @@ def trl_dpo(workspace: Path, lora: bool, bf16: bool, turns: Turns) -> None:
     model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     arguments = common_arguments(workspace, f"trl-dpo-{lora}", bf16)
-    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    adapters = (
+        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        if lora
+        else None
+    )
     run = DPOTrainer(
         model,
         args=DPOConfig(max_length=facts["max_length"], beta=facts["beta"], **arguments),
@@ -219,11 +239,21 @@ def trl_dpo(workspace: Path, lora: bool, bf16: bool, turns: Turns) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "name", choices=["ours", "bare", "trainer", "trl-padded", "trl-packed", "trl-dpo", "trl-dpo-lora"]
+        "name",
+        choices=["ours", "bare", "trainer", "trl-padded", "trl-packed", "trl-dpo", "trl-dpo-lora"],
     )
     parser.add_argument("workspace", type=Path)
-    parser.add_argument("--layout", default="single", help="of ours: a file <layout>-<precision>.yaml in the workspace")
-    parser.add_argument("--keys", type=str.split, default=[], help="of ours: key=value of the recipe, in one argument")
+    parser.add_argument(
+        "--layout",
+        default="single",
+        help="of ours: a file <layout>-<precision>.yaml in the workspace",
+    )
+    parser.add_argument(
+        "--keys",
+        type=str.split,
+        default=[],
+        help="of ours: key=value of the recipe, in one argument",
+    )
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

@@ -1,11 +1,13 @@
-"""What a step does, counted on a CPU: bytes kept, operations of inductor's code, and waits of a token's step.
+"""What a step does, counted on a CPU: bytes kept, operations of inductor's code, and waits of a
+token's step.
 
     python benchmarks/counts.py     # dense full, LoRA, QLoRA, a mixture; then sampling
 
-A layer's bytes are those that autograd keeps for the backward beside the parameters, eager and compiled. Of the code
-that inductor writes for the layers, forward and backward, it counts the products, those among them that copy what they
-add to (`addmm` out of place, which LoRA needs none of), and the fused kernels. On a CPU attention is no part of what is
-compiled. A token's step is the one that a GPU captures as a graph: operations that wait for the device must be none.
+A layer's bytes are those that autograd keeps for the backward beside the parameters, eager and
+compiled. Of the code that inductor writes for the layers, forward and backward, it counts the
+products, those among them that copy what they add to (`addmm` out of place, which LoRA needs none
+of), and the fused kernels. On a CPU attention is no part of what is compiled. A token's step is the
+one that a GPU captures as a graph: operations that wait for the device must be none.
 """
 
 import argparse
@@ -47,7 +49,12 @@ DENSE = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 8192,
 }
-MIXTURE = {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CASES = {
     "dense, full": Case("", DENSE, TOKENS, rows=1),
     "dense, LoRA": Case("", DENSE, TOKENS, rows=1, use_peft=True),
@@ -59,11 +66,15 @@ WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique")
 
 
 def count_layer(case: Case) -> dict[str, int]:
-    """Bytes that a layer keeps, and the operations of inductor's code where the case is compiled."""
+    """Bytes that a layer keeps, and the operations of inductor's code where the case is
+    compiled.
+    """
     with tempfile.TemporaryDirectory() as folder:
         _, world, model, _ = prepare(case, Path(folder))
     inputs = step_batches(case, OPTIONS)[0].micro_batches[0].inputs
-    parameters = {local_part(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {
+        local_part(parameter).untyped_storage().data_ptr() for parameter in model.parameters()
+    }
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +90,9 @@ def count_layer(case: Case) -> dict[str, int]:
         loss.backward()
 
     _, codes = run_and_get_code(step)
-    calls = [re.search(r"def call\(self, args\):.*?\n        return ", code, re.DOTALL) for code in codes]
+    calls = [
+        re.search(r"def call\(self, args\):.*?\n        return ", code, re.DOTALL) for code in codes
+    ]
     text = "\n".join(call.group() for call in calls if call)
     leave(world)
     torch._dynamo.reset()
@@ -98,7 +111,9 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names[function.name().removeprefix("aten::").partition(".")[0]] += 1
         return function(*args, **(kwargs or {}))
 
@@ -106,17 +121,28 @@ class Operations(TorchDispatchMode):
 def count_token_step(tokens: int = 64) -> str:
     """Of a token's step in its captured form: operations, and those that wait for the device."""
     with tempfile.TemporaryDirectory() as folder:
-        _, world, model, _ = prepare(Case("", DENSE, TOKENS, rows=1, torch_compile=False), Path(folder))
+        _, world, model, _ = prepare(
+            Case("", DENSE, TOKENS, rows=1, torch_compile=False), Path(folder)
+        )
     requests = [Request(tuple(range(3, 3 + length)), (0, length)) for length in range(8, 24)]
     with torch.no_grad():
-        wave = _Wave(model.eval(), requests, Sampling(max_tokens=tokens), torch.tensor([511]), can_capture=False)
+        wave = _Wave(
+            model.eval(),
+            requests,
+            Sampling(max_tokens=tokens),
+            torch.tensor([511]),
+            can_capture=False,
+        )
         wave._draw(wave._logits)
         shown = wave._mask.shape[-1]
         with Operations() as operations:
             wave._advance_captured(shown)
     leave(world)
     waits = sum(operations.names[name] for name in WAITS)
-    return f"{operations.names.total()} operations, {waits} of them wait for the device; on a GPU one call replays them"
+    return (
+        f"{operations.names.total()} operations, {waits} of them wait for the device; on a GPU one "
+        "call replays them"
+    )
 
 
 def main() -> None:
@@ -126,7 +152,13 @@ def main() -> None:
     for name, case in CASES.items():
         eager = count_layer(Case(**vars_of(case) | {"torch_compile": False}))
         compiled = count_layer(case)
-        row = [eager["kept"], compiled["kept"], compiled["products"], compiled["copies"], compiled["kernels"]]
+        row = [
+            eager["kept"],
+            compiled["kept"],
+            compiled["products"],
+            compiled["copies"],
+            compiled["kernels"],
+        ]
         print(f"| {name} | {' | '.join(f'{number:,}' for number in row)} |", flush=True)
     print(f"a token's step of 16 rows: {count_token_step()}")
 

@@ -1,4 +1,6 @@
-"""bf16 on a CPU beside fp32, in one run: matrix products, and a step of the quickstart. The goal is a ratio of at most
+"""bf16 on a CPU beside fp32, in one run: matrix products, and a step of the quickstart.
+
+The goal is a ratio of at most
 1.15.
 
     python benchmarks/cpu_bf16.py [--rounds 5] [--native]
@@ -18,8 +20,15 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-# tokens, features in, features out: an MLP of the quickstart, of 1B and of 8B, and a head of 128,256
-SHAPES = ((1536, 128, 512), (1024, 1024, 1024), (512, 2048, 8192), (256, 4096, 14336), (256, 1024, 128256))
+# tokens, features in, features out: an MLP of the quickstart, of 1B and of 8B, and a head of
+# 128,256
+SHAPES = (
+    (1536, 128, 512),
+    (1024, 1024, 1024),
+    (512, 2048, 8192),
+    (256, 4096, 14336),
+    (256, 1024, 128256),
+)
 
 
 def make_products(tokens: int, inner: int, columns: int) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -28,7 +37,10 @@ def make_products(tokens: int, inner: int, columns: int) -> dict[str, dict[str, 
 
     made: dict[str, dict[str, Callable[[], Any]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        x, w, g = (torch.randn(*s, dtype=dtype) for s in ((tokens, inner), (columns, inner), (tokens, columns)))
+        x, w, g = (
+            torch.randn(*s, dtype=dtype)
+            for s in ((tokens, inner), (columns, inner), (tokens, columns))
+        )
         products: dict[str, Callable[[], Any]] = {
             "forward": lambda x=x, w=w: x @ w.t(),
             "gradient of the input": lambda g=g, w=w: g @ w,
@@ -40,8 +52,9 @@ def make_products(tokens: int, inner: int, columns: int) -> dict[str, dict[str, 
 
 
 def make_steps() -> dict[str, Callable[[], Any]]:
-    """A step of the quickstart's model on its batches, sharded by FSDP2 in a world of one, with checkpointed
-    activations."""
+    """A step of the quickstart's model on its batches, sharded by FSDP2 in a world of one, with
+    checkpointed activations.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -77,7 +90,9 @@ def make_steps() -> dict[str, Callable[[], Any]]:
             fully_shard(module, mp_policy=policy)
         step = step_of(model, build_optimizer(model, recipe.optimization, None))
         batches = data.train.batches(0)
-        steps[str(dtype).removeprefix("torch.")] = lambda step=step, batches=batches: step(next(batches))
+        steps[str(dtype).removeprefix("torch.")] = lambda step=step, batches=batches: step(
+            next(batches)
+        )
     return steps
 
 
@@ -93,7 +108,9 @@ def compare(calls: Mapping[str, Callable[[], Any]], rounds: int) -> str:
     fp32 = seconds["float32"]
     bf16 = seconds["bfloat16"]
     ratio = statistics.median(b / f for b, f in zip(bf16, fp32, strict=True))
-    return f"{1e3 * statistics.median(fp32):,.1f} | {1e3 * statistics.median(bf16):,.1f} | {ratio:.2f}"
+    return (
+        f"{1e3 * statistics.median(fp32):,.1f} | {1e3 * statistics.median(bf16):,.1f} | {ratio:.2f}"
+    )
 
 
 def main() -> None:
@@ -116,7 +133,8 @@ def main() -> None:
     for shape in SHAPES[: 2 if options.native else None]:
         for name, calls in make_products(*shape).items():
             print(
-                f"| {' x '.join(f'{size:,}' for size in shape)}, {name} | {compare(calls, options.rounds)} |",
+                f"| {' x '.join(f'{size:,}' for size in shape)}, {name} | "
+                f"{compare(calls, options.rounds)} |",
                 flush=True,
             )
     print(f"| a step of the quickstart | {compare(steps, options.rounds)} |")

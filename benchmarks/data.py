@@ -1,12 +1,14 @@
-"""Rows per second from a file to masked tokens: ours beside the tokenizer's raw `encode_batch` and TRL's preparation.
+"""Rows per second from a file to masked tokens: ours beside the tokenizer's raw `encode_batch` and
+TRL's preparation.
 
     python benchmarks/data.py --data gsm8k_train.jsonl --tokenizer llama3 --rows 100000
 
-The same rows (question, answer; repeated to `--rows`) and the same tokenizer in every measurement. Each round takes all
-of them in turn, so that a slow minute of the machine slows all alike; medians are compared, of the time on the clock
-and of the processor's (which other programs disturb less). Raw encoding starts from texts in memory and ends with
-encodings; ours and TRL's start from the file, read, render and mask, and end with tokens on disk. TRL is measured where
-it is installed (`pip install trl`).
+The same rows (question, answer; repeated to `--rows`) and the same tokenizer in every measurement.
+Each round takes all of them in turn, so that a slow minute of the machine slows all alike; medians
+are compared, of the time on the clock and of the processor's (which other programs disturb less).
+Raw encoding starts from texts in memory and ends with encodings; ours and TRL's start from the
+file, read, render and mask, and end with tokens on disk. TRL is measured where it is installed
+(`pip install trl`).
 """
 
 import argparse
@@ -24,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 from finetune.config.reader import read_recipe
 from finetune.constants import count_cores
@@ -52,7 +58,9 @@ CHUNK = 5000  # texts in a call of encode_batch; its encodings are thrown away b
 
 @dataclass(frozen=True)
 class Format:
-    """A way to put the rows: as plain prompts and completions, or as conversations that the chat template renders."""
+    """A way to put the rows: as plain prompts and completions, or as conversations that the chat
+    template renders.
+    """
 
     title: str
     to_row: Callable[[dict[str, str]], dict[str, Any]]
@@ -60,7 +68,10 @@ class Format:
 
 
 def _messages(row: dict[str, str]) -> list[dict[str, str]]:
-    return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    return [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
 
 
 FORMATS = (
@@ -92,24 +103,41 @@ def timed() -> Iterator[list[float]]:
 
 def main() -> None:
     """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, type=Path, help="JSON Lines with question and answer")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="a folder with tokenizer.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", required=True, type=Path, help="JSON Lines with question and answer"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, type=Path, help="a folder with tokenizer.json"
+    )
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--trl-rounds", type=int, default=1, help="of the rounds, those in which TRL takes part: it is slow"
+        "--trl-rounds",
+        type=int,
+        default=1,
+        help="of the rounds, those in which TRL takes part: it is slow",
     )
     options = parser.parse_args()
     rows = list(islice(cycle(map(json.loads, options.data.read_text().splitlines())), options.rows))
-    print(f"{options.rows:,} rows, {options.rounds} rounds, {count_cores()} cores, load {os.getloadavg()[0]:.1f}")
-    print("| rows as | way | rows/s | of raw encode_batch | rows per CPU second | of raw |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.rows:,} rows, {options.rounds} rounds, {count_cores()} cores, load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+    print(
+        "| rows as | way | rows/s | of raw encode_batch | rows per CPU second | of raw |\n"
+        "|---|---|---|---|---|---|"
+    )
     for kind in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             measure(kind, rows, options, Path(folder))
 
 
-def measure(kind: Format, rows: list[dict[str, str]], options: argparse.Namespace, folder: Path) -> None:
+def measure(
+    kind: Format, rows: list[dict[str, str]], options: argparse.Namespace, folder: Path
+) -> None:
     """Prints one line for each way to prepare rows of one kind."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(kind.to_row(row)) + "\n" for row in rows))
@@ -132,26 +160,37 @@ def measure(kind: Format, rows: list[dict[str, str]], options: argparse.Namespac
     ways: dict[str, Callable[[int], Seconds]] = {
         "raw encode_batch": lambda _: raw(texts, tokenizer),
         "finetune": lambda number: ours(recipe, tokenizer, folder / f"cache-{number}"),
-        "finetune, single thread": lambda number: ours(recipe, tokenizer, folder / f"one-{number}", threads=1),
+        "finetune, single thread": lambda number: ours(
+            recipe, tokenizer, folder / f"one-{number}", threads=1
+        ),
     }
     if has_trl() and options.trl_rounds:
         ways["TRL, 1 process"] = lambda number: trl(kind, data, marked, folder / f"trl-{number}", 1)
-        ways["TRL, 2 processes"] = lambda number: trl(kind, data, marked, folder / f"trl2-{number}", 2)
+        ways["TRL, 2 processes"] = lambda number: trl(
+            kind, data, marked, folder / f"trl2-{number}", 2
+        )
     seconds: dict[str, list[Seconds]] = {way: [] for way in ways}
     for number in range(options.rounds):
         for way, run in ways.items():
             if not way.startswith("TRL") or number < options.trl_rounds:
                 seconds[way].append(run(number))
-    clock, cpu = ({way: statistics.median(t[i] for t in taken) for way, taken in seconds.items()} for i in (0, 1))
+    clock, cpu = (
+        {way: statistics.median(t[i] for t in taken) for way, taken in seconds.items()}
+        for i in (0, 1)
+    )
     for way in ways:
         columns = [
-            f"{len(rows) / taken[way]:,.0f} | {taken['raw encode_batch'] / taken[way]:.2f}" for taken in (clock, cpu)
+            f"{len(rows) / taken[way]:,.0f} | {taken['raw encode_batch'] / taken[way]:.2f}"
+            for taken in (clock, cpu)
         ]
         print(f"| {kind.title} | {way} | {' | '.join(columns)} |", flush=True)
     prepare_data(recipe, tokenizer, Rank())
     start = time.perf_counter()
     prepare_data(recipe, tokenizer, Rank())
-    print(f"| {kind.title} | start from the cache: {time.perf_counter() - start:.2f} s | | | | |", flush=True)
+    print(
+        f"| {kind.title} | start from the cache: {time.perf_counter() - start:.2f} s | | | | |",
+        flush=True,
+    )
 
 
 def raw(texts: list[str], tokenizer: Any) -> Seconds:

@@ -1,15 +1,17 @@
-"""Export of a random float32 checkpoint to bfloat16: memory and time, beside Accelerate's merge_fsdp_weights and a
-copy.
+"""Export of a random float32 checkpoint to bfloat16: memory and time, beside Accelerate's
+merge_fsdp_weights and a copy.
 
     python benchmarks/export.py [--layers 24] [--rounds 3] [--folder DIR]
 
-With 24 layers the model has 1.99 billion parameters, 7.94 GB in float32. The checkpoint is the kind of folder that
-`accelerator.save_state` writes under FSDP, so that both tools read the same bytes. Every measurement is a process of
-its own, with the checkpoint out of the page cache before it; rounds take turns, and medians are printed. "Copy" reads
-the checkpoint and writes as many bytes as the export does, fsync included, and imports neither torch nor any other
-library for it. The processor's seconds are those of the process and its children, user and system. Memory is the
-highest sum of the proportional sets of the process and its children, in which a page that several of them share counts
-once, looked at twenty times a second, less that of a process that only imports the same.
+With 24 layers the model has 1.99 billion parameters, 7.94 GB in float32. The checkpoint is the kind
+of folder that `accelerator.save_state` writes under FSDP, so that both tools read the same bytes.
+Every measurement is a process of its own, with the checkpoint out of the page cache before it;
+rounds take turns, and medians are printed. "Copy" reads the checkpoint and writes as many bytes as
+the export does, fsync included, and imports neither torch nor any other library for it. The
+processor's seconds are those of the process and its children, user and system. Memory is the
+highest sum of the proportional sets of the process and its children, in which a page that several
+of them share counts once, looked at twenty times a second, less that of a process that only imports
+the same.
 """
 
 import argparse
@@ -39,7 +41,9 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 IMPORTS = "import torch, finetune.export.export"
-MERGE_IMPORTS = "import torch, torch.distributed.checkpoint; from accelerate.utils import merge_fsdp_weights"
+MERGE_IMPORTS = (
+    "import torch, torch.distributed.checkpoint; from accelerate.utils import merge_fsdp_weights"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,14 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="folder for the files while it runs; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the files while it runs; default: a temporary one"
+    )
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--copy", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -73,7 +81,17 @@ def compare(folder: Path, layers: int, rounds: int) -> dict[str, list[Measured]]
     run([sys.executable, __file__, "--make", str(folder / "state"), "--layers", str(layers)])
     state = folder / "state"
     out = folder / "out"
-    finetune = [sys.executable, "-m", "finetune", "export", str(state), "--dtype", "bfloat16", "--output", str(out)]
+    finetune = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "export",
+        str(state),
+        "--dtype",
+        "bfloat16",
+        "--output",
+        str(out),
+    ]
     merge = f"{MERGE_IMPORTS}; merge_fsdp_weights('{state}/pytorch_model_fsdp_0', '{out}')"
     commands = {
         "imports": [sys.executable, "-c", IMPORTS],
@@ -95,17 +113,26 @@ def compare(folder: Path, layers: int, rounds: int) -> dict[str, list[Measured]]
 
 def table(found: dict[str, list[Measured]]) -> str:
     """A Markdown table of medians."""
-    lines = ["| | Seconds | × copy | CPU seconds | Peak memory over imports, MiB |", "|---|---|---|---|---|"]
+    lines = [
+        "| | Seconds | × copy | CPU seconds | Peak memory over imports, MiB |",
+        "|---|---|---|---|---|",
+    ]
     copy = statistics.median(m.seconds for m in found["copy"])
     for name in ("copy", "finetune export --no-verify", "finetune export", "merge_fsdp_weights"):
         baseline = found["merge imports" if name.startswith("merge") else "imports"]
         seconds = statistics.median(m.seconds for m in found[name])
-        memory = max(m.peak_memory_bytes for m in found[name]) - max(m.peak_memory_bytes for m in baseline)
+        memory = max(m.peak_memory_bytes for m in found[name]) - max(
+            m.peak_memory_bytes for m in baseline
+        )
         shown = "" if name == "copy" else f"{memory / 2**20:,.0f}"
         cpu_seconds = statistics.median(m.cpu_seconds for m in found[name])
-        lines.append(f"| {name} | {seconds:.1f} | {seconds / copy:.2f} | {cpu_seconds:.1f} | {shown} |")
+        lines.append(
+            f"| {name} | {seconds:.1f} | {seconds / copy:.2f} | {cpu_seconds:.1f} | {shown} |"
+        )
     starting = statistics.median(m.seconds for m in found["imports"])
-    return "\n".join([*lines, f"\nStarting Python and importing alone: {starting:.1f} s, in all but the copy."])
+    return "\n".join(
+        [*lines, f"\nStarting Python and importing alone: {starting:.1f} s, in all but the copy."]
+    )
 
 
 def run(command: list[str]) -> Measured:
@@ -137,7 +164,9 @@ def memory_bytes(pid: int) -> int:
         process = psutil.Process(pid)
         command = process.cmdline()
         # A child that has not begun its own program yet (vfork) has the very memory of its parent.
-        children = [child for child in process.children(recursive=True) if child.cmdline() != command]
+        children = [
+            child for child in process.children(recursive=True) if child.cmdline() != command
+        ]
         return sum(one.memory_full_info().pss for one in (process, *children))
     except psutil.NoSuchProcess:
         return 0
@@ -153,7 +182,9 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def copy_bytes(source: Path, target: Path) -> None:
-    """Reads every file under `source` and writes half of its bytes (bfloat16 of float32) to one file."""
+    """Reads every file under `source` and writes half of its bytes (bfloat16 of float32) to one
+    file.
+    """
     buffer = memoryview(bytearray(COPY_BLOCK_BYTES))
     target.mkdir()
     with (target / "copy").open("wb", buffering=0) as written:
@@ -165,7 +196,9 @@ def copy_bytes(source: Path, target: Path) -> None:
 
 
 def make_checkpoint(folder: Path, layers: int) -> None:
-    """What `accelerator.save_state` leaves under FSDP, four files of random values, made a tensor at a time."""
+    """What `accelerator.save_state` leaves under FSDP, four files of random values, made a tensor
+    at a time.
+    """
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import WriteItem
@@ -185,11 +218,17 @@ def make_checkpoint(folder: Path, layers: int) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     part = folder / "pytorch_model_fsdp_0"
     writer = dcp.FileSystemWriter(part, single_file_per_rank=True, thread_count=4)
-    dcp.save({"model": model.state_dict()}, storage_writer=writer, planner=RandomPlanner(), no_dist=True)
+    dcp.save(
+        {"model": model.state_dict()}, storage_writer=writer, planner=RandomPlanner(), no_dist=True
+    )
     config.save_pretrained(folder)
     size = sum(path.stat().st_size for path in part.iterdir())
     parameters = sum(p.numel() for p in model.parameters())
-    print(json.dumps({"parameters": parameters, "checkpoint_bytes": size, "files": len(list(part.iterdir()))}))
+    print(
+        json.dumps(
+            {"parameters": parameters, "checkpoint_bytes": size, "files": len(list(part.iterdir()))}
+        )
+    )
 
 
 if __name__ == "__main__":

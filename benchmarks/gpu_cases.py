@@ -1,4 +1,6 @@
-"""What `gpu.py` measures: models, how they are trained, and packed rows of real or random documents."""
+"""What `gpu.py` measures: models, how they are trained, and packed rows of real or random
+documents.
+"""
 
 import argparse
 import itertools
@@ -62,7 +64,13 @@ MIXTURE_30B = MIXTURE_7B | {  # Qwen3-30B-A3B
 }
 STEPS = 4  # with rows of their own; the steps after these train on them again
 TINY_MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 2}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,32 @@ CASES = (
     Case("1B full, 4096, FP8", LLAMA_1B, length=4096, rows=4, fp8=True),
     Case("8B LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, goal=17_600),
     Case(
-        "8B LoRA r16, 4096, checkpointed", LLAMA_8B, length=4096, rows=2, use_peft=True, checkpointed=True, goal=12_400
+        "8B LoRA r16, 4096, checkpointed",
+        LLAMA_8B,
+        length=4096,
+        rows=2,
+        use_peft=True,
+        checkpointed=True,
+        goal=12_400,
     ),
-    Case("8B LoRA r16, 32768", LLAMA_8B | LONG, length=32768, rows=1, use_peft=True, checkpointed=True),
+    Case(
+        "8B LoRA r16, 32768",
+        LLAMA_8B | LONG,
+        length=32768,
+        rows=1,
+        use_peft=True,
+        checkpointed=True,
+    ),
     Case("8B DPO, LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, method="dpo"),
     Case("8B QLoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, load_in_4bit=True),
     Case(
-        "8B QLoRA r16, 4096, checkpointed", LLAMA_8B, 4096, rows=2, use_peft=True, checkpointed=True, load_in_4bit=True
+        "8B QLoRA r16, 4096, checkpointed",
+        LLAMA_8B,
+        4096,
+        rows=2,
+        use_peft=True,
+        checkpointed=True,
+        load_in_4bit=True,
     ),
     Case(
         "70B QLoRA r16, 4096",
@@ -107,7 +134,15 @@ CASES = (
         load_in_4bit=True,
         goal=1_400,
     ),
-    Case("30B-A3B LoRA r16, 4096", MIXTURE_30B, length=4096, rows=1, use_peft=True, checkpointed=True, goal=9_200),
+    Case(
+        "30B-A3B LoRA r16, 4096",
+        MIXTURE_30B,
+        length=4096,
+        rows=1,
+        use_peft=True,
+        checkpointed=True,
+        goal=9_200,
+    ),
     Case(
         "7B mixture of 64 experts, full, 4096",
         MIXTURE_7B,
@@ -117,7 +152,15 @@ CASES = (
         optim="adamw_bf16_moments",
         torch_compile=False,
     ),
-    Case("8B full, 8192", LLAMA_8B, 8192, rows=2, checkpointed=True, optim="adamw_bf16_moments", goal=9_600),
+    Case(
+        "8B full, 8192",
+        LLAMA_8B,
+        8192,
+        rows=2,
+        checkpointed=True,
+        optim="adamw_bf16_moments",
+        goal=9_600,
+    ),
 )
 
 
@@ -128,12 +171,14 @@ class Result:
     case: str
     who: str
     tokens_per_second: float | None = None
-    spread: tuple[float, float] | None = None  # of the steps' tokens per second: 25th and 75th percentile
+    # of the steps' tokens per second: 25th and 75th percentile
+    spread: tuple[float, float] | None = None
     flop_per_second: float | None = None  # of the model's own operations, at the median
     mfu: float | None = None
     peak_memory_bytes: int | None = None
     seconds_to_first_step: float | None = None
-    loss: float | None = None  # of the first step, whose weights and tokens are the same for every contestant
+    # of the first step, whose weights and tokens are the same for every contestant
+    loss: float | None = None
     grad_norm: float | None = None  # of the same step, before clipping
     waits_for_device: str | None = None  # what synchronizes in a step, by torch's own check
     gemm_flop_per_second: float | None = None  # of the row that measures the device itself
@@ -144,16 +189,28 @@ class Result:
 def tiny(case: Case) -> Case:
     """`case` at a size that any machine runs in seconds."""
     model = case.model | TINY | (TINY_MIXTURE if "num_experts" in case.model else {})
-    values = asdict(case) | {"model": model, "length": 64, "rows": 2, "torch_compile": False, "goal": None}
+    values = asdict(case) | {
+        "model": model,
+        "length": 64,
+        "rows": 2,
+        "torch_compile": False,
+        "goal": None,
+    }
     return Case(**values)
 
 
-def documents(data: Path | None, tokenizer: Path | None, vocabulary: int, median: float) -> Iterator[list[int]]:
-    """Documents as ids, without end: a file's rows, round and round, or random ones of `median` tokens."""
+def documents(
+    data: Path | None, tokenizer: Path | None, vocabulary: int, median: float
+) -> Iterator[list[int]]:
+    """Documents as ids, without end: a file's rows, round and round, or random ones of `median`
+    tokens.
+    """
     if data is None or tokenizer is None:
         draw = random.Random(0)
         while True:
-            yield draw.choices(range(3, vocabulary), k=max(2, int(median * draw.lognormvariate(0.0, 1.0))))
+            yield draw.choices(
+                range(3, vocabulary), k=max(2, int(median * draw.lognormvariate(0.0, 1.0)))
+            )
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(tokenizer)
@@ -164,8 +221,12 @@ def documents(data: Path | None, tokenizer: Path | None, vocabulary: int, median
 
 
 def rows(case: Case, options: argparse.Namespace) -> list[list[list[int]]]:
-    """The rows of `STEPS` steps, full of documents; a row's last document is cut where the row is full."""
-    source = documents(options.data, options.tokenizer, case.model["vocab_size"], case.length / options.documents)
+    """The rows of `STEPS` steps, full of documents; a row's last document is cut where the row is
+    full.
+    """
+    source = documents(
+        options.data, options.tokenizer, case.model["vocab_size"], case.length / options.documents
+    )
     made = []
     for _ in range(STEPS * case.rows):
         row: list[list[int]] = []
@@ -193,8 +254,12 @@ def flop_per_token(case: Case) -> float:
     return flop
 
 
-def summarize(case: Case, who: str, speeds: list[float], peak: float | None, memory: int | None, **more: Any) -> Result:
+def summarize(
+    case: Case, who: str, speeds: list[float], peak: float | None, memory: int | None, **more: Any
+) -> Result:
     """The result of steps at these tokens per second. `peak`: of the device, FLOP per second."""
     median, (low, _, high) = statistics.median(speeds), statistics.quantiles(speeds, n=4)
     flops = median * flop_per_token(case)
-    return Result(case.name, who, median, (low, high), flops, flops / peak if peak else None, memory, **more)
+    return Result(
+        case.name, who, median, (low, high), flops, flops / peak if peak else None, memory, **more
+    )

@@ -1,5 +1,6 @@
-"""finetune's side of `gpu.py`: the same functions as in a run, timed on the device, and the first wait for it in a
-step."""
+"""finetune's side of `gpu.py`: the same functions as in a run, timed on the device, and the first
+wait for it in a step.
+"""
 
 import argparse
 import itertools
@@ -19,7 +20,9 @@ PACKAGE = Path(finetune.__file__).resolve().parent
 
 
 def step_batches(case: Case, options: argparse.Namespace) -> list[Any]:
-    """Packed step batches of one micro-batch each, every token trained, as the data room makes them."""
+    """Packed step batches of one micro-batch each, every token trained, as the data room makes
+    them.
+    """
     import torch
 
     from finetune.constants import IGNORE_INDEX
@@ -53,7 +56,9 @@ def step_batches(case: Case, options: argparse.Namespace) -> list[Any]:
 
 
 def as_pairs(micro_batch: Any) -> Any:
-    """The same, its documents as chosen, rejected, chosen, rejected; the last two are one where their number is odd."""
+    """The same, its documents as chosen, rejected, chosen, rejected; the last two are one where
+    their number is odd.
+    """
     from dataclasses import replace
 
     import torch
@@ -74,7 +79,9 @@ def as_pairs(micro_batch: Any) -> Any:
 
 
 def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
-    """(recipe, world, sharded model, optimizer), loaded as a run loads them; only the weights come from their names."""
+    """(recipe, world, sharded model, optimizer), loaded as a run loads them; only the weights come
+    from their names.
+    """
     import torch
     import yaml
 
@@ -93,7 +100,8 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": case.checkpointed}
     config_file.write_text(yaml.safe_dump(layout | {"fsdp_config": fsdp}))
     keys = {
-        "model_name_or_path": str(workspace),  # a folder of a config alone: adapters take no model_config
+        # a folder of a config alone: adapters take no model_config
+        "model_name_or_path": str(workspace),
         "max_length": case.length,
         "method": case.method,
         "optim": case.optim,
@@ -145,7 +153,13 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     dpo = PreferenceObjective(Method(method="dpo"), without_adapters)
     objective: Objective = dpo if case.method == "dpo" else SFT
     guard = make_guard(optimizer, recipe.optimization, world)
-    run = {"objective": objective, "recipe": recipe, "world": world, "guard": guard, "learning_rate": 1e-5}
+    run = {
+        "objective": objective,
+        "recipe": recipe,
+        "world": world,
+        "guard": guard,
+        "learning_rate": 1e-5,
+    }
 
     def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = batches[index % len(batches)]
@@ -186,10 +200,11 @@ def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> li
 
 
 def synchronizations(step: Callable[[], Any]) -> str:
-    """Runs a step that is warned of every wait for the device; "nothing", or the first place that waits.
+    """Runs a step that is warned of every wait for the device; "nothing", or the first place that
+    waits.
 
-    Warned, not stopped: an error in the middle of a step would leave gradients and sharded weights half done for the
-    steps that are timed after it.
+    Warned, not stopped: an error in the middle of a step would leave gradients and sharded weights
+    half done for the steps that are timed after it.
     """
     import traceback
     import warnings
@@ -201,7 +216,8 @@ def synchronizations(step: Callable[[], Any]) -> str:
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-        if "synchronizing" in str(message) and "prototype" not in str(message):  # the check's word about itself
+        # the check's word about itself
+        if "synchronizing" in str(message) and "prototype" not in str(message):
             waits.append(place + str(message).splitlines()[0])
 
     with warnings.catch_warnings():

@@ -1,4 +1,6 @@
-"""What the device itself gives, in the same run: matrix products and attention in bf16, with nothing round them."""
+"""What the device itself gives, in the same run: matrix products and attention in bf16, with
+nothing round them.
+"""
 
 import statistics
 import time
@@ -12,7 +14,9 @@ BACKWARD = 2.5  # times the forward's operations: FlashAttention computes the sc
 
 
 def measure_device(smoke: bool) -> Result:
-    """FLOP per second of a square product, and of causal attention forward and backward over one long document."""
+    """FLOP per second of a square product, and of causal attention forward and backward over one
+    long document.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -20,7 +24,9 @@ def measure_device(smoke: bool) -> Result:
     size, tokens, heads, head_size = (256, 256, 4, 64) if smoke else (8192, 8192, 32, 128)
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     states = [
-        torch.randn(1, heads, tokens, head_size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        torch.randn(
+            1, heads, tokens, head_size, dtype=torch.bfloat16, device=device, requires_grad=True
+        )
         for _ in range(3)
     ]
 

@@ -1,8 +1,10 @@
 """torchtune's side of `gpu.py`: its recipes for one device, by a config as its users write one.
 
-Its precision is one for everything: weights, gradients and moments are in bf16. Only weights, rows and the log are
-ours, as components that the config names. torchtune is archived: 0.6.1, its last version, imports no torchao after
-0.15, with which it runs under torch 2.13. peft takes no torchao before 0.16, so torchtune needs an environment of its
+Its precision is one for everything: weights, gradients and moments are in bf16. Only weights, rows
+and the log are ours, as components that the config names. torchtune is archived: 0.6.1, its last
+version, imports no torchao after
+0.15, with which it runs under torch 2.13. peft takes no torchao before 0.16, so torchtune needs an
+  environment of its
 own.
 """
 
@@ -24,11 +26,14 @@ LORA = {
     "lora_rank": 16,
     "lora_alpha": 32,
 }
-_running: dict[str, Any] = {}  # what the components below must know, which the recipe makes; a process runs one case
+# what the components below must know, which the recipe makes; a process runs one case
+_running: dict[str, Any] = {}
 
 
 def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
-    """The same model, rows and optimizer under its full or LoRA recipe, packed, its own attention."""
+    """The same model, rows and optimizer under its full or LoRA recipe, packed, its own
+    attention.
+    """
     import torch
     import torchtune
     from omegaconf import OmegaConf
@@ -37,7 +42,9 @@ def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Name
 
     if case.method != "sft" or case.fp8 or case.load_in_4bit or case.model["model_type"] != "llama":
         return Result(
-            case.name, WHO, failure="not compared here: its recipes of one device have no such model or method"
+            case.name,
+            WHO,
+            failure="not compared here: its recipes of one device have no such model or method",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _running.update(case=case, options=options, device=device, steps=steps + warm_up)
@@ -47,7 +54,11 @@ def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Name
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    recipe_class = module.LoRAFinetuneRecipeSingleDevice if case.use_peft else module.FullFinetuneRecipeSingleDevice
+    recipe_class = (
+        module.LoRAFinetuneRecipeSingleDevice
+        if case.use_peft
+        else module.FullFinetuneRecipeSingleDevice
+    )
     with tempfile.TemporaryDirectory() as folder:
         config = OmegaConf.create(_config(case, steps + warm_up, device.type, folder))
         recipe = recipe_class(cfg=config)
@@ -61,8 +72,9 @@ def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Name
 
 
 def _config(case: Case, steps: int, device: str, folder: str) -> dict[str, Any]:
-    """The recipe's config: its published one for Llama 3.1 8B on one device, packed, uncompiled and with the case's
-    sizes."""
+    """The recipe's config: its published one for Llama 3.1 8B on one device, packed, uncompiled and
+    with the case's sizes.
+    """
     tied = case.model["tie_word_embeddings"]
     family = "llama3_2" if tied else "llama3_1"
     model = {
@@ -129,10 +141,17 @@ class Weights:
         case: Case = _running["case"]
         model = build_on_meta(load_config(Model(model_config=case.model)), torch.float32)
         weights = {
-            name: random_weight(name, p.shape, _running["device"]).bfloat16() for name, p in model.named_parameters()
+            name: random_weight(name, p.shape, _running["device"]).bfloat16()
+            for name, p in model.named_parameters()
         }
-        sizes = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "dim": "hidden_size"}
-        return {"model": hf_to_tune(weights, **{key: case.model[name] for key, name in sizes.items()})}
+        sizes = {
+            "num_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "dim": "hidden_size",
+        }
+        return {
+            "model": hf_to_tune(weights, **{key: case.model[name] for key, name in sizes.items()})
+        }
 
 
 class Tokenizer:
@@ -156,7 +175,9 @@ def packed_rows(_tokenizer: Tokenizer, packed: bool, **_: Any) -> list[dict[str,
 
 
 class _Log:
-    """A metric logger that keeps losses and norms, and the time of each step, which the recipe has just waited for."""
+    """A metric logger that keeps losses and norms, and the time of each step, which the recipe has
+    just waited for.
+    """
 
     def __init__(self, **_: Any) -> None:
         self.losses: list[float] = []

@@ -1,4 +1,6 @@
-"""Plain transformers' side of `gpu.py`: the loop of its language modeling examples, with nothing of ours."""
+"""Plain transformers' side of `gpu.py`: the loop of its language modeling examples, with nothing of
+ours.
+"""
 
 import argparse
 import itertools
@@ -11,8 +13,9 @@ WHO = "transformers, rows cut from one text"
 
 
 def train_transformers(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
-    """The same model and tokens: rows of `length`, documents not kept apart (SDPA is fastest so), bf16 autocast, fused
-    AdamW."""
+    """The same model and tokens: rows of `length`, documents not kept apart (SDPA is fastest so),
+    bf16 autocast, fused AdamW.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,6 @@
-"""TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it, but in our order."""
+"""TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it, but in
+our order.
+"""
 
 import argparse
 import tempfile
@@ -22,13 +24,17 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if case.method != "sft" or case.fp8:
-        return Result(case.name, WHO, failure="not compared here; DPO is in benchmarks/preferences.py")
+        return Result(
+            case.name, WHO, failure="not compared here; DPO is in benchmarks/preferences.py"
+        )
     config = AutoConfig.for_model(**case.model)
     if case.load_in_4bit:
         model = _quantized_model(config, device)
     else:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.use_peft else torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16 if case.use_peft else torch.float32
+            )
         fill(model)
     packed = rows(case, options) * (1 + (steps + warm_up) // STEPS)
     seconds: list[float] = []
@@ -48,7 +54,9 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
     if case.use_peft:
         from peft import LoraConfig
 
-        peft_config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        peft_config = LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             output_dir=folder,
@@ -56,7 +64,8 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             max_steps=steps + warm_up,
             max_length=case.length,
             packing=True,
-            dataset_kwargs={"skip_prepare_dataset": True},  # packed already, into the rows of all contestants
+            # packed already, into the rows of all contestants
+            dataset_kwargs={"skip_prepare_dataset": True},
             train_sampling_strategy="sequential",
             learning_rate=1e-5,
             bf16=True,
@@ -75,7 +84,13 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             "seq_lengths": [[len(ids) for ids in row] for row in packed],
         }
         dataset = Dataset.from_dict(columns)
-        run = SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config)
+        run = SFTTrainer(
+            model,
+            arguments,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
         run.add_callback(Clock())
         run.train()
     speeds = [case.rows * case.length / s for s in seconds[warm_up:]]
@@ -85,7 +100,9 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
 
 
 def _quantized_model(config: Any, device: Any) -> Any:
-    """A model of random weights in NF4, made a layer at a time: 70 billion of them in bf16 fit no device."""
+    """A model of random weights in NF4, made a layer at a time: 70 billion of them in bf16 fit no
+    device.
+    """
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
     from torch import nn
@@ -94,14 +111,20 @@ def _quantized_model(config: Any, device: Any) -> Any:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     names = [
-        name for name, m in model.named_modules() if type(m) is nn.Linear and m is not model.get_output_embeddings()
+        name
+        for name, m in model.named_modules()
+        if type(m) is nn.Linear and m is not model.get_output_embeddings()
     ]
     for name in names:
         linear = model.get_submodule(name)
         weight = random_weight(f"{name}.weight", linear.weight.shape, device).bfloat16()
         with torch.device("meta"):
-            made = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
-        made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made)
+            made = Linear4bit(
+                linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16
+            )
+        made.weight = Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made
+        )
         made.weight = made.weight.to(device)
         model.set_submodule(name, made)
     with torch.device(device):
@@ -113,7 +136,9 @@ def _quantized_model(config: Any, device: Any) -> Any:
     model.model.rotary_emb = rest.model.rotary_emb
     for module in model.model.layers.modules():
         if type(module).__name__.endswith("Norm"):
-            module.weight = nn.Parameter(torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device))
+            module.weight = nn.Parameter(
+                torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device)
+            )
     model.is_loaded_in_4bit = True
     return model
 
@@ -132,4 +157,6 @@ def _word_tokenizer(vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0"
+    )

@@ -1,5 +1,6 @@
-"""The weights that every contestant of `gpu.py` starts with: random, and a function of a parameter's name and shape
-alone."""
+"""The weights that every contestant of `gpu.py` starts with: random, and a function of a
+parameter's name and shape alone.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -7,8 +8,9 @@ from typing import Any
 
 
 def random_weight(name: str, shape: Sequence[int], device: Any) -> Any:
-    """float32 of `shape`: ones for a norm; else normal with a variance of 1 / columns, so that logits are of the order
-    of 1 in a model of any size, and another weight or token gives another loss.
+    """float32 of `shape`: ones for a norm; else normal with a variance of 1 / columns, so that
+    logits are of the order of 1 in a model of any size, and another weight or token gives another
+    loss.
 
     name: transformers' for the parameter.
     """

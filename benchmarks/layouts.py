@@ -1,10 +1,12 @@
-"""What each layout costs: state per rank, peak memory, tokens per second and communication calls, measured.
+"""What each layout costs: state per rank, peak memory, tokens per second and communication calls,
+measured.
 
     python benchmarks/layouts.py --ranks 1 2 4 --output benchmarks/results/layouts
 
-Trains a small Llama from random weights for a few steps under every layout, on the GPUs at hand or on CPU ranks, with
-the project's own loading, loop and optimizer. State is counted from the tensors that a rank really holds. Writes
-layouts.json, layouts.md (a table) and layouts.png (needs matplotlib: `pip install .[benchmarks]`).
+Trains a small Llama from random weights for a few steps under every layout, on the GPUs at hand or
+on CPU ranks, with the project's own loading, loop and optimizer. State is counted from the tensors
+that a rank really holds. Writes layouts.json, layouts.md (a table) and layouts.png (needs
+matplotlib: `pip install .[benchmarks]`).
 """
 
 import argparse
@@ -20,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not open them before the fork
+# asking for GPUs must not open them before the fork
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, before ranks are forked)
@@ -67,12 +70,16 @@ LAYOUTS: dict[str, Sharding] = {
     "DDP": Sharding(layout="ddp"),
     "FSDP2 full shard": Sharding(layout="fsdp2"),
     "FSDP2 shard grad op": Sharding(layout="fsdp2", strategy="SHARD_GRAD_OP"),
-    "FSDP2 hybrid 2 x 2": Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2),
+    "FSDP2 hybrid 2 x 2": Sharding(
+        layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2
+    ),
     "FSDP2, rows divided by 2": Sharding(layout="fsdp2", sequence_parallel_size=2),
     "FSDP2, rows divided by 4": Sharding(layout="fsdp2", sequence_parallel_size=4),
     "FSDP2, matrices divided by 2": Sharding(layout="fsdp2", tensor_parallel_size=2),
     "FSDP2, matrices divided by 4": Sharding(layout="fsdp2", tensor_parallel_size=4),
-    "FSDP2, rows and matrices divided by 2": Sharding(layout="fsdp2", sequence_parallel_size=2, tensor_parallel_size=2),
+    "FSDP2, rows and matrices divided by 2": Sharding(
+        layout="fsdp2", sequence_parallel_size=2, tensor_parallel_size=2
+    ),
     "FSDP2 full shard, CPU offload": Sharding(layout="fsdp2", cpu_offload=True),
     "FSDP1 FULL_SHARD": Sharding(layout="fsdp1"),
     "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),
@@ -82,7 +89,11 @@ LAYOUTS: dict[str, Sharding] = {
     "mixture, experts over 2": Sharding(layout="fsdp2", expert_parallel_size=2),
     "mixture, experts over 4": Sharding(layout="fsdp2", expert_parallel_size=4),
     "mixture, hybrid 2 x 2, experts over 2": Sharding(
-        layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2, expert_parallel_size=2
+        layout="fsdp2",
+        strategy="HYBRID_SHARD",
+        replicate_size=2,
+        shard_size=2,
+        expert_parallel_size=2,
     ),
 }
 
@@ -100,7 +111,9 @@ def sharding_of(name: str, ranks: int) -> Sharding:
     """The layout on so many ranks: those that do not divide rows have rows of their own."""
     sharding = replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available())
     return (
-        sharding if sharding.ranks_per_batch == 1 else replace(sharding, shard_size=ranks // sharding.ranks_per_batch)
+        sharding
+        if sharding.ranks_per_batch == 1
+        else replace(sharding, shard_size=ranks // sharding.ranks_per_batch)
     )
 
 
@@ -111,7 +124,9 @@ def shards(name: str, ranks: int) -> int:
     return 2 if "2 x 2" in name else ranks
 
 
-def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, world: World) -> Measured | None:
+def measure(
+    name: str, model_config: dict[str, Any], steps: int, rows: int, world: World
+) -> Measured | None:
     """Trains on this rank; all ranks call it, and rank 0 gets the result."""
     started_at = reset_peak(world.device)
     model, size = load_model(Model(model_config=model_config), Lora(), 0, world)
@@ -133,7 +148,10 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
         "gathered_bytes": max(gathered),
         "gradient_bytes": gradients,
         "optimizer_bytes": sum(
-            held_bytes(t) for moments in optimizer.state.values() for t in moments.values() if torch.is_tensor(t)
+            held_bytes(t)
+            for moments in optimizer.state.values()
+            for t in moments.values()
+            if torch.is_tensor(t)
         ),
         "peak_memory_bytes": peak(world.device) - started_at,
         "activation_bytes": kept_bytes(model, batch, world),
@@ -157,7 +175,9 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
     )
 
 
-def train_step(model: nn.Module, optimizer: Any, batch: StepBatch, world: World) -> tuple[int, float]:
+def train_step(
+    model: nn.Module, optimizer: Any, batch: StepBatch, world: World
+) -> tuple[int, float]:
     """One step; returns the bytes of this rank's gradients, and their norm."""
     accumulate_gradients(model, batch, world)
     norm = float(clip_gradients(model, 1.0))
@@ -168,13 +188,18 @@ def train_step(model: nn.Module, optimizer: Any, batch: StepBatch, world: World)
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of the part that this rank holds. FSDP1 shows a parameter as its piece of the flat one already."""
+    """The bytes of the part that this rank holds.
+
+    FSDP1 shows a parameter as its piece of the flat one already.
+    """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """The bytes of parameters that are whole at this moment although they are sharded between steps."""
+    """The bytes of parameters that are whole at this moment although they are sharded between
+    steps.
+    """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
@@ -188,7 +213,10 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def is_sharded_by_fsdp(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names not in ((EXPERT,), (TENSOR,))
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names not in (
+        (EXPERT,),
+        (TENSOR,),
+    )
 
 
 def step_batch(world: World, vocabulary: int, rows: int) -> StepBatch:
@@ -210,7 +238,9 @@ def step_batch(world: World, vocabulary: int, rows: int) -> StepBatch:
         for row in ids[ranks.rank :: ranks.size]
     ]
     tokens = rows * LENGTH
-    return StepBatch(step=0, epoch=0.0, micro_batches=tuple(micro_batches), tokens=tokens, trained_tokens=tokens)
+    return StepBatch(
+        step=0, epoch=0.0, micro_batches=tuple(micro_batches), tokens=tokens, trained_tokens=tokens
+    )
 
 
 def reset_peak(device: torch.device) -> int:
@@ -232,7 +262,9 @@ def _status(key: str) -> int:
     return int(lines[key].split()[0]) * 1024
 
 
-def run(names: list[str], counts: list[int], model_config: dict[str, Any], steps: int, rows: int) -> Iterator[Measured]:
+def run(
+    names: list[str], counts: list[int], model_config: dict[str, Any], steps: int, rows: int
+) -> Iterator[Measured]:
     """Every layout on every number of ranks that can make it, each on ranks forked for it."""
     for ranks in counts:
         for name in names:
@@ -240,7 +272,9 @@ def run(names: list[str], counts: list[int], model_config: dict[str, Any], steps
                 yield _on_ranks(name, ranks, model_config, steps, rows)
 
 
-def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int) -> Measured:
+def _on_ranks(
+    name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int
+) -> Measured:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -261,35 +295,59 @@ def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int, r
 
 
 def _environment(name: str, rank: int, ranks: int, port: int) -> dict[str, str]:
-    local = 2 if name == "FSDP1 HYBRID_SHARD 2 x 2" else ranks  # FSDP1 shards within what the launch calls a node
-    values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": port}
+    # FSDP1 shards within what the launch calls a node
+    local = 2 if name == "FSDP1 HYBRID_SHARD 2 x 2" else ranks
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_PORT": port,
+    }
     return {key: str(value) for key, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int, result: Path) -> None:
-    torch.set_num_threads(1)  # the same for every number of ranks, and ranks do not spin for each other's cores
+def _rank(
+    name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int, result: Path
+) -> None:
+    # the same for every number of ranks, and ranks do not spin for each other's cores
+    torch.set_num_threads(1)
     world = join(sharding_of(name, ranks))
-    measured = measure(name, MIXTURE if name.startswith("mixture") else model_config, steps, rows, world)
+    measured = measure(
+        name, MIXTURE if name.startswith("mixture") else model_config, steps, rows, world
+    )
     if measured is not None:
         result.write_text(json.dumps(asdict(measured)))
     leave(world)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument(
+        "--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--rows", type=int, default=4, help="rows in a step over all ranks")
-    parser.add_argument("--model", type=json.loads, default=MODEL, help="another model_config, as JSON")
+    parser.add_argument(
+        "--model", type=json.loads, default=MODEL, help="another model_config, as JSON"
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/layouts"))
     options = parser.parse_args()
     results = []
     for measured in run(options.layouts, options.ranks, options.model, options.steps, options.rows):
         results.append(measured)
-        print(f"{measured.ranks} ranks, {measured.layout}: {measured.tokens_per_second:,.0f} tokens/s", flush=True)
+        print(
+            f"{measured.ranks} ranks, {measured.layout}: {measured.tokens_per_second:,.0f} "
+            "tokens/s",
+            flush=True,
+        )
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "layouts.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    (options.output / "layouts.json").write_text(
+        json.dumps([asdict(r) for r in results], indent=1) + "\n"
+    )
     (options.output / "layouts.md").write_text(table(results))
     plot(results, options.output / "layouts.png")
     print(table(results))

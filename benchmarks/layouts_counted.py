@@ -1,4 +1,6 @@
-"""What layouts.py counts in a step: the collectives with their bytes, and what is kept for the backward."""
+"""What layouts.py counts in a step: the collectives with their bytes, and what is kept for the
+backward.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -25,8 +27,9 @@ KINDS = {
 
 
 def communication(step: Callable[[], Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes in and what comes
-    out."""
+    """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes
+    in and what comes out.
+    """
     with _Collectives() as found:
         step()
     return dict(found.calls), dict(found.moved)
@@ -40,7 +43,9 @@ class _Collectives(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operations come here in turn
         name = operator.__name__.replace("_", "")
@@ -62,7 +67,9 @@ def _nbytes(value: Any) -> int:
 def planned_communication(
     model_config: Mapping[str, Any], rows: int, length: int, world: World
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What the plan counts of the same step: calls and bytes by kind, without the sum of the gradients' norm."""
+    """What the plan counts of the same step: calls and bytes by kind, without the sum of the
+    gradients' norm.
+    """
     batch = Batch(global_batch_size=rows)
     recipe = Recipe(path="layouts.py", data=Data(max_length=length, packing=False), batch=batch)
     spec = RunSpec(
@@ -82,12 +89,15 @@ def planned_communication(
 
 
 def kept_bytes(model: nn.Module, batch: StepBatch, world: World) -> int:
-    """What autograd keeps of the first micro-batch from its forward to its backward, parameters aside."""
+    """What autograd keeps of the first micro-batch from its forward to its backward, parameters
+    aside.
+    """
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = _storage(tensor)
-        held = {_storage(parameter).data_ptr() for parameter in model.parameters()}  # as gathered at this moment
+        # as gathered at this moment
+        held = {_storage(parameter).data_ptr() for parameter in model.parameters()}
         if storage.data_ptr() not in held:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -21,7 +21,8 @@ class Measured:
     calls: dict[str, int]  # of one step on rank 0, by kind
     planned_calls: dict[str, int]  # by finetune/plan/speed.py
     planned_bytes: dict[str, int]
-    communicated_bytes: dict[str, int]  # the same; of each call the larger of what goes in and what comes out
+    # the same; of each call the larger of what goes in and what comes out
+    communicated_bytes: dict[str, int]
     activation_bytes: int  # kept from the forward to the backward of a micro-batch
 
 
@@ -32,18 +33,22 @@ def table(results: list[Measured]) -> str:
         return f"{count / 2**20:.1f}"
 
     lines = [
-        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | "
-        "Activations | Peak memory | Tokens/s | Calls a step (MiB) |",
+        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered "
+        "at backward | Activations | Peak memory | Tokens/s | Calls a step (MiB) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         state = r.parameter_bytes + r.gradient_bytes + r.optimizer_bytes
         moved = {kind: mib(count) for kind, count in r.communicated_bytes.items()}
-        calls = ", ".join(f"{count} {kind} ({moved[kind]})" for kind, count in sorted(r.calls.items())) or "none"
+        calls = (
+            ", ".join(f"{count} {kind} ({moved[kind]})" for kind, count in sorted(r.calls.items()))
+            or "none"
+        )
         lines.append(
             f"| {r.ranks} | {r.layout} | {mib(r.parameter_bytes)} | {mib(r.gradient_bytes)} | "
-            f"{mib(r.optimizer_bytes)} | {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | "
-            f"{mib(r.activation_bytes)} | {mib(r.peak_memory_bytes)} | {r.tokens_per_second:,.0f} | {calls} |"
+            f"{mib(r.optimizer_bytes)} | {state / (16 * r.parameters):.0%} | "
+            f"{mib(r.gathered_bytes)} | {mib(r.activation_bytes)} | {mib(r.peak_memory_bytes)} | "
+            f"{r.tokens_per_second:,.0f} | {calls} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -60,7 +65,11 @@ def plot(results: list[Measured], path: Path) -> None:
     names = [r.layout for r in shown]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.45 * len(shown) + 1.6), sharey=True)
     start = [0.0] * len(shown)
-    for part, label in (("parameter", "parameters"), ("gradient", "gradients"), ("optimizer", "optimizer state")):
+    for part, label in (
+        ("parameter", "parameters"),
+        ("gradient", "gradients"),
+        ("optimizer", "optimizer state"),
+    ):
         sizes = [getattr(r, f"{part}_bytes") / 2**20 for r in shown]
         left.barh(names, sizes, left=start, label=label)
         start = [a + b for a, b in zip(start, sizes, strict=True)]
@@ -68,6 +77,8 @@ def plot(results: list[Measured], path: Path) -> None:
     left.legend(loc="lower right")
     right.barh(names, [r.tokens_per_second for r in shown], color="tab:gray")
     right.set_xlabel("tokens per second, all ranks together")
-    figure.suptitle(f"{shown[0].parameters / 1e6:.1f}M parameters, fp32, {most} ranks on {shown[0].device}")
+    figure.suptitle(
+        f"{shown[0].parameters / 1e6:.1f}M parameters, fp32, {most} ranks on {shown[0].device}"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)

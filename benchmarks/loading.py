@@ -1,11 +1,13 @@
-"""How much host memory loading takes: a checkpoint of random bf16 weights is made on the spot and loaded on CPU ranks.
+"""How much host memory loading takes: a checkpoint of random bf16 weights is made on the spot and
+loaded on CPU ranks.
 
     python benchmarks/loading.py --parameters 1e9 --ranks 2 --output benchmarks/results/loading
 
-The claim: summed over the ranks of a node, memory at its highest is at most 1.2 x what the loaded parameters take, over
-the processes' own baseline. With `dtype: bfloat16` that is 1.2 x the file; fp32 parameters, which full fine-tuning
-wants, take twice a bf16 file by themselves, and are measured beside it. A plain `from_pretrained` on every rank is the
-comparison. The folder is removed at the end. Writes loading.json.
+The claim: summed over the ranks of a node, memory at its highest is at most 1.2 x what the loaded
+parameters take, over the processes' own baseline. With `dtype: bfloat16` that is 1.2 x the file;
+fp32 parameters, which full fine-tuning wants, take twice a bf16 file by themselves, and are
+measured beside it. A plain `from_pretrained` on every rank is the comparison. The folder is removed
+at the end. Writes loading.json.
 """
 
 import argparse
@@ -46,7 +48,10 @@ WAYS: dict[str, tuple[Sharding, str]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Host memory of one way to load. Private bytes: those of a process that it shares with no other."""
+    """Host memory of one way to load.
+
+    Private bytes: those of a process that it shares with no other.
+    """
 
     way: str
     ranks: int
@@ -66,8 +71,11 @@ class Measured:
 
 
 def make_checkpoint(folder: Path, parameters: int) -> int:
-    """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their bytes. One file in memory
-    at a time."""
+    """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their
+    bytes.
+
+    One file in memory at a time.
+    """
     from transformers import AutoConfig
 
     from finetune.models.load import build_on_meta
@@ -125,18 +133,22 @@ def measure(way: str, folder: Path, world: World) -> dict[str, Any]:
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-            for parameter in model.parameters():  # from_pretrained maps the files: the weights are there once touched
+            # from_pretrained maps the files: the weights are there once touched
+            for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
         else:
-            model, _ = load_model(Model(model_name_or_path=str(folder), dtype=dtype), Lora(), 0, world)  # type: ignore[arg-type]
+            model, _ = load_model(
+                Model(model_name_or_path=str(folder), dtype=dtype), Lora(), 0, world
+            )  # type: ignore[arg-type]
     loaded = sum(getattr(p, "to_local", p.detach)().nbytes for p in model.parameters())
     return {"loaded": loaded, "seconds": time.perf_counter() - begun} | memory
 
 
 @contextmanager
 def sampled() -> Iterator[dict[str, int]]:
-    """Watches this process's private memory from a thread; fills in `peak` and `settled`, in bytes over the
-    beginning."""
+    """Watches this process's private memory from a thread; fills in `peak` and `settled`, in bytes
+    over the beginning.
+    """
     found: dict[str, int] = {}
     baseline = private_bytes()
     highest = [0]
@@ -156,8 +168,12 @@ def sampled() -> Iterator[dict[str, int]]:
 
 
 def private_bytes() -> int:
-    """The resident memory that belongs to this process alone: anonymous, without pages of files or of its parent."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    """The resident memory that belongs to this process alone: anonymous, without pages of files or
+    of its parent.
+    """
+    lines = dict(
+        line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     return sum(int(lines[key].split()[0]) for key in ("Private_Clean", "Private_Dirty")) * 1024
 
 
@@ -170,7 +186,12 @@ def on_ranks(way: str, ranks: int, folder: Path, file_bytes: int) -> Measured:
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            values = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
             os.environ |= {k: str(v) for k, v in values.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os._exit(exit_code(partial(_rank, way, folder)))  # no clean-up of the parent's
@@ -198,7 +219,9 @@ def _rank(way: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
@@ -216,15 +239,17 @@ def main() -> None:
             results.append(on_ranks(way, options.ranks, folder, file_bytes))
             print(_line(results[-1]), flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "loading.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    (options.output / "loading.json").write_text(
+        json.dumps([asdict(r) for r in results], indent=1) + "\n"
+    )
 
 
 def _line(r: Measured) -> str:
     gib = 2**30
     return (
-        f"{r.way}: file {r.file_bytes / gib:.2f} GiB, {r.ranks} ranks hold {r.loaded_bytes / gib:.2f} GiB, peak "
-        f"{r.peak_bytes / gib:.2f} GiB ({r.peak_over_loaded:.2f} x loaded, {r.peak_over_file:.2f} x file), "
-        f"{r.seconds:.1f} s"
+        f"{r.way}: file {r.file_bytes / gib:.2f} GiB, {r.ranks} ranks hold "
+        f"{r.loaded_bytes / gib:.2f} GiB, peak {r.peak_bytes / gib:.2f} GiB "
+        f"({r.peak_over_loaded:.2f} x loaded, {r.peak_over_file:.2f} x file), {r.seconds:.1f} s"
     )
 
 

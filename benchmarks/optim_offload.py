@@ -1,11 +1,12 @@
-"""The optimizer's state in files (optim_offload: nvme): its rate beside dd's on the same disk, and memory as the model
-doubles.
+"""The optimizer's state in files (optim_offload: nvme): its rate beside dd's on the same disk, and
+memory as the model doubles.
 
-    python benchmarks/optim_offload.py [--folder DIR] [--layers 2 4 8 16] [--hidden 1024] [--steps 5] [--json]
+    python benchmarks/optim_offload.py [--folder DIR] [--layers 2 4 8 16] [--hidden 1024] [--steps
+    5] [--json]
 
-One process, FSDP2 in a world of one, bf16. Each model is trained in a process of its own, with its state in files and
-in memory. dd's requests are direct, as ours are: the page cache, which could hold all of it here, takes no part.
-`--folder` is on the disk that is measured.
+One process, FSDP2 in a world of one, bf16. Each model is trained in a process of its own, with its
+state in files and in memory. dd's requests are direct, as ours are: the page cache, which could
+hold all of it here, takes no part. `--folder` is on the disk that is measured.
 """
 
 import argparse
@@ -44,13 +45,16 @@ DD_BYTES = 1 << 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=("files", "memory"), help=argparse.SUPPRESS)  # in a process of its own
+    # in a process of its own
+    parser.add_argument("--only", choices=("files", "memory"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is not None:
         print(json.dumps(measure(options)))
@@ -59,19 +63,38 @@ def main() -> None:
     for layers in options.layers:
         found: dict[str, Any] = {"layers": layers}
         for where in ("files", "memory"):
-            sizes = ["--hidden", str(options.hidden), "--layers", str(layers), "--steps", str(options.steps)]
-            command = [sys.executable, __file__, "--folder", str(options.folder), *sizes, "--only", where]
-            # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB, the fp32 parameters
-            # among them.
+            sizes = [
+                "--hidden",
+                str(options.hidden),
+                "--layers",
+                str(layers),
+                "--steps",
+                str(options.steps),
+            ]
+            command = [
+                sys.executable,
+                __file__,
+                "--folder",
+                str(options.folder),
+                *sizes,
+                "--only",
+                where,
+            ]
+            # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB, the
+            # fp32 parameters among them.
             environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+            )
             found[where] = json.loads(done.stdout.splitlines()[-1])
         results["models"].append(found)
     print(json.dumps(results, indent=1) if options.json else show(results))
 
 
 def measure_dd(folder: Path) -> dict[str, float]:
-    """dd's direct writes and reads of DD_BYTES, in bytes per second; the best of three, in turns."""
+    """dd's direct writes and reads of DD_BYTES, in bytes per second; the best of three, in
+    turns.
+    """
     seconds: dict[str, list[float]] = {"write": [], "read": []}
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = f"{name}/dd"
@@ -82,7 +105,11 @@ def measure_dd(folder: Path) -> dict[str, float]:
                 "read": [f"if={file}", "of=/dev/null", "iflag=direct"],
             }.items():
                 started = time.perf_counter()
-                subprocess.run(["dd", *arguments, f"bs={DD_BLOCK}", count], check=True, stderr=subprocess.DEVNULL)
+                subprocess.run(
+                    ["dd", *arguments, f"bs={DD_BLOCK}", count],
+                    check=True,
+                    stderr=subprocess.DEVNULL,
+                )
                 seconds[kind].append(time.perf_counter() - started)
     return {kind: DD_BYTES / min(values) for kind, values in seconds.items()}
 
@@ -91,14 +118,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and bytes of one model's steps; `options.only` says where its state is."""
     world = join(Sharding(layout="fsdp2", mixed_precision="bf16", use_cpu=True))
     model = build(options.layers[0], options.hidden, world)
-    where = {"optim_offload": "nvme", "offload_dir": str(options.folder)} if options.only == "files" else {}
+    where = (
+        {"optim_offload": "nvme", "offload_dir": str(options.folder)}
+        if options.only == "files"
+        else {}
+    )
     optimizer = build_optimizer(model, Optimization(**where), world)  # type: ignore[arg-type]
     updates: list[float] = []
     for step in range(options.steps + 1):
         ids = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(step))
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if step == 1:  # the first step may create state
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak is that of now
+            # proc_pid_clear_refs(5): the peak is that of now
+            Path("/proc/self/clear_refs").write_text("5")
         started = time.perf_counter()
         optimizer.step()
         updates.append(time.perf_counter() - started)
@@ -126,7 +158,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["pass_seconds"] = median(passes)
     else:
         found["state"] = count_bytes(
-            value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
         )
     leave(world)
     return found
@@ -150,7 +185,9 @@ def build(layers: int, hidden: int, world: World) -> nn.Module:
 
     def values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         return (
-            torch.ones(()).expand(shapes[name])[slices] if "norm" in name else torch.randn(shapes[name])[slices] * 0.02
+            torch.ones(()).expand(shapes[name])[slices]
+            if "norm" in name
+            else torch.randn(shapes[name])[slices] * 0.02
         )
 
     return parallelize(model, values, world)
@@ -158,18 +195,47 @@ def build(layers: int, hidden: int, world: World) -> nn.Module:
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of this rank's part of `tensors`."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors
+    )
 
 
 def show(results: dict[str, Any]) -> str:
     """The results as two tables."""
     read = results["dd"]["read"]
     write = results["dd"]["write"]
-    lines = [f"dd, direct, {DD_BLOCK >> 20} MiB requests: read {read / 1e6:,.0f} MB/s, written {write / 1e6:,.0f} MB/s"]
-    lines.append(f"as many bytes read as written, one after the other: {2 / (1 / read + 1 / write) / 1e6:,.0f} MB/s\n")
-    rates = [["parameters", "file MB", "windows", "pass alone MB/s", "with the update MB/s", "update s", "in memory s"]]
+    lines = [
+        (
+            f"dd, direct, {DD_BLOCK >> 20} MiB requests: read {read / 1e6:,.0f} MB/s, written "
+            f"{write / 1e6:,.0f} MB/s"
+        )
+    ]
+    lines.append(
+        "as many bytes read as written, one after the other: "
+        f"{2 / (1 / read + 1 / write) / 1e6:,.0f} MB/s\n"
+    )
+    rates = [
+        [
+            "parameters",
+            "file MB",
+            "windows",
+            "pass alone MB/s",
+            "with the update MB/s",
+            "update s",
+            "in memory s",
+        ]
+    ]
     sizes = [
-        ["MiB", "parameters", "gradients", "state", "peak", "peak - parameters - gradients", "in memory: state", "peak"]
+        [
+            "MiB",
+            "parameters",
+            "gradients",
+            "state",
+            "peak",
+            "peak - parameters - gradients",
+            "in memory: state",
+            "peak",
+        ]
     ]
     for model in results["models"]:
         files = model["files"]

@@ -1,9 +1,11 @@
-"""A user's loss over `Session`: memory and time of a step beside the recipe's own loss, and beside whole logits.
+"""A user's loss over `Session`: memory and time of a step beside the recipe's own loss, and beside
+whole logits.
 
     python benchmarks/own_loss.py [--vocabulary 128256] [--tokens 1024] [--steps 4]
 
-DPO of one pair on a Llama with random weights, fp32, one process. Each contestant is a process of its own. Its memory
-is the highest resident memory of the steps, less that after the first update (weights, optimizer state).
+DPO of one pair on a Llama with random weights, fp32, one process. Each contestant is a process of
+its own. Its memory is the highest resident memory of the steps, less that after the first update
+(weights, optimizer state).
 """
 
 import argparse
@@ -42,11 +44,14 @@ LEARNING_RATE = 1e-6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--tokens", type=int, default=1024, help="of an answer")
     parser.add_argument("--steps", type=int, default=4, help="measured ones")
-    parser.add_argument("--only", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)  # in a process of its own
+    # in a process of its own
+    parser.add_argument("--only", choices=tuple(CONTESTANTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is not None:
         print(json.dumps(measure(options)))
@@ -56,16 +61,23 @@ def main() -> None:
         # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
         found[name] = json.loads(done.stdout.splitlines()[-1])
     print(show(found))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Losses, bytes and seconds of one contestant's steps."""
-    with tempfile.TemporaryDirectory() as folder, finetune.Session(make_recipe(options, Path(folder))) as session:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        finetune.Session(make_recipe(options, Path(folder))) as session,
+    ):
         batch = next(session.batches())
-        step = {"method": by_method, "function": by_function, "logits": by_logits}[options.only](session, batch)
+        step = {"method": by_method, "function": by_function, "logits": by_logits}[options.only](
+            session, batch
+        )
         losses = [step()]
         seconds = []
         session.optim_step(learning_rate=LEARNING_RATE)  # makes the optimizer's state
@@ -83,8 +95,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def make_recipe(options: argparse.Namespace, folder: Path) -> finetune.Recipe:
     """DPO of a small model with a large vocabulary on one pair of long answers."""
     quickstart = ROOT / "recipes" / "quickstart"
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64) | {"num_hidden_layers": 2, "num_attention_heads": 4}
-    model = sizes | {"model_type": "llama", "vocab_size": options.vocabulary, "max_position_embeddings": 8192}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64) | {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = sizes | {
+        "model_type": "llama",
+        "vocab_size": options.vocabulary,
+        "max_position_embeddings": 8192,
+    }
     pair = {"question": "Count.", "chosen": "s" * options.tokens, "rejected": "t" * options.tokens}
     (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     (folder / "single.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
@@ -120,7 +139,9 @@ def by_function(session: finetune.Session, batch: finetune.StepBatch) -> Callabl
 def by_logits(session: finetune.Session, batch: finetune.StepBatch) -> Callable[[], float]:
     """`by_function` with a head that makes all logits at once, as most scripts do."""
 
-    def whole(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None) -> Tensor:
+    def whole(
+        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None
+    ) -> Tensor:
         assert trained_positions is not None, "a batch says where its labels are"
         logits = torch.nn.functional.linear(hidden[trained_positions], head.weight)
         ids = labels[trained_positions]
@@ -137,11 +158,15 @@ def show(found: dict[str, dict[str, Any]]) -> str:
     rows = [["", "memory of a step", "x method", "s a step", "x method"]]
     for name, title in CONTESTANTS.items():
         each = found[name]
-        difference = max(abs(own - ours) for own, ours in zip(each["losses"], first["losses"], strict=True))
+        difference = max(
+            abs(own - ours) for own, ours in zip(each["losses"], first["losses"], strict=True)
+        )
         assert difference < 1e-5, (name, each["losses"], first["losses"])
         ratios = (each[key] / first[key] for key in ("bytes", "seconds"))
         memory, time_ = (f"{ratio:.2f}" for ratio in ratios)
-        rows.append([title, f"{each['bytes'] / MIB:,.0f} MiB", memory, f"{each['seconds']:.2f}", time_])
+        rows.append(
+            [title, f"{each['bytes'] / MIB:,.0f} MiB", memory, f"{each['seconds']:.2f}", time_]
+        )
     losses = ", ".join(f"{loss:.6f}" for loss in first["losses"])
     logits = f"logits of the pair: {first['logits'] / MIB:,.0f} MiB"
     return f"{align_columns(rows, left=(0,))}\n{logits}; losses of all: {losses}"

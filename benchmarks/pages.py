@@ -1,4 +1,5 @@
-"""docs/recipes.md and docs/coming-from.md, made from the schema and the tables of other tools' keys.
+"""docs/recipes.md and docs/coming-from.md, made from the schema and the tables of other tools'
+keys.
 
 Run it where a key or a counterpart has changed; tests hold both pages current.
 """
@@ -14,7 +15,13 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.config.keys import Key, keys_of
 from finetune.config.schema import SECTIONS, DatasetSource, recipe_keys
-from finetune.convert.counterparts import DATA_SET_KEYS, GRPO, TOOL_NAMES, Counterpart, list_counterparts
+from finetune.convert.counterparts import (
+    DATA_SET_KEYS,
+    GRPO,
+    TOOL_NAMES,
+    Counterpart,
+    list_counterparts,
+)
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -80,16 +87,27 @@ TITLES = {
 def recipes_page() -> str:
     """The page: every key with its type, default and help, in the order of the schema."""
     keys = recipe_keys()
-    parts = [INTRODUCTION, f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}"]
+    parts = [
+        INTRODUCTION,
+        f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}",
+    ]
     for section, schema in SECTIONS.items():
-        parts.append(f"## {TITLES[section]}\n\n{schema.__doc__}\n\n{_table(keys_of(schema, section).values())}")
+        parts.append(
+            f"## {TITLES[section]}\n\n{schema.__doc__}\n\n"
+            f"{_table(keys_of(schema, section).values())}"
+        )
         if section == "data":
-            parts.append(f"### An entry of `datasets` and `eval_datasets`\n\n{_table(keys_of(DatasetSource).values())}")
+            parts.append(
+                "### An entry of `datasets` and `eval_datasets`\n\n"
+                f"{_table(keys_of(DatasetSource).values())}"
+            )
     return "\n".join(parts)
 
 
 def _table(keys: Iterable[Key]) -> str:
-    rows = [f"| `{key.name}` | {_type(key.annotation)} | {_default(key)} | {key.help} |" for key in keys]
+    rows = [
+        f"| `{key.name}` | {_type(key.annotation)} | {_default(key)} | {key.help} |" for key in keys
+    ]
     return "\n".join(["| Key | Takes | Default | |", "|---|---|---|---|", *rows]) + "\n"
 
 
@@ -109,7 +127,9 @@ def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_type(choice) for choice in typing.get_args(annotation) if choice is not types.NoneType)
+        return " or ".join(
+            _type(choice) for choice in typing.get_args(annotation) if choice is not types.NoneType
+        )
     if typing.get_origin(annotation) is tuple:
         item = typing.get_args(annotation)[0]
         return "list of entries" if item is DatasetSource else f"list of {_type(item)}"
@@ -129,22 +149,30 @@ def coming_from_page() -> str:
     lines = [
         "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel or ms-swift",
         "",
-        "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
-        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
-        "refused by name. In place of a file it takes a script, or a command line in quotes: "
+        (
+            "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: "
+            "its "
+            "values, and"
+        ),
+        "that tool's defaults where ours differ. Differences are listed in it; a file of another "
+        "method is refused by name. In place of a file it takes a script, or a command line in "
+        "quotes: "
         '`finetune convert "trl dpo --model_name_or_path ..."`.',
-        "The recipe is judged by the rules of a run, for the family that the model's config or name says: what would "
-        "be refused",
-        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, FP8, tensor "
-        "parallelism), one",
+        "The recipe is judged by the rules of a run, for the family that the model's config or "
+        "name says: what would be refused",
+        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, "
+        "FP8, tensor parallelism), one",
         "is written beside the recipe.",
-        "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
+        (
+            "Another tool's key in a recipe is an error that names ours. This page is made from "
+            "the same tables"
+        ),
         "(`finetune/convert/*.csv`): `python benchmarks/pages.py`.",
         "",
         "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
         "`accelerate_config` (or",
-        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
-        "not in the tables.",
+        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same "
+        "in both are not in the tables.",
     ]
     for tool in TOOL_NAMES:
         pairs = list_counterparts(tool)
@@ -159,7 +187,9 @@ def coming_from_page() -> str:
 
 
 def _counterparts(pairs: Iterable[Counterpart]) -> list[str]:
-    """A table, a row for the keys of one counterpart and note; below it those that only have another name."""
+    """A table, a row for the keys of one counterpart and note; below it those that only have
+    another name.
+    """
     keys_of_row: dict[tuple[str | None, str], list[str]] = {}
     renamed = []
     for pair in pairs:

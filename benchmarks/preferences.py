@@ -3,8 +3,9 @@
     python benchmarks/preferences.py --data dpo_en_demo.json --tokenizer stories260k --output
     benchmarks/results/preferences
 
-All train the same Llama with random weights on the same pairs with the same optimizer, precision and threads, in turns,
-as in `speed.py`. A step has about as many tokens; padding is not counted as tokens. Needs `pip install .[benchmarks]`.
+All train the same Llama with random weights on the same pairs with the same optimizer, precision
+and threads, in turns, as in `speed.py`. A step has about as many tokens; padding is not counted as
+tokens. Needs `pip install .[benchmarks]`.
 """
 
 import argparse
@@ -48,7 +49,9 @@ CONTESTANTS = (
 
 
 def prepare(workspace: Path, data: Path, tokenizer: Path) -> None:
-    """What all contestants read: the model, the pairs as text, of which none is cut, and the recipe."""
+    """What all contestants read: the model, the pairs as text, of which none is cut, and the
+    recipe.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -57,13 +60,21 @@ def prepare(workspace: Path, data: Path, tokenizer: Path) -> None:
     torch.manual_seed(0)
     special = {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
     config = AutoConfig.for_model(**MODEL | special | {"vocab_size": len(tokens)})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(workspace / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        workspace / "model"
+    )
     tokens.save_pretrained(workspace / "model")
     with (workspace / "pairs.jsonl").open("w") as file:
         for row in json.loads(data.read_text()):
             prompt = "\n".join(turn["value"] for turn in row["conversations"]) + "\n"
-            pair = {"prompt": prompt, "chosen": row["chosen"]["value"], "rejected": row["rejected"]["value"]}
-            longest = max(len(tokens(prompt + pair[side])["input_ids"]) for side in ("chosen", "rejected"))
+            pair = {
+                "prompt": prompt,
+                "chosen": row["chosen"]["value"],
+                "rejected": row["rejected"]["value"],
+            }
+            longest = max(
+                len(tokens(prompt + pair[side])["input_ids"]) for side in ("chosen", "rejected")
+            )
             if longest < MAX_LENGTH - 2 and pair["chosen"] != pair["rejected"]:
                 file.write(json.dumps(pair) + "\n")
     recipe = {
@@ -82,9 +93,15 @@ def prepare(workspace: Path, data: Path, tokenizer: Path) -> None:
         "export_at_end": False,
     }
     (workspace / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (workspace / "facts.json").write_text(json.dumps({"max_length": MAX_LENGTH, "batch_size": PAIRS, "beta": BETA}))
+    (workspace / "facts.json").write_text(
+        json.dumps({"max_length": MAX_LENGTH, "batch_size": PAIRS, "beta": BETA})
+    )
     for precision, mixed in (("fp32", "no"), ("bf16", "bf16")):
-        single = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": mixed}
+        single = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "mixed_precision": mixed,
+        }
         (workspace / f"single-{precision}.yaml").write_text(yaml.safe_dump(single))
 
 
@@ -102,24 +119,38 @@ def table(running: Sequence[Running], precision: str) -> list[str]:
         memory = each.peak_memory_bytes
         cells: list[Any] = [precision, title, f"{speed:,.0f}", f"{low:,.0f} to {high:,.0f}"]
         cells.append(f"{speed / median(theirs.tokens_per_second):.2f}" if theirs else "")
-        cells += [f"{memory / 2**20:,.0f} MiB", f"{memory / theirs.peak_memory_bytes:.2f}" if theirs else ""]
+        cells += [
+            f"{memory / 2**20:,.0f} MiB",
+            f"{memory / theirs.peak_memory_bytes:.2f}" if theirs else "",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="LLaMA-Factory's dpo_en_demo.json, or rows like its")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="LLaMA-Factory's dpo_en_demo.json, or rows like its",
+    )
     parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with a tokenizer")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
-    parser.add_argument("--only", nargs="+", help="contestants whose title contains one of these words")
+    parser.add_argument(
+        "--only", nargs="+", help="contestants whose title contains one of these words"
+    )
     parser.add_argument("--steps", type=int, default=40, help="measured steps of each contestant")
     parser.add_argument("--block", type=int, default=2, help="steps in a turn")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/preferences"))
     options = parser.parse_args()
-    wanted = [c for c in CONTESTANTS if not options.only or any(word in c.title for word in options.only)]
+    wanted = [
+        c for c in CONTESTANTS if not options.only or any(word in c.title for word in options.only)
+    ]
     options.output.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="finetune-preferences-") as folder:

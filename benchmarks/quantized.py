@@ -1,11 +1,13 @@
-"""Memory of a quantized base under LoRA beside a bf16 one, on a CPU: while it is loaded, and in a step.
+"""Memory of a quantized base under LoRA beside a bf16 one, on a CPU: while it is loaded, and in a
+step.
 
     python benchmarks/quantized.py --parameters 1e9 --output benchmarks/results/quantized
 
-A checkpoint of random bf16 weights is made on the spot. Each base is a process of its own: FSDP2 in a world of one,
-bf16, activation checkpointing, LoRA of rank 16 on all linear layers, a row of 512 tokens. Memory is the process's
-private resident memory at its highest, over what it had before; a step's, over what it had once the model was loaded as
-well. Writes quantized.json and quantized.md, with ratios to the bf16 base.
+A checkpoint of random bf16 weights is made on the spot. Each base is a process of its own: FSDP2 in
+a world of one, bf16, activation checkpointing, LoRA of rank 16 on all linear layers, a row of 512
+tokens. Memory is the process's private resident memory at its highest, over what it had before; a
+step's, over what it had once the model was loaded as well. Writes quantized.json and quantized.md,
+with ratios to the bf16 base.
 """
 
 import argparse
@@ -62,7 +64,9 @@ def measure(base: str, folder: Path) -> Measured:
     from finetune.models.load import load_model
     from finetune.optim.optimizers import build_optimizer
 
-    sharding = Sharding(layout="fsdp2", use_cpu=True, mixed_precision="bf16", activation_checkpointing=True)
+    sharding = Sharding(
+        layout="fsdp2", use_cpu=True, mixed_precision="bf16", activation_checkpointing=True
+    )
     world = join(sharding)
     lora = Lora(use_peft=True)
     begun = time.perf_counter()
@@ -75,38 +79,58 @@ def measure(base: str, folder: Path) -> Measured:
     with sampled() as stepping:
         for _ in range(STEPS):
             begun = time.perf_counter()
-            world.accelerator.backward(model(input_ids=ids, labels=ids, position_ids=torch.arange(TOKENS)[None]))
+            world.accelerator.backward(
+                model(input_ids=ids, labels=ids, position_ids=torch.arange(TOKENS)[None])
+            )
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - begun)
     parameters = sum(getattr(p, "to_local", p.detach)().nbytes for p in model.parameters())
-    return Measured(base, parameters, loading["peak"], loading["settled"], stepping["peak"], load_seconds, min(seconds))
+    return Measured(
+        base,
+        parameters,
+        loading["peak"],
+        loading["settled"],
+        stepping["peak"],
+        load_seconds,
+        min(seconds),
+    )
 
 
 def table(results: list[Measured]) -> list[str]:
     """The table of docs/performance.md."""
     lines = [
-        "| frozen base | parameters | loading, peak | a step, over what is loaded | highest | x bf16 | "
-        "seconds to load | a step, x bf16 |",
+        "| frozen base | parameters | loading, peak | a step, over what is loaded | highest | x "
+        "bf16 | seconds to load | a step, x bf16 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     first = results[0]
     for r in results:
-        mib = [f"{size / 2**20:,.0f} MiB" for size in (r.parameters, r.load_peak, r.step_peak, r.peak)]
-        ratios = (f"{r.peak / first.peak:.2f}", f"{r.load_seconds:.1f}", f"{r.step_seconds / first.step_seconds:.2f}")
+        mib = [
+            f"{size / 2**20:,.0f} MiB" for size in (r.parameters, r.load_peak, r.step_peak, r.peak)
+        ]
+        ratios = (
+            f"{r.peak / first.peak:.2f}",
+            f"{r.load_seconds:.1f}",
+            f"{r.step_seconds / first.step_seconds:.2f}",
+        )
         lines.append(f"| {' | '.join((r.base, *mib, *ratios))} |")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=1e9)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/quantized"))
     parser.add_argument("--base", choices=list(BASES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.base is not None:
-        (options.folder / "measured.json").write_text(json.dumps(asdict(measure(options.base, options.folder))))
+        (options.folder / "measured.json").write_text(
+            json.dumps(asdict(measure(options.base, options.folder)))
+        )
         os._exit(0)  # a process group of one needs no farewell
     results = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -116,11 +140,15 @@ def main() -> None:
             os._exit(exit_code(partial(make_checkpoint, folder, int(options.parameters))))
         assert os.waitpid(child, 0)[1] == 0
         for base in BASES:
-            subprocess.run([sys.executable, __file__, "--base", base, "--folder", str(folder)], check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--base", base, "--folder", str(folder)], check=True
+            )
             results.append(Measured(**json.loads((folder / "measured.json").read_text())))
             print(table([results[0], results[-1]])[-1], flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "quantized.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    (options.output / "quantized.json").write_text(
+        json.dumps([asdict(r) for r in results], indent=1) + "\n"
+    )
     (options.output / "quantized.md").write_text("\n".join(table(results)) + "\n")
 
 

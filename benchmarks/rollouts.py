@@ -1,9 +1,11 @@
-"""The embedded engine beside transformers' `generate` and continuous batching, and a step beside TRL's, on a CPU.
+"""The embedded engine beside transformers' `generate` and continuous batching, and a step beside
+TRL's, on a CPU.
 
     python benchmarks/rollouts.py MODEL gsm8k_train.jsonl [--rounds 3]
 
-MODEL: a folder with weights and a tokenizer. The rows have a `question`. Needs trl. Prints CPU seconds, since other
-processes may share the machine, and their ratios; both sides sample as many completions of the same prompts.
+MODEL: a folder with weights and a tokenizer. The rows have a `question`. Needs trl. Prints CPU
+seconds, since other processes may share the machine, and their ratios; both sides sample as many
+completions of the same prompts.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, where a module may have a library's name
+# not this folder, where a module may have a library's name
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
@@ -30,7 +33,10 @@ from finetune.rollout.engine import Request, Sampling  # noqa: E402
 PROMPTS = 8
 GENERATIONS = 8
 MOST = 64
-REWARD = "def short(completion_ids, **_):\n    return [-float(len(set(ids))) for ids in completion_ids]\n"
+REWARD = (
+    "def short(completion_ids, **_):\n    return [-float(len(set(ids))) for ids in "
+    "completion_ids]\n"
+)
 
 
 def measure(function: Callable[[], Any]) -> float:
@@ -44,7 +50,11 @@ def compare(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], round
     """Prints the medians of both, measured in turns after one round that does not count."""
     found = [(measure(ours), measure(theirs)) for _ in range(rounds + 1)][1:]
     mine, other = (statistics.median(each) for each in zip(*found, strict=True))
-    print(f"{name}: ours {mine:.2f} CPU s, transformers {other:.2f}; {other / mine:.2f} times as fast", flush=True)
+    print(
+        f"{name}: ours {mine:.2f} CPU s, transformers {other:.2f}; {other / mine:.2f} times as "
+        "fast",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -55,28 +65,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    rows = [{"prompt": json.loads(line)["question"]} for line in Path(options.prompts).read_text().splitlines()[:64]]
+    rows = [
+        {"prompt": json.loads(line)["question"]}
+        for line in Path(options.prompts).read_text().splitlines()[:64]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(Path(folder), options.model, rows)
-        compare_engines(session, options.model, tokenizer, [row["prompt"] for row in rows], options.rounds)
+        compare_engines(
+            session, options.model, tokenizer, [row["prompt"] for row in rows], options.rounds
+        )
         compare_steps(session, Path(folder), options.model, tokenizer, rows, options.rounds)
 
 
 def open_session(folder: Path, model: str, rows: list[dict[str, str]]) -> Session:
     """Ours, in fp32 in one process."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows)
+    )
     (folder / "short.py").write_text(REWARD)
     (folder / "fp32.yaml").write_text('distributed_type: "NO"\nmixed_precision: "no"\n')
     (folder / "recipe.yaml").write_text(
-        f"method: grpo\nmodel_name_or_path: {model}\nrewards: [short.py:short]\ndatasets: [{{path: rows.jsonl}}]\n"
-        f"num_generations: {GENERATIONS}\nmax_completion_length: {MOST}\nglobal_batch_size: {PROMPTS}\n"
-        f"per_device_train_batch_size: 64\nmax_length: 512\nmax_steps: 100\nlearning_rate: 1e-4\n"
-        f"output_dir: {folder}/run\ndataset_cache_dir: {folder}/cache\n"
+        f"method: grpo\nmodel_name_or_path: {model}\nrewards: [short.py:short]\ndatasets: [{{path: "
+        f"rows.jsonl}}]\nnum_generations: {GENERATIONS}\nmax_completion_length: {MOST}\n"
+        f"global_batch_size: {PROMPTS}\nper_device_train_batch_size: 64\nmax_length: 512\n"
+        f"max_steps: 100\nlearning_rate: 1e-4\noutput_dir: {folder}/run\ndataset_cache_dir: "
+        f"{folder}/cache\n"
     )
     return Session(load_recipe(folder / "recipe.yaml"), str(folder / "fp32.yaml"))
 
 
-def compare_engines(session: Session, model: str, tokenizer: Any, texts: list[str], rounds: int) -> None:
+def compare_engines(
+    session: Session, model: str, tokenizer: Any, texts: list[str], rounds: int
+) -> None:
     """64 different prompts, and 8 with 8 completions each, all tokens sampled to the end."""
     plain = AutoModelForCausalLM.from_pretrained(model).eval()
     ends = tokenizer.eos_token_id
@@ -120,7 +140,12 @@ def compare_engines(session: Session, model: str, tokenizer: Any, texts: list[st
 
 
 def compare_steps(
-    session: Session, folder: Path, model: str, tokenizer: Any, rows: list[dict[str, str]], rounds: int
+    session: Session,
+    folder: Path,
+    model: str,
+    tokenizer: Any,
+    rows: list[dict[str, str]],
+    rounds: int,
 ) -> None:
     """Steps of 8 prompts with 8 completions each: sampled, rewarded, learned."""
     from datasets import Dataset
@@ -162,11 +187,19 @@ def compare_steps(
             seconds[-1] += time.process_time()
 
     data = Dataset.from_list(rows)
-    keys = {"args": args, "train_dataset": data, "processing_class": tokenizer, "callbacks": [Clock()]}
+    keys = {
+        "args": args,
+        "train_dataset": data,
+        "processing_class": tokenizer,
+        "callbacks": [Clock()],
+    }
     GRPOTrainer(model, short, **keys).train()
     mine = statistics.median([measure(ours) for _ in range(rounds + 1)][1:])
     other = statistics.median(seconds[1:])
-    print(f"a whole step: ours {mine:.2f} CPU s, TRL's {other:.2f}; {other / mine:.2f} times as fast", flush=True)
+    print(
+        f"a whole step: ours {mine:.2f} CPU s, TRL's {other:.2f}; {other / mine:.2f} times as fast",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The table of docs/export.md on vLLM: its log-probabilities of prompts beside those of transformers.
+"""The table of docs/export.md on vLLM: its log-probabilities of prompts beside those of
+transformers.
 
     python benchmarks/serving.py make FOLDER [FAMILY...]   # trains, exports, and asks transformers
-    VLLM_PYTHON benchmarks/serving.py ask FOLDER           # asks vLLM, in its own environment, with torchvision
-    python benchmarks/serving.py table FOLDER              # writes served.json, and from it the table of docs/export.md
+    VLLM_PYTHON benchmarks/serving.py ask FOLDER           # asks vLLM; with torchvision
+    python benchmarks/serving.py table FOLDER              # writes served.json and the page
 
-Each model has two layers and random weights, three steps of training away. A cell is the largest difference over the
-tokens of 20 prompts, in fp32 on a CPU; or the error with which vLLM, the training or the export ended. Families with a
-vision tower are asked about images.
+Each model has two layers and random weights, three steps of training away. A cell is the largest
+difference over the tokens of 20 prompts, in fp32 on a CPU; or the error with which vLLM, the
+training or the export ended. Families with a vision tower are asked about images.
 """
 
 import json
@@ -27,10 +28,15 @@ PROMPTS = 20
 START, END = "<!-- made by benchmarks/serving.py -->\n", "<!-- end -->"
 # What an error of vLLM says -> its cause.
 CAUSES = {
-    "received ['model.layers.0.mlp.gat": "vLLM's GLM-4 knows adapters of gate_proj and up_proj alone; the model "
+    "received ['model.layers.0.mlp.gat": "vLLM's GLM-4 knows adapters of gate_proj and up_proj "
+    "alone; the model "
     "has one gate_up_proj",
-    "CPU GDN attention requires BF16": "vLLM's kernel for linear attention on a CPU computes in bf16 alone",
-    "'function' object is not subscriptable": "vLLM drafts beside linear attention by Triton kernels, which need a GPU",
+    (
+        "CPU GDN attention requires BF16"
+    ): "vLLM's kernel for linear attention on a CPU computes in bf16 alone",
+    (
+        "'function' object is not subscriptable"
+    ): "vLLM drafts beside linear attention by Triton kernels, which need a GPU",
 }
 SIZES = {
     "vocab_size": 384,
@@ -51,7 +57,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
     "gemma3_text": {
         "query_pre_attn_scalar": 32,
         "sliding_window": 64,
@@ -81,7 +92,9 @@ MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 WITH_IMAGES = ("qwen2_5_vl", "gemma3", "qwen3_5")
 # What the sizes of tests/vision.py are for the language model.
 TEXT_OF_VISION: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 8]}},
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 8]}
+    },
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_5": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -97,36 +110,50 @@ TEXT_OF_VISION: dict[str, dict[str, Any]] = {
         "mtp_num_hidden_layers": 1,
     },
 }
-# The layer for multi-token prediction: a copy of a decoder layer, and what else vLLM's class has: (rows, columns) in
-# hidden sizes. The name of a family's copied layer, and of the copy.
+# The layer for multi-token prediction: a copy of a decoder layer, and what else vLLM's class has:
+# (rows, columns) in hidden sizes. The name of a family's copied layer, and of the copy.
 COPIED = {
     "glm4_moe": ("model.layers.1.", "model.layers.2."),
     "qwen3_5": ("model.language_model.layers.1.", "mtp.layers.0."),
 }
 BESIDE_THE_COPY: dict[str, dict[str, tuple[int, ...]]] = {
     "glm4_moe": {"eh_proj": (1, 2), "enorm": (1,), "hnorm": (1,), "shared_head.norm": (1,)},
-    "qwen3_5": {"fc": (1, 2), "norm": (1,), "pre_fc_norm_embedding": (1,), "pre_fc_norm_hidden": (1,)},
+    "qwen3_5": {
+        "fc": (1, 2),
+        "norm": (1,),
+        "pre_fc_norm_embedding": (1,),
+        "pre_fc_norm_hidden": (1,),
+    },
 }
 LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32}
 KEYS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "experts": LORA
-    | {"lora_target_modules": [], "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    | {
+        "lora_target_modules": [],
+        "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
     "added": {"added_tokens": ["<|tool|>", "<|end_tool|>"]},
 }
 
 
 # A difference -> its cause, where vLLM says nothing.
-CAUSAL_IMAGES = "vLLM's attention for a CPU is causal within an image; transformers gives its numbers when it is, too"
+CAUSAL_IMAGES = (
+    "vLLM's attention for a CPU is causal within an image; transformers gives its numbers when it "
+    "is, too"
+)
 CAUSES_OF_DIFFERENCES = {
     **{f"gemma3 {kind}": CAUSAL_IMAGES for kind in ("merged", "adapter", "added")},
-    "mixtral experts": "vLLM passes over the adapter without a word: its Mixtral has the experts in block_sparse_moe, "
+    "mixtral experts": "vLLM passes over the adapter without a word: its Mixtral has the experts "
+    "in block_sparse_moe, "
     "the adapter in mlp; renamed in the file, the difference is 3.2e-06",
 }
 
 
 def make(folder: Path, families: Sequence[str]) -> None:
-    """Makes each family's base, trains it in every way, and writes what transformers computes beside each export."""
+    """Makes each family's base, trains it in every way, and writes what transformers computes
+    beside each export.
+    """
     import finetune.export.export
     import finetune.session
     import finetune.training.lifecycle  # noqa: F401  # imported once, for all children
@@ -144,7 +171,9 @@ def make(folder: Path, families: Sequence[str]) -> None:
 
 
 def _run_in_child(work: Callable[[], object], folder: Path) -> None:
-    """Runs `work` in a process forked from this one, with its output and error in FOLDER.log and FOLDER.error."""
+    """Runs `work` in a process forked from this one, with its output and error in FOLDER.log and
+    FOLDER.error.
+    """
 
     def run() -> None:
         log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -153,7 +182,9 @@ def _run_in_child(work: Callable[[], object], folder: Path) -> None:
         try:
             work()
         except BaseException as error:
-            Path(f"{folder}.error").write_text(f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
+            Path(f"{folder}.error").write_text(
+                f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            )
             raise
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -189,11 +220,17 @@ def _save_base(base: Path, family: str) -> None:
 
 
 def _save_vision_base(base: Path, family: str) -> None:
-    """A model of tests/vision.py with heads that vLLM has kernels for, and its pictures beside it."""
+    """A model of tests/vision.py with heads that vLLM has kernels for, and its pictures beside
+    it.
+    """
     sys.path.insert(0, str(ROOT))
     from tests import vision
 
-    sizes = {key: value for key, value in SIZES.items() if not key.endswith("_id") and key != "vocab_size"}
+    sizes = {
+        key: value
+        for key, value in SIZES.items()
+        if not key.endswith("_id") and key != "vocab_size"
+    }
     vision.TEXT |= sizes
     if family != "gemma3":
         of_qwen = {"out_hidden_size": SIZES["hidden_size"], "hidden_size": 64, "num_heads": 2}
@@ -202,13 +239,16 @@ def _save_vision_base(base: Path, family: str) -> None:
     vision.make_vision_model(base, family)
     vision.add_processor(base, family)
     _complete_processor(base, family)
-    # Pictures of the processors' own size: torchvision, by which vLLM's resize, and PIL interpolate differently.
+    # Pictures of the processors' own size: torchvision, by which vLLM's resize, and PIL interpolate
+    # differently.
     vision.draw_image = _draw_square
     vision.make_image_chat(base, rows=60)
 
 
 def _complete_processor(base: Path, family: str) -> None:
-    """Adds what published files have and vLLM reads: the normalization of pixels, and Gemma's tokens of line breaks."""
+    """Adds what published files have and vLLM reads: the normalization of pixels, and Gemma's
+    tokens of line breaks.
+    """
     from transformers import AutoTokenizer
 
     from tests.vision import open_processor
@@ -234,11 +274,16 @@ def _draw_square(path: Path, number: int) -> Path:
 
 
 def _name_as_published(base: Path) -> None:
-    """Gives Gemma 3's tower the names of published files: transformers 5.23 writes others, which vLLM does not know."""
+    """Gives Gemma 3's tower the names of published files: transformers 5.23 writes others, which
+    vLLM does not know.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(base / "model.safetensors")
-    published = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
+    published = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): each
+        for name, each in tensors.items()
+    }
     save_file(published, base / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -249,11 +294,17 @@ def _add_prediction(base: Path, family: str) -> None:
 
     tensors = load_file(base / "model.safetensors")
     start, copy = COPIED[family]
-    copies = {name.replace(start, copy): tensor * 1.1 for name, tensor in tensors.items() if name.startswith(start)}
+    copies = {
+        name.replace(start, copy): tensor * 1.1
+        for name, tensor in tensors.items()
+        if name.startswith(start)
+    }
     prefix = copy if family == "glm4_moe" else "mtp."
     size = SIZES["hidden_size"]
     for name, shape in BESIDE_THE_COPY[family].items():
-        copies[f"{prefix}{name}.weight"] = torch.randn([each * size for each in shape]) * SIZES["initializer_range"]
+        copies[f"{prefix}{name}.weight"] = (
+            torch.randn([each * size for each in shape]) * SIZES["initializer_range"]
+        )
     if family == "glm4_moe":  # published files hold these again
         copies[f"{copy}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         copies[f"{copy}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -291,14 +342,17 @@ def _ask_about_texts(export: Path, base: Path, family: str) -> list[dict[str, An
     expected = []
     for line in (QUICKSTART / "heldout.jsonl").read_text().splitlines()[:PROMPTS]:
         text = tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
-        added = [len(tokenizer) - 1] * (len(tokenizer) > SIZES["vocab_size"])  # an added token, where there is one
+        # an added token, where there is one
+        added = [len(tokenizer) - 1] * (len(tokenizer) > SIZES["vocab_size"])
         ids = [*tokenizer.encode(text, add_special_tokens=False), *added, 5]
         expected.append({"ids": ids, "logprobs": _score(model, {"input_ids": torch.tensor([ids])})})
     return expected
 
 
 def _ask_about_images(export: Path, base: Path, family: str) -> list[dict[str, Any]]:
-    """The same, with the text and the pictures of each prompt, of which vLLM makes the ids itself."""
+    """The same, with the text and the pictures of each prompt, of which vLLM makes the ids
+    itself.
+    """
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -309,7 +363,12 @@ def _ask_about_images(export: Path, base: Path, family: str) -> list[dict[str, A
     expected = []
     for number, line in enumerate((base / "images.jsonl").read_text().splitlines()[:PROMPTS], 1):
         messages = json.loads(line)["messages"]
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part
+            for message in messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+        ]
         inputs = process_row(f"{base / 'images.jsonl'}:{number}", processor)
         expected.append(
             {
@@ -333,7 +392,11 @@ def _score(model: Any, inputs: dict[str, Any]) -> list[float]:
 
 def ask(folder: Path) -> None:
     """Asks vLLM for each export that has not been asked for. Writes FOLDER/cells.json."""
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     import vllm.lora.request
     import vllm.v1.engine.llm_engine  # imported once, for all children
 
@@ -378,18 +441,22 @@ def _list_cells(folder: Path) -> Iterator[Cell]:
 
 
 def ask_vllm(cell: Cell, result: Path) -> None:
-    """Writes the largest difference between vLLM's log-probabilities of the prompts and those in expected.json."""
+    """Writes the largest difference between vLLM's log-probabilities of the prompts and those in
+    expected.json.
+    """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     options: dict[str, Any] = {"max_num_seqs": 4}
     request = None
     if cell.adapter:
-        # vLLM 0.32 on a CPU multiplies the adapter's head for each prompt, not for each token that is scored: with
-        # several prompts at once the shapes do not fit.
+        # vLLM 0.32 on a CPU multiplies the adapter's head for each prompt, not for each token that
+        # is scored: with several prompts at once the shapes do not fit.
         options = {"enable_lora": True, "max_lora_rank": LORA["lora_r"], "max_num_seqs": 1}
         options |= {"enable_mixed_moe_lora_format": True} if cell.kind == "experts" else {}
-        request = LoRARequest("adapter", 1, str(cell.adapter), is_3d_lora_weight=cell.kind == "experts")
+        request = LoRARequest(
+            "adapter", 1, str(cell.adapter), is_3d_lora_weight=cell.kind == "experts"
+        )
         if cell.family in MIXTURES:
             _compute_experts_in_torch()
     if cell.kind == "mtp":
@@ -406,8 +473,12 @@ def ask_vllm(cell: Cell, result: Path) -> None:
     )
     largest = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.prompt_token_ids == prompt["ids"], "vLLM's processor makes other ids of the prompt"
-        for token, ours, theirs in zip(prompt["ids"][1:], prompt["logprobs"], answer.prompt_logprobs[1:], strict=True):
+        assert answer.prompt_token_ids == prompt["ids"], (
+            "vLLM's processor makes other ids of the prompt"
+        )
+        for token, ours, theirs in zip(
+            prompt["ids"][1:], prompt["logprobs"], answer.prompt_logprobs[1:], strict=True
+        ):
             difference = abs(theirs[token].logprob - ours)
             largest = max(largest, difference if difference == difference else float("inf"))
     result.write_text(str(largest))
@@ -419,11 +490,15 @@ def _describe_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
 
     if "images" not in prompt:
         return {"prompt_token_ids": prompt["ids"]}
-    return {"prompt": prompt["text"], "multi_modal_data": {"image": [Image.open(path) for path in prompt["images"]]}}
+    return {
+        "prompt": prompt["text"],
+        "multi_modal_data": {"image": [Image.open(path) for path in prompt["images"]]},
+    }
 
 
 def _compute_experts_in_torch() -> None:
-    """Replaces the Triton kernels of experts beside an adapter, which vLLM has for GPUs alone, by the same in torch.
+    """Replaces the Triton kernels of experts beside an adapter, which vLLM has for GPUs alone, by
+    the same in torch.
 
     How the adapter is read, named, stacked and scaled, and the router, remain vLLM's.
     """
@@ -431,7 +506,10 @@ def _compute_experts_in_torch() -> None:
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     def add_lora(rows: Any, stacked_a: Any, stacked_b: Any, expert: int) -> Any:
-        products = [rows @ a[0, expert].T @ b[0, expert].T for a, b in zip(stacked_a, stacked_b, strict=True)]
+        products = [
+            rows @ a[0, expert].T @ b[0, expert].T
+            for a, b in zip(stacked_a, stacked_b, strict=True)
+        ]
         return torch.cat(products, -1)
 
     def apply(experts: Any, **given: Any) -> None:
@@ -446,7 +524,9 @@ def _compute_experts_in_torch() -> None:
             experts.activation(given["activation"], activated, inner)
             outputs = activated @ given["w2"][expert].T
             outputs += add_lora(activated, lora.w2_lora_a_stacked, lora.w2_lora_b_stacked, expert)
-            output.index_add_(0, rows, outputs * given["topk_weights"][rows, places, None].to(outputs.dtype))
+            output.index_add_(
+                0, rows, outputs * given["topk_weights"][rows, places, None].to(outputs.dtype)
+            )
 
     TritonExperts.apply = apply
 
@@ -459,13 +539,17 @@ def table(folder: Path) -> None:
     families: dict[str, dict[str, Any]] = {}
     for cell in _list_cells(folder):
         value = cells.get(f"{cell.family} {cell.kind}", "not run")
-        families.setdefault(cell.family, {})[cell.kind] = value if isinstance(value, str) else float(f"{value:.1e}")
+        families.setdefault(cell.family, {})[cell.kind] = (
+            value if isinstance(value, str) else float(f"{value:.1e}")
+        )
         for part, cause in CAUSES.items():
             if part in str(value):
                 families[cell.family][cell.kind] = cause
         if isinstance(value, float) and value > CLOSE:
             families[cell.family][cell.kind] = CAUSES_OF_DIFFERENCES[f"{cell.family} {cell.kind}"]
-    SERVED_FILE.write_text(json.dumps({"vllm": cells["vllm"], "families": families}, indent=1) + "\n", encoding="utf-8")
+    SERVED_FILE.write_text(
+        json.dumps({"vllm": cells["vllm"], "families": families}, indent=1) + "\n", encoding="utf-8"
+    )
     read_served.cache_clear()
     PAGE.write_text(render_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -475,7 +559,10 @@ def render_page(page: str) -> str:
     from finetune.config.served import KINDS, read_served
 
     served = read_served()
-    lines = [f"| vLLM {served['vllm']} | {' | '.join(KINDS.values())} |", f"|---|{'---|' * len(KINDS)}"]
+    lines = [
+        f"| vLLM {served['vllm']} | {' | '.join(KINDS.values())} |",
+        f"|---|{'---|' * len(KINDS)}",
+    ]
     for family, cells in served["families"].items():
         row = [_show(cells.get(kind, "-")) for kind in KINDS]
         lines.append(f"| `{family}` | {' | '.join(row)} |")

@@ -1,11 +1,14 @@
-"""Tokens per second on a CPU: ours beside a bare loop, transformers.Trainer and TRL's SFTTrainer, in one run.
+"""Tokens per second on a CPU: ours beside a bare loop, transformers.Trainer and TRL's SFTTrainer,
+in one run.
 
-    python benchmarks/speed.py --data gsm8k_train.jsonl --tokenizer stories260k --output benchmarks/results
+    python benchmarks/speed.py --data gsm8k_train.jsonl --tokenizer stories260k --output
+    benchmarks/results
 
-All train a Llama of 3.2M parameters on the same file at max length 512, batch 8, with the same optimizer, precision and
-threads. Each is a process of its own that waits for its turn: every round gives each a few steps, in a new order, so
-that a slow minute of the machine slows all alike. Padding is not counted as tokens. Beside the clock stands the CPU
-time of all threads, which other jobs on the machine disturb less. Needs `pip install .[benchmarks]`.
+All train a Llama of 3.2M parameters on the same file at max length 512, batch 8, with the same
+optimizer, precision and threads. Each is a process of its own that waits for its turn: every round
+gives each a few steps, in a new order, so that a slow minute of the machine slows all alike.
+Padding is not counted as tokens. Beside the clock stands the CPU time of all threads, which other
+jobs on the machine disturb less. Needs `pip install .[benchmarks]`.
 """
 
 import argparse
@@ -72,7 +75,9 @@ class Running:
     peak_memory_bytes: int = 0
 
     def turn(self, steps: int) -> list[tuple[float, float, int]]:
-        """Lets it train `steps` steps; a step of several ranks lasts as long as its slowest rank's."""
+        """Lets it train `steps` steps; a step of several ranks lasts as long as its slowest
+        rank's.
+        """
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -106,7 +111,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(contestants: Sequence[Contestant], workspace: Path, bf16: bool, threads: int) -> Iterator[list[Running]]:
+def started(
+    contestants: Sequence[Contestant], workspace: Path, bf16: bool, threads: int
+) -> Iterator[list[Running]]:
     """The contestants' processes, ready for their first turn; ended with the block."""
     running: list[Running] = []
     try:
@@ -122,18 +129,37 @@ def started(contestants: Sequence[Contestant], workspace: Path, bf16: bool, thre
                 process.wait()
 
 
-def _start(contestant: Contestant, workspace: Path, bf16: bool, threads: int) -> list[subprocess.Popen[str]]:
+def _start(
+    contestant: Contestant, workspace: Path, bf16: bool, threads: int
+) -> list[subprocess.Popen[str]]:
     threads = max(threads // contestant.ranks, 1)
-    command = [sys.executable, str(ROOT / "benchmarks" / "contestant.py"), *contestant.arguments, str(workspace)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "contestant.py"),
+        *contestant.arguments,
+        str(workspace),
+    ]
     command += ["--threads", str(threads)] + (["--bf16"] if bf16 else [])
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("FSDP_", "ACCELERATE_"))}
-    environ |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environ |= {"HF_HOME": str(workspace / "cache")}
     port = str(20000 + random.randrange(20000))
     processes = []
     for rank in range(contestant.ranks):
-        rendezvous = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contestant.ranks)}
-        rendezvous |= {"LOCAL_WORLD_SIZE": str(contestant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        rendezvous = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(contestant.ranks),
+        }
+        rendezvous |= {
+            "LOCAL_WORLD_SIZE": str(contestant.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         processes.append(
             subprocess.Popen(
                 command,
@@ -148,7 +174,9 @@ def _start(contestant: Contestant, workspace: Path, bf16: bool, threads: int) ->
 
 
 def measure(running: Sequence[Running], steps: int, block: int, warm_up: int) -> None:
-    """Rounds of `block` steps for each, in a new order every round, until each has done `steps` after its warm-up."""
+    """Rounds of `block` steps for each, in a new order every round, until each has done `steps`
+    after its warm-up.
+    """
     order = list(running)
     for each in order:
         each.turn(warm_up)
@@ -170,15 +198,23 @@ def _peak_memory(pid: int) -> int:
 
 
 def prepare(workspace: Path, data: Path, tokenizer: Path, model: dict[str, Any]) -> None:
-    """What all contestants read: the model with random weights, the data file, the recipe, the layouts."""
+    """What all contestants read: the model with random weights, the data file, the recipe, the
+    layouts.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(0)
-    special = {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": 0}
+    special = {
+        "bos_token_id": tokens.bos_token_id,
+        "eos_token_id": tokens.eos_token_id,
+        "pad_token_id": 0,
+    }
     config = AutoConfig.for_model(**model | special | {"vocab_size": len(tokens)})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(workspace / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        workspace / "model"
+    )
     tokens.save_pretrained(workspace / "model")
     (workspace / "data.jsonl").write_bytes(data.read_bytes())
     recipe = {
@@ -202,22 +238,30 @@ def prepare(workspace: Path, data: Path, tokenizer: Path, model: dict[str, Any])
         "export_at_end": False,
     }
     (workspace / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (workspace / "facts.json").write_text(json.dumps({"max_length": MAX_LENGTH, "batch_size": BATCH_SIZE}))
+    (workspace / "facts.json").write_text(
+        json.dumps({"max_length": MAX_LENGTH, "batch_size": BATCH_SIZE})
+    )
     for precision, mixed in (("fp32", "no"), ("bf16", "bf16")):
-        single = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": mixed}
+        single = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "mixed_precision": mixed,
+        }
         fsdp2 = single | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
         (workspace / f"single-{precision}.yaml").write_text(yaml.safe_dump(single))
         (workspace / f"fsdp2-{precision}.yaml").write_text(yaml.safe_dump(fsdp2))
 
 
 def table(running: Sequence[Running], precision: str) -> list[str]:
-    """A row for each contestant: the median of its steps' tokens per second, its middle half, and ratios."""
+    """A row for each contestant: the median of its steps' tokens per second, its middle half, and
+    ratios.
+    """
     medians = {each.contestant.title: statistics.median(each.tokens_per_second) for each in running}
     by_cpu = {each.contestant.title: each.tokens_per_cpu_second for each in running}
     trl = [title for title in medians if title.startswith("TRL")]
     lines = [
-        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | tokens/CPU s | x bare "
-        "| x TRL's better | peak memory |",
+        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | "
+        "tokens/CPU s | x bare | x TRL's better | peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in running:
@@ -226,16 +270,22 @@ def table(running: Sequence[Running], precision: str) -> list[str]:
         cells = [precision, title, f"{medians[title]:,.0f}", f"{low:,.0f} to {high:,.0f}"]
         for column in (medians, by_cpu):
             cells += [f"{by_cpu[title]:,.0f}"] if column is by_cpu else []
-            cells.append(f"{column[title] / column['bare loop']:.3f}" if "bare loop" in column else "")
+            cells.append(
+                f"{column[title] / column['bare loop']:.3f}" if "bare loop" in column else ""
+            )
             cells.append(f"{column[title] / max(column[t] for t in trl):.2f}" if trl else "")
-        lines.append("| " + " | ".join([*cells, f"{each.peak_memory_bytes / 2**20:,.0f} MiB"]) + " |")
+        lines.append(
+            "| " + " | ".join([*cells, f"{each.peak_memory_bytes / 2**20:,.0f} MiB"]) + " |"
+        )
     return lines
 
 
 def save(results: dict[str, list[Running]], lines: list[str], output: Path) -> None:
     """The table, every step and the plot of the precisions measured so far."""
     (output / "speed.md").write_text("\n".join(lines) + "\n")
-    steps = {p: {each.contestant.title: each.steps for each in running} for p, running in results.items()}
+    steps = {
+        p: {each.contestant.title: each.steps for each in running} for p, running in results.items()
+    }
     (output / "speed.json").write_text(json.dumps(steps))
     plot(results, output / "speed.png")
 
@@ -247,10 +297,14 @@ def plot(results: dict[str, list[Running]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(6.5 * len(results), 4), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(6.5 * len(results), 4), squeeze=False, sharey=True
+    )
     for axis, (precision, running) in zip(axes[0], results.items(), strict=True):
         shown = list(reversed(running))
-        axis.boxplot([each.tokens_per_second for each in shown], orientation="horizontal", showfliers=False)
+        axis.boxplot(
+            [each.tokens_per_second for each in shown], orientation="horizontal", showfliers=False
+        )
         axis.set_yticks(range(1, len(shown) + 1), [each.contestant.title for each in shown])
         axis.set_xlabel("tokens per second (padding not counted)")
         axis.set_xlim(left=0)
@@ -260,25 +314,47 @@ def plot(results: dict[str, list[Running]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="JSON lines with `question` and `answer` (GSM8K)")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with a tokenizer (stories260k)")
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--only", nargs="+", help="contestants whose title contains one of these words")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="JSON lines with `question` and `answer` (GSM8K)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="a folder with a tokenizer (stories260k)"
+    )
+    parser.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"]
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="contestants whose title contains one of these words"
+    )
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each contestant")
     parser.add_argument("--block", type=int, default=2, help="steps in a turn")
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="cores that each contestant may use, over all its ranks")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=2,
+        help="cores that each contestant may use, over all its ranks",
+    )
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    wanted = [c for c in CONTESTANTS if not options.only or any(word in c.title for word in options.only)]
+    wanted = [
+        c for c in CONTESTANTS if not options.only or any(word in c.title for word in options.only)
+    ]
     options.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Running]] = {}
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="finetune-speed-") as folder:
         workspace = Path(folder)
-        prepare(workspace, options.data, options.tokenizer, MODEL | {"num_hidden_layers": options.layers})
+        prepare(
+            workspace,
+            options.data,
+            options.tokenizer,
+            MODEL | {"num_hidden_layers": options.layers},
+        )
         for precision in options.precision:
             print(f"{precision}: load {os.getloadavg()[0]:.2f} before", file=sys.stderr)
             began = time.time()
@@ -286,8 +362,12 @@ def main() -> None:
                 measure(running, options.steps, options.block, options.warm_up)
             lines += table(running, precision)[0 if not lines else 2 :]
             results[precision] = running
-            save(results, lines, options.output)  # what has been measured outlives what comes after it
-            print(f"{precision}: {time.time() - began:.0f} s, load {os.getloadavg()[0]:.2f} after", file=sys.stderr)
+            # what has been measured outlives what comes after it
+            save(results, lines, options.output)
+            print(
+                f"{precision}: {time.time() - began:.0f} s, load {os.getloadavg()[0]:.2f} after",
+                file=sys.stderr,
+            )
     print("\n".join(lines))
 
 

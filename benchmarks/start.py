@@ -1,11 +1,12 @@
-"""From launch to the first step: ours beside a bare script that imports the same libraries and loads the same model.
+"""From launch to the first step: ours beside a bare script that imports the same libraries and
+loads the same model.
 
     python benchmarks/start.py --data gsm8k_train.jsonl --tokenizer stories260k [--repeats 5]
 
-Ours loads datasets and peft only where a run needs them; a second bare script leaves these two out as well, and is what
-to compare with. All run in turns. Wall-clock and CPU seconds are given: on a busy machine only the latter can be
-compared. Ours reads tokens from its cache, as every start but the first does; so does the bare script, which trains on
-ids at hand.
+Ours loads datasets and peft only where a run needs them; a second bare script leaves these two out
+as well, and is what to compare with. All run in turns. Wall-clock and CPU seconds are given: on a
+busy machine only the latter can be compared. Ours reads tokens from its cache, as every start but
+the first does; so does the bare script, which trains on ids at hand.
 """
 
 import argparse
@@ -36,7 +37,10 @@ print("step 1", loss.item(), flush=True)
 """
 
 
-BARE_SCRIPTS = {"bare script": BARE, "bare script, with datasets and peft": f"import datasets, peft\n{BARE}"}
+BARE_SCRIPTS = {
+    "bare script": BARE,
+    "bare script, with datasets and peft": f"import datasets, peft\n{BARE}",
+}
 
 
 def to_first_step(command: list[str], environ: dict[str, str]) -> tuple[float, float]:
@@ -50,7 +54,9 @@ def to_first_step(command: list[str], environ: dict[str, str]) -> tuple[float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
@@ -64,7 +70,8 @@ def main() -> None:
         for name, script in BARE_SCRIPTS.items():
             (workspace / f"{name}.py").write_text(script)
         environ = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workspace / "cache")}
-        # Ends in the middle of its first step's line of metrics: what a run does at its end is no part of its start.
+        # Ends in the middle of its first step's line of metrics: what a run does at its end is no
+        # part of its start.
         ours = f"""
 import os, sys
 sys.argv[0] = {str(ROOT / "finetune" / "run.py")!r}
@@ -84,20 +91,40 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
         (workspace / "ours.py").write_text(ours)
         recipe = str(workspace / "recipe.yaml")
-        arguments = ["--recipe", recipe, "--config", str(workspace / "fsdp2-fp32.yaml"), "logging_steps=1"]
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in (*BARE_SCRIPTS, "finetune")}
+        arguments = [
+            "--recipe",
+            recipe,
+            "--config",
+            str(workspace / "fsdp2-fp32.yaml"),
+            "logging_steps=1",
+        ]
+        times: dict[str, list[tuple[float, float]]] = {
+            name: [] for name in (*BARE_SCRIPTS, "finetune")
+        }
         for repeat in range(options.repeats + 1):
             output = [f"output_dir={workspace / f'run-{repeat}'}"]
-            scripts = {name: [str(workspace / f"{name}.py"), str(workspace / "model")] for name in BARE_SCRIPTS}
-            for name, command in (scripts | {"finetune": [str(workspace / "ours.py"), *arguments, *output]}).items():
+            scripts = {
+                name: [str(workspace / f"{name}.py"), str(workspace / "model")]
+                for name in BARE_SCRIPTS
+            }
+            for name, command in (
+                scripts | {"finetune": [str(workspace / "ours.py"), *arguments, *output]}
+            ).items():
                 taken = to_first_step([sys.executable, *command], environ)
                 if repeat:  # the first fills the file cache and the token cache
                     times[name].append(taken)
-    print("| start | wall s, median | CPU s, median | x bare, wall | x bare, CPU |\n|---|---|---|---|---|")
-    bare_wall, bare_cpu = (statistics.median(column) for column in zip(*times["bare script"], strict=True))
+    print(
+        "| start | wall s, median | CPU s, median | x bare, wall | x bare, CPU |\n"
+        "|---|---|---|---|---|"
+    )
+    bare_wall, bare_cpu = (
+        statistics.median(column) for column in zip(*times["bare script"], strict=True)
+    )
     for name, measured in times.items():
         wall, cpu = (statistics.median(column) for column in zip(*measured, strict=True))
-        print(f"| {name} | {wall:.2f} | {cpu:.2f} | {wall / bare_wall:.2f} | {cpu / bare_cpu:.2f} |")
+        print(
+            f"| {name} | {wall:.2f} | {cpu:.2f} | {wall / bare_wall:.2f} | {cpu / bare_cpu:.2f} |"
+        )
 
 
 if __name__ == "__main__":

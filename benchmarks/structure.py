@@ -1,10 +1,12 @@
-"""The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION ...]`.
+"""The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION
+...]`.
 
-Counts for each git revision, and for the working tree last: tokens, and for 1,000 lines of code ternaries,
-comprehensions and tuple assignments; cyclomatic numbers of functions; files and lines, small files, names used twice,
-long lines, functions with a single caller, functions that refuse something, what `training/loop.py` loads, the files
-and lines of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys
-are mentioned. Reads the sources as text; nothing is imported.
+Counts for each git revision, and for the working tree last: tokens, and for 1,000 lines of code
+ternaries, comprehensions and tuple assignments; cyclomatic numbers of functions; files and lines,
+small files, names used twice, long lines, functions with a single caller, functions that refuse
+something, what `training/loop.py` loads, the files and lines of a step (those that docs/design.md
+names in "The life of a step"), and in how many files five recipe keys are mentioned. Reads the
+sources as text; nothing is imported.
 """
 
 import ast
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "finetune"
 SMALL_LINES = 60
 LONG_LINES = 60
-LINE_LENGTH = 120
+LINE_LENGTH = 100
 DESIGN = "docs/design.md"
 # A key, and the names under which its value travels.
 SPREAD = {
@@ -53,7 +55,9 @@ def measure(read: Sources) -> dict[str, int]:
     sources = {path: text for path, text in read.items() if path != DESIGN}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     may_repeat = ("__init__.py", "/cli.py")
-    file_names = Counter(PurePosixPath(path).name for path in sources if not path.endswith(may_repeat))
+    file_names = Counter(
+        PurePosixPath(path).name for path in sources if not path.endswith(may_repeat)
+    )
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
@@ -61,7 +65,9 @@ def measure(read: Sources) -> dict[str, int]:
     return measure_grain(sources, nodes) | {
         "files": len(sources),
         "lines": sum(len(text.splitlines()) for text in sources.values()),
-        f"files under {SMALL_LINES} lines": sum(len(sources[path].splitlines()) < SMALL_LINES for path in sources),
+        f"files under {SMALL_LINES} lines": sum(
+            len(sources[path].splitlines()) < SMALL_LINES for path in sources
+        ),
         "  of these with one importer": count_small_with_one_importer(sources, trees),
         f"lines over {LINE_LENGTH} characters": sum(
             len(line) > LINE_LENGTH for t in sources.values() for line in t.splitlines()
@@ -70,15 +76,21 @@ def measure(read: Sources) -> dict[str, int]:
         "class names used twice": sum(count > 1 for count in classes.values()),
         "functions": len(functions),
         "functions with one caller": sum(callers[function.name] == 1 for function in functions),
-        f"functions over {LONG_LINES} lines": sum(_lines(function) > LONG_LINES for function in functions),
+        f"functions over {LONG_LINES} lines": sum(
+            _lines(function) > LONG_LINES for function in functions
+        ),
         "functions named check, refuse, explain": sum(
             bool(re.match(r"_?(check|refuse|explain)_", function.name)) for function in functions
         ),
-        "modules that training/loop.py loads": len(loaded_modules(f"{PACKAGE}.training.loop", trees)),
+        "modules that training/loop.py loads": len(
+            loaded_modules(f"{PACKAGE}.training.loop", trees)
+        ),
         "files of a step": len(step := files_of_a_step(read[DESIGN], sources)),
         "  their lines": sum(len(sources[path].splitlines()) for path in step),
         **{
-            f"files that mention {key}": sum(bool(re.search(names, text)) for text in sources.values())
+            f"files that mention {key}": sum(
+                bool(re.search(names, text)) for text in sources.values()
+            )
             for key, names in SPREAD.items()
         },
     }
@@ -95,7 +107,9 @@ def measure_grain(sources: Sources, nodes: Iterable[ast.AST]) -> dict[str, int]:
     lines = 0
     named_found = 0
     for text in sources.values():
-        of_file = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type in CODE_TOKENS]
+        of_file = [
+            t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type in CODE_TOKENS
+        ]
         tokens += len(of_file)
         lines += len({token.start[0] for token in of_file})
         named_found += sum(token.string == "found" for token in of_file)
@@ -108,11 +122,16 @@ def measure_grain(sources: Sources, nodes: Iterable[ast.AST]) -> dict[str, int]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             cyclomatic.append(1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node)))
     cyclomatic.sort()
-    percentiles = {f"cyclomatic number, p{p}": cyclomatic[len(cyclomatic) * p // 100] for p in (50, 90, 99)}
+    percentiles = {
+        f"cyclomatic number, p{p}": cyclomatic[len(cyclomatic) * p // 100] for p in (50, 90, 99)
+    }
     return {
         "tokens": tokens,
         "tokens for 10 lines of code": round(10 * tokens / lines),
-        **{f"{kind} for 1,000 lines": round(1000 * number / lines) for kind, number in kinds.items()},
+        **{
+            f"{kind} for 1,000 lines": round(1000 * number / lines)
+            for kind, number in kinds.items()
+        },
         **percentiles,
         "functions over 10": sum(number > 10 for number in cyclomatic),
         "functions over 15": sum(number > 15 for number in cyclomatic),
@@ -122,7 +141,11 @@ def measure_grain(sources: Sources, nodes: Iterable[ast.AST]) -> dict[str, int]:
 
 def _assigns_tuple(node: ast.AST) -> bool:
     """Whether it assigns several values in one statement."""
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
 
 
 def files_of_a_step(page: str, sources: Sources) -> set[str]:
@@ -136,15 +159,23 @@ def count_small_with_one_importer(sources: Sources, trees: Mapping[str, ast.Modu
     """Files under SMALL_LINES that exactly one other file imports."""
     importers: Counter[str] = Counter()
     for tree in trees.values():
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        imports = [
+            node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+        ]
         names = {str(node.module) for node in imports}
-        importers.update(names | {f"{node.module}.{alias.name}" for node in imports for alias in node.names})
+        importers.update(
+            names | {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+        )
     small = [path for path, text in sources.items() if len(text.splitlines()) < SMALL_LINES]
-    return sum(importers[_module_name(path)] == 1 for path in small if not path.endswith("__init__.py"))
+    return sum(
+        importers[_module_name(path)] == 1 for path in small if not path.endswith("__init__.py")
+    )
 
 
 def count_callers(trees: Iterable[ast.Module]) -> Counter[str]:
-    """How many functions (or module bodies) use each name; a function's own recursion does not count."""
+    """How many functions (or module bodies) use each name; a function's own recursion does not
+    count.
+    """
     used: Counter[str] = Counter()
 
     def names_in(node: ast.AST, inside: str) -> set[str]:
@@ -166,7 +197,9 @@ def count_callers(trees: Iterable[ast.Module]) -> Counter[str]:
 
 
 def loaded_modules(module: str, trees: Mapping[str, ast.Module]) -> set[str]:
-    """The package's modules that an import of `module` loads, through imports at the top of files."""
+    """The package's modules that an import of `module` loads, through imports at the top of
+    files.
+    """
     by_name = {_module_name(path): tree for path, tree in trees.items()}
     loaded: set[str] = set()
     waiting = [module]
@@ -201,7 +234,9 @@ def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What each technique gains on a CPU: the same model and batches with one technique taken away at a time, in turns.
+"""What each technique gains on a CPU: the same model and batches with one technique taken away at a
+time, in turns.
 
     python benchmarks/techniques.py --data gsm8k_train.jsonl --tokenizer stories260k [--compile]
     python benchmarks/techniques.py --checkpointing    # what is kept of a layer; no data
     python benchmarks/techniques.py --compiled-loss    # beside the eager loss; no data
     python benchmarks/techniques.py --expert-adapters  # beside peft's way; no data
 
-One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is that of a process of
-its own at a vocabulary of 128,256.
+One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is
+that of a process of its own at a vocabulary of 128,256.
 """
 
 import argparse
@@ -26,7 +27,10 @@ sys.path[0] = str(ROOT)
 
 
 def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
-    """Name -> (model, optimizer). Everything on is the first; the others lack what their name says."""
+    """Name -> (model, optimizer).
+
+    Everything on is the first; the others lack what their name says.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -37,9 +41,14 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from finetune.optim.optimizers import build_optimizer
 
     def make(
-        attention: str = "auto", loss: str = "ours", optim: str = "adamw_torch_fused", compile_: bool = False
+        attention: str = "auto",
+        loss: str = "ours",
+        optim: str = "adamw_torch_fused",
+        compile_: bool = False,
     ) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_pretrained(
+            workspace / "model", dtype=torch.float32
+        ).train()
         install_attention(model, attention)
         install_loss(model)
         if loss == "whole":
@@ -64,7 +73,9 @@ def _whole_logits(model: Any) -> None:
 
     def forward(hidden: Any, labels: Any, *_: Any) -> Any:
         logits = F.linear(hidden, head.weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
 
     head = model.get_output_embeddings()
     head.forward = forward
@@ -84,7 +95,9 @@ def step_of(model: Any, optimizer: Any) -> Callable[[Any], None]:
     return step
 
 
-def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens: int = 2048) -> None:
+def loss_memory(
+    kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens: int = 2048
+) -> None:
     """Prints the most memory, in bytes, that a loss and its gradients take beyond their inputs."""
     import torch
     import torch.nn.functional as F
@@ -94,7 +107,8 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)
-    weight = torch.empty(vocabulary, hidden).normal_(std=0.02).requires_grad_()  # in place: a copy would be the peak
+    # in place: a copy would be the peak
+    weight = torch.empty(vocabulary, hidden).normal_(std=0.02).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,))
     before = reset_peak(states.device)
     if kind == "chunked":
@@ -105,7 +119,9 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
 
 
 def checkpointing(rounds: int, tokens: int = 4096) -> None:
-    """Prints the CPU time of forward and backward over one document, by what checkpointed layers keep."""
+    """Prints the CPU time of forward and backward over one document, by what checkpointed layers
+    keep.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,8 +130,15 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     from finetune.models.documents import install_attention
 
     def make(keeps: Any) -> Any:
-        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
-        model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)).train()
+        sizes = {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "vocab_size": 512,
+        }
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
+        ).train()
         install_attention(model)
         install_loss(model)
         if keeps is not None:
@@ -125,7 +148,12 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     torch.set_num_threads(1)
     ids = torch.randint(0, 512, (1, tokens))
     boundaries = torch.tensor([0, tokens], dtype=torch.int32)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "cu_seq_lens": boundaries}
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.arange(tokens)[None],
+        "cu_seq_lens": boundaries,
+    }
     kept = (None, "nothing", "attention", "attention_and_projections")
     models = {keeps: make(keeps) for keeps in kept}
     seconds: dict[Any, list[float]] = {keeps: [] for keeps in kept}
@@ -138,11 +166,15 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
     print("| a checkpointed layer keeps | CPU s, median | x no checkpointing |\n|---|---|---|")
     for keeps, measured in seconds.items():
         ratio = statistics.median(m / b for m, b in zip(measured, seconds[None], strict=True))
-        print(f"| {keeps or '(no checkpointing)'} | {statistics.median(measured):.2f} | {ratio:.2f} |")
+        print(
+            f"| {keeps or '(no checkpointing)'} | {statistics.median(measured):.2f} | {ratio:.2f} |"
+        )
 
 
 def expert_adapters(rounds: int) -> None:
-    """Prints what LoRA on a layer of experts takes, in turns with peft's way: CPU time, and the most memory of each."""
+    """Prints what LoRA on a layer of experts takes, in turns with peft's way: CPU time, and the
+    most memory of each.
+    """
     seconds: dict[str, list[float]] = {way: [] for way in ("peft", "ours")}
     steps = {way: adapted_layer(way) for way in seconds}
     for index in range(rounds + 1):
@@ -151,7 +183,10 @@ def expert_adapters(rounds: int) -> None:
             step()
             if index:
                 seconds[way].append(time.process_time() - began)
-    print("| LoRA on experts | CPU s, median | x peft | MiB beyond the weights | x peft |\n|---|---|---|---|---|")
+    print(
+        "| LoRA on experts | CPU s, median | x peft | MiB beyond the weights | x peft |\n"
+        "|---|---|---|---|---|"
+    )
     taken = {}
     for way, measured in seconds.items():
         # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB.
@@ -165,7 +200,9 @@ def expert_adapters(rounds: int) -> None:
 
 
 def adapted_layer(way: str, tokens: int = 512) -> Callable[[], None]:
-    """Forward and backward of a layer of 32 experts, 4 for each token, with adapters of rank 16 on both weights."""
+    """Forward and backward of a layer of 32 experts, 4 for each token, with adapters of rank 16 on
+    both weights.
+    """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -173,8 +210,15 @@ def adapted_layer(way: str, tokens: int = 512) -> Callable[[], None]:
     from finetune.models.experts import keep_factors
 
     torch.set_num_threads(1)
-    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
-    config: Any = Qwen3MoeConfig(**sizes, num_experts=32, num_experts_per_tok=4, num_attention_heads=4)
+    sizes = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+    }
+    config: Any = Qwen3MoeConfig(
+        **sizes, num_experts=32, num_experts_per_tok=4, num_attention_heads=4
+    )
     model: Any = Qwen3MoeForCausalLM(config).requires_grad_(False)
     model.set_experts_implementation("grouped_mm")
     targets = ["experts.gate_up_proj", "experts.down_proj"]
@@ -207,25 +251,41 @@ def expert_adapters_memory(way: str) -> None:
 
 
 def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
-    """Prints the CPU time of the loss in bf16, forward with its gradients, and of one chunk of it, eager and
-    compiled."""
+    """Prints the CPU time of the loss in bf16, forward with its gradients, and of one chunk of it,
+    eager and compiled.
+    """
     import torch
 
     from finetune.constants import loss_chunk_tokens
     from finetune.models.cross_entropy import linear_cross_entropy
-    from finetune.models.loss_chunks import UNCHANGED, ChunkOptions, compute_chunk, compute_fused_chunk
+    from finetune.models.loss_chunks import (
+        UNCHANGED,
+        ChunkOptions,
+        compute_chunk,
+        compute_fused_chunk,
+    )
 
     torch.set_num_threads(1)
     torch.fx.experimental._config.use_duck_shape = False
-    functions = {"eager": compute_chunk, "compiled": torch.compile(compute_fused_chunk, dynamic=True)}
-    print("| vocabulary | what | eager, CPU ms | compiled, CPU ms | x eager |\n|---|---|---|---|---|")
+    functions = {
+        "eager": compute_chunk,
+        "compiled": torch.compile(compute_fused_chunk, dynamic=True),
+    }
+    print(
+        "| vocabulary | what | eager, CPU ms | compiled, CPU ms | x eager |\n|---|---|---|---|---|"
+    )
     for vocabulary in (32_000, 128_256):
         states = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16).normal_(std=0.02).requires_grad_()
+        weight = (
+            torch.empty(vocabulary, hidden, dtype=torch.bfloat16).normal_(std=0.02).requires_grad_()
+        )
         chunk = loss_chunk_tokens(vocabulary, "cpu")
         scores = (states[:chunk] @ weight.T).detach()
         labels = torch.randint(0, vocabulary, (tokens,))
-        seconds: dict[str, list[list[float]]] = {"one chunk": [[], []], "the loss and its gradients": [[], []]}
+        seconds: dict[str, list[list[float]]] = {
+            "one chunk": [[], []],
+            "the loss and its gradients": [[], []],
+        }
         for index in range(rounds + 1):
             for which, function in enumerate(functions.values()):
                 began = time.process_time()
@@ -234,25 +294,45 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
                 linear_cross_entropy(states, weight, labels, ChunkOptions(function=function))
                 if index:
                     seconds["one chunk"][which].append(middle - began)
-                    seconds["the loss and its gradients"][which].append(time.process_time() - middle)
+                    seconds["the loss and its gradients"][which].append(
+                        time.process_time() - middle
+                    )
         for what, (eager, compiled) in seconds.items():
-            what = f"one chunk, {len(scores)} tokens" if what == "one chunk" else f"{what}, {tokens:,} tokens"
+            what = (
+                f"one chunk, {len(scores)} tokens"
+                if what == "one chunk"
+                else f"{what}, {tokens:,} tokens"
+            )
             ratio = statistics.median(c / e for c, e in zip(compiled, eager, strict=True))
-            times = " | ".join(f"{1e3 * statistics.median(each):,.0f}" for each in (eager, compiled))
+            times = " | ".join(
+                f"{1e3 * statistics.median(each):,.0f}" for each in (eager, compiled)
+            )
             print(f"| {vocabulary:,} | {what} | {times} | {ratio:.2f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--compile", action="store_true", help="also torch_compile, which takes a minute to start")
+    parser.add_argument(
+        "--compile", action="store_true", help="also torch_compile, which takes a minute to start"
+    )
     parser.add_argument("--loss-memory", choices=["chunked", "whole"], help=argparse.SUPPRESS)
-    parser.add_argument("--checkpointing", action="store_true", help="measure what checkpointed layers keep, alone")
-    parser.add_argument("--compiled-loss", action="store_true", help="measure the compiled loss, alone")
-    parser.add_argument("--expert-adapters", action="store_true", help="measure LoRA on experts, alone")
-    parser.add_argument("--expert-adapters-memory", choices=["peft", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="measure what checkpointed layers keep, alone"
+    )
+    parser.add_argument(
+        "--compiled-loss", action="store_true", help="measure the compiled loss, alone"
+    )
+    parser.add_argument(
+        "--expert-adapters", action="store_true", help="measure LoRA on experts, alone"
+    )
+    parser.add_argument(
+        "--expert-adapters-memory", choices=["peft", "ours"], help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.loss_memory:
         loss_memory(options.loss_memory)
@@ -279,7 +359,9 @@ def main() -> None:
         workspace = Path(folder)
         prepare(workspace, options.data, options.tokenizer, MODEL)
         batches = step_batches(workspace)
-        steps = {name: step_of(*made) for name, made in variants(workspace, options.compile).items()}
+        steps = {
+            name: step_of(*made) for name, made in variants(workspace, options.compile).items()
+        }
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for index in range(options.steps + 3):
             batch = batches.step_batch(index)
@@ -289,14 +371,21 @@ def main() -> None:
                 if index >= 3:
                     seconds[name].append(time.process_time() - began)
     base = seconds["everything"]
-    print("| step with | CPU s, median | x everything (median of the steps' ratios) |\n|---|---|---|")
+    print(
+        "| step with | CPU s, median | x everything (median of the steps' ratios) |\n|---|---|---|"
+    )
     for name, measured in seconds.items():
         ratio = statistics.median(m / b for m, b in zip(measured, base, strict=True))
         print(f"| {name} | {statistics.median(measured):.3f} | {ratio:.3f} |")
     for kind in ("chunked", "whole"):
         command = [sys.executable, __file__, "--loss-memory", kind]
-        taken = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"| loss of 2,048 tokens, vocabulary 128,256, {kind}: peak memory | {taken / 2**20:,.0f} MiB | |")
+        taken = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+        print(
+            f"| loss of 2,048 tokens, vocabulary 128,256, {kind}: peak memory | "
+            f"{taken / 2**20:,.0f} MiB | |"
+        )
 
 
 if __name__ == "__main__":

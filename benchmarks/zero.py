@@ -1,10 +1,12 @@
-"""DeepSpeed's ZeRO beside what its files are translated to here: the same losses, and the memory of a rank.
+"""DeepSpeed's ZeRO beside what its files are translated to here: the same losses, and the memory of
+a rank.
 
     python benchmarks/zero.py --model stories260k --data gsm8k_train.jsonl   # needs deepspeed
 
-Trains the model in fp32 on CPU ranks: by DeepSpeed's own engine at stages 1, 2 and 3, and here under an Accelerate file
-that asks for each stage. Both get the same rows in the same order, the same optimizer and the same clipping; DeepSpeed
-trains transformers' own model with the cross entropy of its logits. Every contestant runs on ranks of its own.
+Trains the model in fp32 on CPU ranks: by DeepSpeed's own engine at stages 1, 2 and 3, and here
+under an Accelerate file that asks for each stage. Both get the same rows in the same order, the
+same optimizer and the same clipping; DeepSpeed trains transformers' own model with the cross
+entropy of its logits. Every contestant runs on ranks of its own.
 """
 
 import argparse
@@ -64,7 +66,11 @@ def write_accelerate_file(folder: Path, stage: int, ranks: int) -> Path:
     import yaml
 
     path = folder / f"zero{stage}.yaml"
-    file = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}, "num_processes": ranks}
+    file = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": stage},
+        "num_processes": ranks,
+    }
     path.write_text(yaml.safe_dump(file | {"mixed_precision": "no", "use_cpu": True}))
     return path
 
@@ -74,19 +80,30 @@ def tensor_bytes() -> int:
     import torch
 
     gc.collect()
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and not found.is_meta]
-    tensors += [local for found in tensors if (local := getattr(found, "_local_tensor", None)) is not None]
+    tensors = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.Tensor) and not found.is_meta
+    ]
+    tensors += [
+        local for found in tensors if (local := getattr(found, "_local_tensor", None)) is not None
+    ]
     tensors += [found.grad for found in tensors if found.is_leaf and found.grad is not None]
     storages: dict[int, int] = {}
     for tensor in tensors:
         try:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        except (NotImplementedError, RuntimeError):  # a wrapper, whose inner tensor is found by itself
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # a wrapper, whose inner tensor is found by itself
             continue
     return sum(storages.values())
 
 
-def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begin: Any) -> dict[str, Any]:
+def train_with_deepspeed(
+    stage: int, recipe: Any, batches: Any, steps: int, begin: Any
+) -> dict[str, Any]:
     """On this rank, by DeepSpeed's engine and transformers' model."""
     import deepspeed
     import torch
@@ -94,7 +111,9 @@ def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begi
     from transformers import AutoModelForCausalLM
 
     begin()
-    model = AutoModelForCausalLM.from_pretrained(recipe.model.model_name_or_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        recipe.model.model_name_or_path, dtype=torch.float32
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     config = {
         "train_micro_batch_size_per_gpu": ROWS_PER_RANK,
@@ -111,7 +130,9 @@ def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begi
         batch = batches.step_batch(step)
         (micro_batch,) = batch.micro_batches
         logits = engine(input_ids=micro_batch.input_ids, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=-100, reduction="sum"
+        )
         del logits
         engine.backward(loss * (engine.world_size / batch.trained_tokens))
         after = tensor_bytes()
@@ -170,7 +191,9 @@ def run_rank(contestant: str, stage: int, steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     recipe = read_recipe(str(folder / "recipe.yaml"))
     world = join(read_sharding(str(folder / f"zero{stage}.yaml"), None, os.environ))
-    batches = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), world.data_parallel).train
+    batches = prepare_data(
+        recipe, load_tokenizer(recipe.model, recipe.data), world.data_parallel
+    ).train
     started: list[int] = []
 
     def begin() -> None:
@@ -192,7 +215,10 @@ def run_rank(contestant: str, stage: int, steps: int, folder: Path) -> None:
             stage=stage,
             losses=[total / count for total, count in zip(sums, measured["counts"], strict=True)],
             norms=measured["norms"],
-            **{key: max(rank[key] for rank in every) for key in ("held_bytes", "gradient_bytes", "peak_bytes")},
+            **{
+                key: max(rank[key] for rank in every)
+                for key in ("held_bytes", "gradient_bytes", "peak_bytes")
+            },
         )
         (folder / "result.json").write_text(json.dumps(asdict(result)))
     leave(world)
@@ -203,39 +229,69 @@ def run_ranks(contestant: str, stage: int, steps: int, ranks: int, folder: Path)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     # Files: a pipe that nobody reads would stop a rank, and with it all.
     logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, __file__, "--rank", contestant, "--stages", str(stage), "--steps", str(steps)]
-        environment = os.environ | {k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        command = [
+            sys.executable,
+            __file__,
+            "--rank",
+            contestant,
+            "--stages",
+            str(stage),
+            "--steps",
+            str(steps),
+        ]
+        environment = os.environ | {
+            k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
         with log.open("w") as output:
             processes.append(
                 subprocess.Popen(
-                    [*command, "--output", folder], env=environment, stdout=output, stderr=subprocess.STDOUT
+                    [*command, "--output", folder],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
                 )
             )
     codes = [process.wait() for process in processes]
     if any(codes):
-        raise RuntimeError(f"{contestant}, stage {stage}:\n" + "\n".join(log.read_text()[-3000:] for log in logs))
+        raise RuntimeError(
+            f"{contestant}, stage {stage}:\n" + "\n".join(log.read_text()[-3000:] for log in logs)
+        )
     return Result(**json.loads((folder / "result.json").read_text()))
 
 
 def show_table(results: list[Result]) -> str:
     """Markdown: a line a contestant and stage, MiB of the rank that held most."""
     lines = [
-        "| stage | engine | last loss | last gradient norm | held between steps | more with gradients | peak resident |"
+        (
+            "| stage | engine | last loss | last gradient norm | held between steps | more with "
+            "gradients | peak resident |"
+        )
     ]
     lines.append("|" + "---|" * 7)
     for r in results:
-        sizes = " | ".join(f"{size / 2**20:.1f}" for size in (r.held_bytes, r.gradient_bytes, r.peak_bytes))
-        lines.append(f"| {r.stage} | {r.contestant} | {r.losses[-1]:.6f} | {r.norms[-1]:.6f} | {sizes} |")
+        sizes = " | ".join(
+            f"{size / 2**20:.1f}" for size in (r.held_bytes, r.gradient_bytes, r.peak_bytes)
+        )
+        lines.append(
+            f"| {r.stage} | {r.contestant} | {r.losses[-1]:.6f} | {r.norms[-1]:.6f} | {sizes} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a folder of a model with its tokenizer")
     parser.add_argument("--data", help="GSM8K's file of questions and answers")
     parser.add_argument("--length", type=int, default=256, help="tokens of an example at most")
@@ -255,11 +311,14 @@ def main() -> None:
         for stage in options.stages:
             write_accelerate_file(folder, stage, options.ranks)
             results += [
-                run_ranks(who, stage, options.steps, options.ranks, folder) for who in ("DeepSpeed", "finetune")
+                run_ranks(who, stage, options.steps, options.ranks, folder)
+                for who in ("DeepSpeed", "finetune")
             ]
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "results.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+        (options.output / "results.json").write_text(
+            json.dumps([asdict(r) for r in results], indent=1) + "\n"
+        )
     print(show_table(results))
 
 

@@ -1,7 +1,8 @@
-"""Fine-tune Llama-style models on Hugging Face Accelerate: same losses on every layout, no silent fault, safe exports.
+"""Fine-tune Llama-style models on Hugging Face Accelerate: same losses on every layout, no silent
+fault, safe exports.
 
-What is public is listed in docs/api.md, with its types in `__init__.pyi`. It is imported when it is first used:
-`import finetune` loads nothing else.
+What is public is listed in docs/api.md, with its types in `__init__.pyi`. It is imported when it is
+first used: `import finetune` loads nothing else.
 """
 
 from importlib import import_module

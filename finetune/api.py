@@ -1,4 +1,5 @@
-"""The commands as functions, for scripts and notebooks: `import finetune`. docs/api.md lists what is public.
+"""The commands as functions, for scripts and notebooks: `import finetune`. docs/api.md lists what
+is public.
 
 Imports no torch: each function imports what it needs when it is called.
 """
@@ -33,7 +34,8 @@ def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
 
     Args:
         recipe: The file. Paths in it are relative to it; those in `keys` to the current folder.
-        keys: Keys of docs/recipes.md, as values of Python. Without `datasets` only a `Session` can train on it.
+        keys: Keys of docs/recipes.md, as values of Python. Without `datasets` only a `Session` can
+            train on it.
 
     Raises:
         UserError: With every mistake, one a line.
@@ -55,7 +57,8 @@ def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int
         ranks: One for each GPU.
 
     Raises:
-        UserError: For a combination that the rules refuse, and a model that transformers cannot build.
+        UserError: For a combination that the rules refuse, and a model that transformers cannot
+            build.
     """
     from finetune.plan import plan
 
@@ -74,7 +77,9 @@ def prepare(recipe: Recipe | str | Path) -> "PreparedData":
     from finetune.distributed.world import alone
 
     recipe = expect_recipe(recipe)
-    return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools), alone())
+    return prepare_data(
+        recipe, load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools), alone()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,9 @@ class RunResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl but for seconds of phases: losses, norms, speed, held-out results."""
+        """The lines of metrics.jsonl but for seconds of phases: losses, norms, speed, held-out
+        results.
+        """
         lines = read_json_lines(self.folder / "metrics.jsonl")
         return [line for line in lines if line is not None and PHASE not in line]
 
@@ -103,10 +110,14 @@ class RunResult:
         return self.folder / name if (self.folder / name).is_dir() else None
 
 
-def train(recipe: Recipe | str | Path, config: str | None = None, callbacks: Sequence["Callback"] = ()) -> RunResult:
-    """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was stopped.
+def train(
+    recipe: Recipe | str | Path, config: str | None = None, callbacks: Sequence["Callback"] = ()
+) -> RunResult:
+    """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was
+    stopped.
 
-    In a notebook the report's plots grow below the cell. To interrupt the kernel is to stop and save.
+    In a notebook the report's plots grow below the cell. To interrupt the kernel is to stop and
+    save.
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.
@@ -132,17 +143,22 @@ def train(recipe: Recipe | str | Path, config: str | None = None, callbacks: Seq
         from finetune.report.page import Plots
 
         called.append(Plots())
-    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called)
+    fine_tune(
+        recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called
+    )
     return RunResult(run_folder(recipe))
 
 
-def export_run(run: RunResult | str | Path, output: str | Path | None = None, **options: Any) -> Path:
+def export_run(
+    run: RunResult | str | Path, output: str | Path | None = None, **options: Any
+) -> Path:
     """Writes a run or a checkpoint as a Hugging Face folder, verified, and returns it.
 
     Args:
         run: Of `train`, or the folder of a run or a checkpoint.
         output: The folder to make; by default export/ in the run's.
-        options: Of `finetune.export.export.export`: `dtype`, `max_shard_size`, `verify`, `overwrite`, `adapter_only`...
+        options: Of `finetune.export.export.export`: `dtype`, `max_shard_size`, `verify`,
+            `overwrite`, `adapter_only`...
 
     Raises:
         UserError: Where the run or the result is wrong, or the folder exists.
@@ -154,7 +170,8 @@ def export_run(run: RunResult | str | Path, output: str | Path | None = None, **
 
 
 def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = ()) -> "Chat":
-    """Loads a model to talk with: a run, a checkpoint, an adapter, a Hugging Face folder or a hub name.
+    """Loads a model to talk with: a run, a checkpoint, an adapter, a Hugging Face folder or a hub
+    name.
 
     Args:
         model: Of `train`, or its folder or name.

@@ -48,7 +48,9 @@ Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 @clean_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 0, 2 for a mistake the user can fix, 75 for a preempted run."""
+    """Runs one subcommand and returns its exit code: 0, 2 for a mistake the user can fix, 75 for a
+    preempted run.
+    """
     silence_libraries()
     try:
         options = read_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -70,13 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not getattr(sys.stdout, "has_failed", False):
             raise  # of another file
         discard(sys.stdout)
-        print(f"stdout: cannot be written: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
+        print(
+            f"stdout: cannot be written: {error.strerror}; send the output elsewhere, or make room",
+            file=sys.stderr,
+        )
         return EXIT_USER_ERROR
     return code
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, read; for the subcommands that take a recipe, `overrides` holds its `key=value` texts."""
+    """The command line, read; for the subcommands that take a recipe, `overrides` holds its
+    `key=value` texts.
+    """
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "inspect":
@@ -85,13 +92,16 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         options.overrides = read_overrides(rest, vars(options).keys() - {"command"})
     elif rest:
         parser.error(
-            f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists what it takes"
+            f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists "
+            "what it takes"
         )
     return options
 
 
 def _take_file(rest: list[str]) -> str | None:
-    """Takes the first word out of `rest` that is neither an option, nor an option's value, nor `key=value`."""
+    """Takes the first word out of `rest` that is neither an option, nor an option's value, nor
+    `key=value`.
+    """
     for i, word in enumerate(rest):
         is_value = i > 0 and rest[i - 1].startswith("--") and "=" not in rest[i - 1]
         if not (word.startswith("--") or is_value or ("=" in word and not Path(word).exists())):
@@ -102,7 +112,9 @@ def _take_file(rest: list[str]) -> str | None:
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options."""
     parser = argparse.ArgumentParser(
-        prog="finetune", description="Fine-tune Llama-style models on Hugging Face Accelerate.", allow_abbrev=False
+        prog="finetune",
+        description="Fine-tune Llama-style models on Hugging Face Accelerate.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -113,7 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_init(subcommands: "Subcommands") -> None:
-    init = _add(subcommands, "init", "write a first recipe for a model, data and GPUs, which the plan says fits")
+    init = _add(
+        subcommands,
+        "init",
+        "write a first recipe for a model, data and GPUs, which the plan says fits",
+    )
     init.epilog = "What no flag says is asked, where there is a terminal."
     _take(init, "--model", "M", "what to train: a folder or hub name")
     _take(init, "--data", "PATH", "a file, glob, folder, hub name or function (my_data.py:rows)")
@@ -122,15 +138,45 @@ def _add_init(subcommands: "Subcommands") -> None:
     for column in ("messages", "prompt", "completion", "text", "chosen", "rejected"):
         _take(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
     _take(init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)")
-    _take(init, "--gpu-memory", "SIZE", "of each, for example 80GiB; a bare 80 is GiB (default: this machine's)")
-    _take(init, "--host-memory", "SIZE", "of the machine (default: this machine's, where the GPUs are its own)")
-    _take(init, "--disk", "SIZE", "for the run (default: what is free here, where the GPUs are this machine's)")
+    _take(
+        init,
+        "--gpu-memory",
+        "SIZE",
+        "of each, for example 80GiB; a bare 80 is GiB (default: this machine's)",
+    )
+    _take(
+        init,
+        "--host-memory",
+        "SIZE",
+        "of the machine (default: this machine's, where the GPUs are its own)",
+    )
+    _take(
+        init,
+        "--disk",
+        "SIZE",
+        "for the run (default: what is free here, where the GPUs are this machine's)",
+    )
     methods = f"{', '.join(METHODS)} (default: as the data asks, answers, pairs or ratings)"
     _take(init, "--method", "NAME", f"what it learns from: {methods}")
-    _take(init, "--train", "WHAT", "auto, full, lora or qlora (default: all parameters where they fit, else lora)")
-    _take(init, "--chat-template", "T", "a name, a file or Jinja text, in place of the tokenizer's own")
+    _take(
+        init,
+        "--train",
+        "WHAT",
+        "auto, full, lora or qlora (default: all parameters where they fit, else lora)",
+    )
+    _take(
+        init,
+        "--chat-template",
+        "T",
+        "a name, a file or Jinja text, in place of the tokenizer's own",
+    )
     _take(init, "--teacher", "M", "the model to learn from, a folder or hub name")
-    _take(init, "--rewards", "NAMES", "what completions are worth, such as exact_answer,my_rewards.py:short")
+    _take(
+        init,
+        "--rewards",
+        "NAMES",
+        "what completions are worth, such as exact_answer,my_rewards.py:short",
+    )
     _take(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
     _flag(init, "--overwrite", "replace FILE where it exists")
 
@@ -140,29 +186,59 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _add_run(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
     _flag(launch, "--dry-run", "print the plan of the run and stop")
 
-    plan = _add(subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights")
+    plan = _add(
+        subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights"
+    )
     _add_run(plan, "ranks of the run (default: a table over many)")
-    _take(plan, "--gpu-memory", "SIZE", "of each GPU, such as 80GiB: print whether the run fits, or what makes it fit")
+    _take(
+        plan,
+        "--gpu-memory",
+        "SIZE",
+        "of each GPU, such as 80GiB: print whether the run fits, or what makes it fit",
+    )
     _take(plan, "--host-memory", "SIZE", "of a node, which is compared too")
     _take(plan, "--disk", "SIZE", "for checkpoints and export, which is compared too")
-    _take(plan, "--gpu-link", "SIZE", "bytes a second, one way, between GPUs of a node (default: 450GB)")
-    _take(plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)")
-    _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: as measured, 0.22 to 0.58)", type=float)
+    _take(
+        plan,
+        "--gpu-link",
+        "SIZE",
+        "bytes a second, one way, between GPUs of a node (default: 450GB)",
+    )
+    _take(
+        plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)"
+    )
+    _take(
+        plan,
+        "--mfu",
+        "SHARE",
+        "assumed share of the peak FLOP/s (default: as measured, 0.22 to 0.58)",
+        type=float,
+    )
     _flag(plan, "--json", "print JSON")
 
-    env = _add(subcommands, "env", "print versions, devices and kernels, and what a recipe lacks here")
+    env = _add(
+        subcommands, "env", "print versions, devices and kernels, and what a recipe lacks here"
+    )
     _add_run(env, "ranks of the run (default: one for each GPU, or one)", recipe=None)
 
-    inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")
+    inspect = _add(
+        subcommands, "inspect", "show the data as the model will see it, and what is wrong with it"
+    )
     inspect.usage = (
-        "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--turns] [--html FILE] "
-        "[--json] [key=value ...]"
+        "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--turns] "
+        "[--html FILE] [--json] [key=value ...]"
     )
     inspect.description = (
-        "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
+        "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's "
+        "without one."
     )
     _take(inspect, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)")
-    _take(inspect, "--model", "M", "use this model's tokenizer and chat template: a folder or hub name")
+    _take(
+        inspect,
+        "--model",
+        "M",
+        "use this model's tokenizer and chat template: a folder or hub name",
+    )
     _take(inspect, "--rows", "N", "examples to show (default: 3)", type=int, default=3)
     _take(inspect, "--examples", "ID,ID", "show these instead, by the numbers in a run's messages")
     _flag(inspect, "--turns", "and the prompt that inference gives for each turn of them")
@@ -172,10 +248,17 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
 
 def _add_export(subcommands: "Subcommands") -> None:
     export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
-    _take(export, "source", "RUN_OR_CHECKPOINT", "a run's folder (its newest checkpoint), or a checkpoint")
+    _take(
+        export,
+        "source",
+        "RUN_OR_CHECKPOINT",
+        "a run's folder (its newest checkpoint), or a checkpoint",
+    )
     _take(export, "--output", "DIR", "the folder to make", required=True)
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the base checkpoint's)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: the base checkpoint's)",
     )
     _take(
         export,
@@ -185,7 +268,15 @@ def _add_export(subcommands: "Subcommands") -> None:
         default="safetensors",
     )
     for key in list_keys():
-        _take(export, key.flag, key.metavar, key.help, dest=key.name, type=key.read, default=key.default)
+        _take(
+            export,
+            key.flag,
+            key.metavar,
+            key.help,
+            dest=key.name,
+            type=key.read,
+            default=key.default,
+        )
     _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
     _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
     _flag(export, "--overwrite", "replace DIR where it exists")
@@ -193,10 +284,16 @@ def _add_export(subcommands: "Subcommands") -> None:
     export.add_argument(
         "--merge-onto",
         choices=("original", "dequantized"),
-        help="QLoRA: the base that the adapter is merged onto (default: the one with the lower held-out loss)",
+        help=(
+            "QLoRA: the base that the adapter is merged onto (default: the one with the lower "
+            "held-out loss)"
+        ),
     )
     _take(
-        export, "--base-model", "MODEL", "the base model, where the checkpoint does not name it: a folder or hub name"
+        export,
+        "--base-model",
+        "MODEL",
+        "the base model, where the checkpoint does not name it: a folder or hub name",
     )
     _take(export, "--push-to-hub", "REPO", "upload the verified folder to this hub repository")
     _flag(export, "--trust-remote-code", "run the base model's own code")
@@ -208,7 +305,9 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     _add_evaluate(subcommands)
     _add_serve_check(subcommands)
 
-    report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
+    report = _add(
+        subcommands, "report", "write an HTML file on one run, or on several side by side"
+    )
     _take(report, "runs", "RUN", "a run's folder", nargs="+")
     _take(
         report,
@@ -219,7 +318,9 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     _flag(report, "--serve", "write no file; serve the report on localhost, as it grows")
     _take(report, "--port", "N", "of --serve (default: the first free one from 8000)", type=int)
 
-    checkpoints = _add(subcommands, "checkpoints", "list what a run can be resumed or exported from")
+    checkpoints = _add(
+        subcommands, "checkpoints", "list what a run can be resumed or exported from"
+    )
     _take(checkpoints, "run", "RUN", "a run's folder")
     _flag(checkpoints, "--verify", "read every file and compare its checksum")
     _flag(checkpoints, "--json", "print JSON")
@@ -227,40 +328,95 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     convert = _add(
         subcommands,
         "convert",
-        "write a recipe from another tool's: TRL, Axolotl, LLaMA-Factory, torchtune, Automodel, ms-swift",
+        (
+            "write a recipe from another tool's: TRL, Axolotl, LLaMA-Factory, torchtune, "
+            "Automodel, ms-swift"
+        ),
     )
-    _take(convert, "source", "THEIR.yaml", "the other tool's file, a script, or a command line in quotes")
+    _take(
+        convert,
+        "source",
+        "THEIR.yaml",
+        "the other tool's file, a script, or a command line in quotes",
+    )
     _take(convert, "--output", "FILE", "the recipe to write (default: print it)")
     _flag(convert, "--overwrite", "replace FILE where it exists")
 
 
 def _add_chat(subcommands: "Subcommands") -> None:
     chat = _add(
-        subcommands, "chat", "talk to a trained model, with its base beside it, or answer the prompts of a script"
+        subcommands,
+        "chat",
+        "talk to a trained model, with its base beside it, or answer the prompts of a script",
     )
-    _take(chat, "source", "RUN_OR_FOLDER", "a run's folder, a checkpoint, an adapter, a model's folder or hub name")
+    _take(
+        chat,
+        "source",
+        "RUN_OR_FOLDER",
+        "a run's folder, a checkpoint, an adapter, a model's folder or hub name",
+    )
     _flag(chat, "--compare", "also answer with the base model")
     _take(chat, "--compare-with", "OTHER", "also answer with this model: as RUN_OR_FOLDER")
     prompts = chat.add_mutually_exclusive_group()
-    _take(prompts, "--prompt", "TEXT", "answer this and end; may be repeated", action="append", default=[])
-    _take(prompts, "--prompts", "FILE", "answer every row (JSON Lines, CSV, Parquet, ...) or line of text")
+    _take(
+        prompts,
+        "--prompt",
+        "TEXT",
+        "answer this and end; may be repeated",
+        action="append",
+        default=[],
+    )
+    _take(
+        prompts,
+        "--prompts",
+        "FILE",
+        "answer every row (JSON Lines, CSV, Parquet, ...) or line of text",
+    )
     _flag(chat, "--json", "print a JSON object for each prompt")
-    _take(chat, "--image", "FILE", "what --prompt asks about; may be repeated", action="append", default=[])
+    _take(
+        chat,
+        "--image",
+        "FILE",
+        "what --prompt asks about; may be repeated",
+        action="append",
+        default=[],
+    )
     _take(chat, "--system", "TEXT", "the system message")
     _take(chat, "--max-new-tokens", "N", "of an answer (default: 512)", type=int, default=512)
-    _take(chat, "--temperature", "T", "0 answers greedily (default: the model's generation_config.json)", type=float)
+    _take(
+        chat,
+        "--temperature",
+        "T",
+        "0 answers greedily (default: the model's generation_config.json)",
+        type=float,
+    )
     _take(chat, "--top-p", "P", "sample from this share of the probability", type=float)
     _take(chat, "--seed", "N", "sample the same answers again", type=int)
     template = chat.add_mutually_exclusive_group()
-    _take(template, "--chat-template", "T", "a name, a file or Jinja text (default: the tokenizer's own)")
-    _flag(template, "--no-chat-template", "continue prompts as they are", clears="use_chat_template")
+    _take(
+        template,
+        "--chat-template",
+        "T",
+        "a name, a file or Jinja text (default: the tokenizer's own)",
+    )
+    _flag(
+        template, "--no-chat-template", "continue prompts as they are", clears="use_chat_template"
+    )
     _add_model_options(chat)
 
 
 def _add_evaluate(subcommands: "Subcommands") -> None:
-    evaluate = _add(subcommands, "evaluate", "measure a trained model and its base on lm-eval's tasks")
+    evaluate = _add(
+        subcommands, "evaluate", "measure a trained model and its base on lm-eval's tasks"
+    )
     _take(evaluate, "source", "RUN_OR_FOLDER", "as for chat; a run keeps the results")
-    _take(evaluate, "--tasks", "T,T", "such as gsm8k,mmlu; `lm-eval ls tasks` lists them", required=True)
+    _take(
+        evaluate,
+        "--tasks",
+        "T,T",
+        "such as gsm8k,mmlu; `lm-eval ls tasks` lists them",
+        required=True,
+    )
     _take(evaluate, "--include-path", "DIR", "also take tasks from the YAML files in this folder")
     _take(evaluate, "--num-fewshot", "N", "examples in a prompt (default: the task's)", type=int)
     _take(evaluate, "--limit", "N", "documents of each task, or a share (default: all)", type=float)
@@ -272,33 +428,82 @@ def _add_evaluate(subcommands: "Subcommands") -> None:
 
 
 def _add_serve_check(subcommands: "Subcommands") -> None:
-    check = _add(subcommands, "serve-check", "compare a server's answers with those of transformers")
-    _take(check, "source", "RUN_OR_FOLDER", "as for chat: what transformers answers with, and vLLM serves")
+    check = _add(
+        subcommands, "serve-check", "compare a server's answers with those of transformers"
+    )
     _take(
-        check, "--server", "S", "llama.cpp or vllm, which is started; ollama or a URL, which is running", required=True
+        check,
+        "source",
+        "RUN_OR_FOLDER",
+        "as for chat: what transformers answers with, and vLLM serves",
+    )
+    _take(
+        check,
+        "--server",
+        "S",
+        "llama.cpp or vllm, which is started; ollama or a URL, which is running",
+        required=True,
     )
     for name, row in EXPORT_FORMATS.items():
         if row.suffix is not None and row.server is not None:
-            _take(check, f"--{name}", "FILE", f"what {row.server} serves (default: the first in the folder)")
-    _take(check, "--served-model", "NAME", "what a running server calls the model (default: its only one)")
-    _take(check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)")
+            _take(
+                check,
+                f"--{name}",
+                "FILE",
+                f"what {row.server} serves (default: the first in the folder)",
+            )
+    _take(
+        check,
+        "--served-model",
+        "NAME",
+        "what a running server calls the model (default: its only one)",
+    )
+    _take(
+        check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)"
+    )
     _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
     _take(check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32)
-    _take(check, "--max-difference", "NATS", "also exit with 1 where a log-probability differs by more", type=float)
-    _take(check, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
+    _take(
+        check,
+        "--max-difference",
+        "NATS",
+        "also exit with 1 where a log-probability differs by more",
+        type=float,
+    )
+    _take(
+        check,
+        "--base-model",
+        "MODEL",
+        "the base model, where it is not named or has moved: a folder or hub name",
+    )
     _flag(check, "--trust-remote-code", "run the model's own code")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    _take(parser, "--chat-template-kwargs", "JSON", "what the template also reads: '{\"enable_thinking\": false}'")
-    _take(parser, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
+    _take(
+        parser,
+        "--chat-template-kwargs",
+        "JSON",
+        "what the template also reads: '{\"enable_thinking\": false}'",
+    )
+    _take(
+        parser,
+        "--base-model",
+        "MODEL",
+        "the base model, where it is not named or has moved: a folder or hub name",
+    )
     _flag(parser, "--trust-remote-code", "run the model's own code")
 
 
 def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentParser:
-    parser = subcommands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    parser = subcommands.add_parser(
+        name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+    )
     if name in TAKES_A_RECIPE:
-        parser.epilog = "key=value (also --key value) overrides any key of the recipe; docs/recipes.md lists them."
+        parser.epilog = (
+            "key=value (also --key value) overrides any key of the recipe; docs/recipes.md lists "
+            "them."
+        )
     return parser
 
 
@@ -308,11 +513,26 @@ def _take(parser: Any, name: str, metavar: str, what: str, **keys: Any) -> None:
 
 def _flag(parser: Any, name: str, what: str, *, clears: str | None = None) -> None:
     """A flag that sets its own name, or `clears` another that is set without it."""
-    keys: dict[str, Any] = {"action": "store_true"} if clears is None else {"action": "store_false", "dest": clears}
+    keys: dict[str, Any] = (
+        {"action": "store_true"} if clears is None else {"action": "store_false", "dest": clears}
+    )
     parser.add_argument(name, help=what, **keys)
 
 
-def _add_run(parser: argparse.ArgumentParser, ranks: str, *, recipe: str | None = "quickstart") -> None:
-    _take(parser, "--recipe", "R", f"a file, or a name in recipes/ (default: {recipe or 'none'})", default=recipe)
-    _take(parser, "--config", "C", "an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)")
+def _add_run(
+    parser: argparse.ArgumentParser, ranks: str, *, recipe: str | None = "quickstart"
+) -> None:
+    _take(
+        parser,
+        "--recipe",
+        "R",
+        f"a file, or a name in recipes/ (default: {recipe or 'none'})",
+        default=recipe,
+    )
+    _take(
+        parser,
+        "--config",
+        "C",
+        "an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)",
+    )
     _take(parser, "--num-processes", "N", ranks, type=int)

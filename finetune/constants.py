@@ -7,31 +7,48 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 
-IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
-# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a
-# CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
+# the label of a position that is not trained on; torch's cross_entropy skips it
+IGNORE_INDEX = -100
+# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A
+# new length costs: a CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's
+# allocator finds no block that fits.
 ROUND_TOKENS = 64
 CONTRASTED_QUERIES = 1024  # whose cosines with all documents of a step are computed at once
 PROMPTS_AT_ONCE = 16  # read together before their completions are sampled
 
-# Of the probability ratios of sampled tokens: the borders of a histogram, and the metrics that hold its shares.
+# Of the probability ratios of sampled tokens: the borders of a histogram, and the metrics that hold
+# its shares.
 RATIO_BORDERS = (0.5, 0.8, 0.9, 0.99, 0.999, 1.001, 1.01, 1.1, 1.25, 2.0)
 RATIO_SHARES = tuple(
-    f"ratio/share/{low}-{high}" for low, high in zip((0, *RATIO_BORDERS), (*RATIO_BORDERS, "inf"), strict=True)
+    f"ratio/share/{low}-{high}"
+    for low, high in zip((0, *RATIO_BORDERS), (*RATIO_BORDERS, "inf"), strict=True)
 )
 
-# The widest head that flash attention takes; tokens of a block of the masks that flex_attention reads.
+# The widest head that flash attention takes; tokens of a block of the masks that flex_attention
+# reads.
 LARGEST_FLASH_HEAD = 256
 BLOCK_TOKENS = 128
 
-# The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device type, ...
+# The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device
+# type, ...
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
-LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
+# ... but not fewer: adding up the weight's gradient would cost more than the products
+LOSS_CHUNK_MIN_TOKENS = 256
 
-# State in files (optim_offload: nvme): a multiple for offsets and lengths that suits direct requests to any disk.
+# State in files (optim_offload: nvme): a multiple for offsets and lengths that suits direct
+# requests to any disk.
 OFFLOAD_ALIGNMENT = 4096
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps what it compiles
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
@@ -45,23 +62,35 @@ PROCESSOR_FILES = (  # of a vision-language model's folder
 )
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # in a Hugging Face folder
-# What makes a saved tokenizer cut or pad every text: settings of its last use, which say nothing of the model.
+# What makes a saved tokenizer cut or pad every text: settings of its last use, which say nothing of
+# the model.
 CUTTING_KEYS = {
     TOKENIZER_FILE: ("truncation", "padding"),
-    TOKENIZER_CONFIG: ("max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of"),
+    TOKENIZER_CONFIG: (
+        "max_length",
+        "truncation",
+        "truncation_strategy",
+        "stride",
+        "padding",
+        "pad_to_multiple_of",
+    ),
 }
 SCORES = "score"  # the head of transformers' classes for sequence classification
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
-EXPERT_RANK_MULTIPLE = 8  # of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
+# of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
+EXPERT_RANK_MULTIPLE = 8
 ADAPTER_NAME = "default"  # of peft, the only one here
-# What an export takes beside its weights (tokenizer, index, card), so that the disk is not filled to the brim.
+# What an export takes beside its weights (tokenizer, index, card), so that the disk is not filled
+# to the brim.
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 FP32 = 4  # bytes
-ITEMSIZE: Mapping[str, int] = {"float32": FP32, "bfloat16": 2, "float16": 2}  # bytes, in memory and in a file
-COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
+# bytes, in memory and in a file
+ITEMSIZE: Mapping[str, int] = {"float32": FP32, "bfloat16": 2, "float16": 2}
+# of a mixed_precision
+COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @cache
@@ -75,14 +104,17 @@ def read_versions() -> Mapping[str, str]:
 
 
 def count_cores() -> int:
-    """The CPU cores that this process may use: of its affinity mask where the system has one, else the machine's."""
+    """The CPU cores that this process may use: of its affinity mask where the system has one, else
+    the machine's.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
     """Tokens in a chunk of the loss, at most.
 
-    >>> loss_chunk_tokens(32_000, "cpu"), loss_chunk_tokens(128_256, "cpu"), loss_chunk_tokens(128_256, "cuda")
+    >>> loss_chunk_tokens(32_000, "cpu"), loss_chunk_tokens(128_256, "cpu"),
+      loss_chunk_tokens(128_256, "cuda")
     (524, 256, 2092)
     """
     budget = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cuda"])
@@ -90,7 +122,8 @@ def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
 
 
 def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
-    """Tokens in a chunk of the divergence from a teacher, at most: half as many, since two models' logits meet in it.
+    """Tokens in a chunk of the divergence from a teacher, at most: half as many, since two models'
+    logits meet in it.
 
     >>> divergence_chunk_tokens(32_000, "cpu"), divergence_chunk_tokens(128_256, "cuda")
     (262, 1046)
@@ -99,7 +132,8 @@ def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
 
 
 def count_steps(interval: float | None, steps: int) -> int | None:
-    """Steps between two events of a run of `steps` steps; an interval below 1 is a share of them, rounded up.
+    """Steps between two events of a run of `steps` steps; an interval below 1 is a share of them,
+    rounded up.
 
     The rounding is that of transformers' `TrainerState.compute_steps`.
 
@@ -112,7 +146,8 @@ def count_steps(interval: float | None, steps: int) -> int | None:
 
 
 def grow_rows(rows: int, tokens: int, multiple: int) -> int:
-    """Rows of an embedding of `rows` that must hold `tokens`: `rows` if they suffice, else a multiple of `multiple`.
+    """Rows of an embedding of `rows` that must hold `tokens`: `rows` if they suffice, else a
+    multiple of `multiple`.
 
     >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
     (128256, 128320)

@@ -1,8 +1,10 @@
-"""What a process says to its user: errors, exit codes, and output that nothing from outside may act on.
+"""What a process says to its user: errors, exit codes, and output that nothing from outside may act
+on.
 
-No text from outside (column, file, tensor names) steers the terminal: output is cleaned in one place, where it leaves
-the process, errors, tracebacks and the warnings of libraries included. What goes to stderr is only shown: where nobody
-reads it any more (a closed pipe, a lost terminal), it is dropped and the work continues.
+No text from outside (column, file, tensor names) steers the terminal: output is cleaned in one
+place, where it leaves the process, errors, tracebacks and the warnings of libraries included. What
+goes to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is
+dropped and the work continues.
 """
 
 import atexit
@@ -21,27 +23,35 @@ from typing import Any, Literal, NoReturn, TextIO
 EXIT_FAULT = 1  # an error that is no UserError: printed with its traceback
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to resume
+# EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to resume
+EXIT_PREEMPTED = 75
 SECONDS_FOR_RANK_0 = 5.0
-SECONDS_FOR_CAUSE = 2.0  # a rank that only lost another waits before it reports, so that the cause is printed first
+# a rank that only lost another waits before it reports, so that the cause is printed first
+SECONDS_FOR_CAUSE = 2.0
 # In the messages of gloo and NCCL where the process at the other end has ended.
 CONNECTION_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-# Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
-# lone surrogates become the sign for what cannot be shown.
+# Escape becomes its picture, as do the other control characters; C1 controls, overrides of the
+# direction of writing and lone surrogates become the sign for what cannot be shown.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
-    (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD
+    (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)),
+    0xFFFD,
 )
-# Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed,
-# names kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
+# Libraries whose warnings at import no user can act on: torchao, which transformers imports
+# wherever it is installed, names kernels for other GPUs that it does not find, and its own enums
+# then run into a deprecation.
 NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 STYLES = {"bold": "\033[1m", "dim": "\033[2m"}
-BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
+# all that tqdm writes to move from one of its bars to another
+BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")
 
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full disk, and one that became read-only
+# a full disk, and one that became read-only
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. Its text is all that is shown: what is wrong, where, and what to do.
+    """A mistake that the user can fix.
+
+    Its text is all that is shown: what is wrong, where, and what to do.
 
     Several mistakes found at once are one error, a line for each.
 
@@ -70,7 +80,9 @@ def first_line(error: Exception) -> str:
     >>> first_line(OSError("\\nno space left\\nnor patience")), first_line(KeyError())
     ('no space left', 'KeyError')
     """
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def on_one_line(error: Exception) -> str:
@@ -79,7 +91,10 @@ def on_one_line(error: Exception) -> str:
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop, and its checkpoint is on disk. Its text says how to resume."""
+    """A signal asked the run to stop, and its checkpoint is on disk.
+
+    Its text says how to resume.
+    """
 
 
 def printable(text: str) -> str:
@@ -92,9 +107,11 @@ def printable(text: str) -> str:
 
 
 class CleanStream:
-    """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line.
+    """A text stream that writes only what is `printable`; progress bars may return to the beginning
+    of a line.
 
-    `is_optional`: an `OSError` of the stream (a closed pipe, a full disk) drops the text and is not raised.
+    `is_optional`: an `OSError` of the stream (a closed pipe, a full disk) drops the text and is not
+    raised.
     """
 
     def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:
@@ -133,7 +150,9 @@ class CleanStream:
 
 
 def _is_of_bar(caller: FrameType) -> bool:
-    """Whether tqdm writes: it alone may move the cursor, whatever the text says that others print."""
+    """Whether tqdm writes: it alone may move the cursor, whatever the text says that others
+    print.
+    """
     return str(caller.f_globals.get("__name__", "")).startswith("tqdm.")
 
 
@@ -165,13 +184,16 @@ def discard(stream: TextIO) -> None:
 
 @clean_output()
 def exit_code(main: Callable[[], object]) -> int:
-    """Runs `main` and returns the exit code; a mistake that the user can fix is one message on stderr.
+    """Runs `main` and returns the exit code; a mistake that the user can fix is one message on
+    stderr.
 
-    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints its own once rank 0
-    has had the time to fail too, since the launcher ends all ranks with the first.
+    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints
+    its own once rank 0 has had the time to fail too, since the launcher ends all ranks with the
+    first.
     """
     rank = os.environ.get("RANK", "0")
-    os.environ["RUST_BACKTRACE"] = "0"  # read at the first panic: sixty lines would stand in front of our sentence
+    # read at the first panic: sixty lines would stand in front of our sentence
+    os.environ["RUST_BACKTRACE"] = "0"
     try:
         main()
     except Preempted as stop:  # every rank has agreed on it and saved
@@ -190,8 +212,9 @@ def exit_code(main: Callable[[], object]) -> int:
     except Exception as fault:
         if isinstance(fault, OSError) and fault.errno in DISK_FAULTS:
             _say(
-                f"{fault.filename or 'a file'}: cannot be written ({fault.strerror}); make room, or let it be written, "
-                "and start the same command again: it continues from what was saved"
+                f"{fault.filename or 'a file'}: cannot be written ({fault.strerror}); make room, "
+                "or let it be written, and start the same command again: it continues from what "
+                "was saved"
             )
             return EXIT_USER_ERROR
         _print_fault(fault, rank)
@@ -200,8 +223,8 @@ def exit_code(main: Callable[[], object]) -> int:
         if type(fault).__name__ != "PanicException":  # which Rust code raises
             raise
         _say(
-            f"a library's own code failed: {fault}; if it is a tokenizer's, a pattern in its tokenizer.json cannot be "
-            "applied to this text"
+            f"a library's own code failed: {fault}; if it is a tokenizer's, a pattern in its "
+            "tokenizer.json cannot be applied to this text"
         )
         return EXIT_USER_ERROR
     return 0
@@ -210,8 +233,9 @@ def exit_code(main: Callable[[], object]) -> int:
 def end_process(code: int) -> NoReturn:
     """Ends this process with `code`, without the interpreter's own shutdown.
 
-    A rank that failed waits for nothing there: its threads and its peers may never answer. One that is done has been
-    aborted there now and then (SIGABRT, no Python frame), while threads of gloo were still freeing their tensors.
+    A rank that failed waits for nothing there: its threads and its peers may never answer. One that
+    is done has been aborted there now and then (SIGABRT, no Python frame), while threads of gloo
+    were still freeing their tensors.
     """
     if code == 0:
         atexit._run_exitfuncs()  # what libraries have left to do, a tracker's upload say
@@ -221,8 +245,14 @@ def end_process(code: int) -> NoReturn:
 
 
 def is_loss_of_peer(fault: BaseException) -> bool:
-    """Whether a collective failed because another rank ended or did not answer: then that rank's error is the cause."""
-    return "gloo" in str(fault) or type(fault).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    """Whether a collective failed because another rank ended or did not answer: then that rank's
+    error is the cause.
+    """
+    return "gloo" in str(fault) or type(fault).__name__ in (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+    )
 
 
 def _say(text: object) -> None:
@@ -236,22 +266,27 @@ def _print_fault(fault: Exception, rank: str) -> None:
     time.sleep(SECONDS_FOR_CAUSE)
     reason = str(fault).splitlines()[0]
     cause = "that rank's own error is the cause"
-    if any(mark in str(fault) for mark in CONNECTION_CLOSED):  # then where this one was says nothing
+    # then where this one was says nothing
+    if any(mark in str(fault) for mark in CONNECTION_CLOSED):
         _say(f"rank {rank}: another rank ended; {cause} ({reason})")
         return
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     _say(
-        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; {cause} ({reason}). This one "
-        f"waited at:\n{stack}"
+        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; {cause} "
+        f"({reason}). This one waited at:\n{stack}"
     )
 
 
 @contextmanager
 def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes and time left on stderr, as a function that advances it; none if that is no terminal."""
+    """A bar of bytes and time left on stderr, as a function that advances it; none if that is no
+    terminal.
+    """
     from tqdm import tqdm
 
-    with tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(
+        desc=label, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False
+    ) as bar:
         yield bar.update
 
 
@@ -269,13 +304,15 @@ def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
 
 
 def set_library_environment(*, deterministic: bool = False) -> None:
-    """Sets what libraries read from the environment of a process that trains, where the user has set nothing.
+    """Sets what libraries read from the environment of a process that trains, where the user has
+    set nothing.
 
     To be called before torch is imported.
     """
     silence_libraries()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
-        # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that fit none.
+        # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that
+        # fit none.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -283,7 +320,10 @@ def set_library_environment(*, deterministic: bool = False) -> None:
 
 
 def silence_libraries() -> None:
-    """Hides the warnings of NOISY libraries; their errors are shown. To be called before they are imported."""
+    """Hides the warnings of NOISY libraries; their errors are shown.
+
+    To be called before they are imported.
+    """
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -1,24 +1,52 @@
-"""Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no torch.
+"""Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no
+torch.
 
-FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H Q T under LoRA. N
-counts no untied input embedding, which multiplies nothing, and of routed experts those that a token chooses; L layers,
-H heads, Q head size (the mean of a key's and a value's), T tokens in a row. Recomputed activations are not counted.
-Source: Chowdhery et al. 2022 (PaLM), appendix B.
+FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H
+Q T under LoRA. N counts no untied input embedding, which multiplies nothing, and of routed experts
+those that a token chooses; L layers, H heads, Q head size (the mean of a key's and a value's), T
+tokens in a row. Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM),
+appendix B.
 """
 
 import re
 from typing import Any
 
-# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer one. From the
-# vendors' data sheets, whose figures "with sparsity" are halved. AMD's MI250X counts as two devices, of which this is
-# one.
+# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer
+# one. From the vendors' data sheets, whose figures "with sparsity" are halved. AMD's MI250X counts
+# as two devices, of which this is one.
 PEAK_FLOPS = {
-    "GB300": 2500e12, "GB200": 2500e12, "B300": 2250e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12,
-    "H200 NVL": 835e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H800": 989e12, "H800 PCIe": 756e12,
-    "H20": 148e12, "A100": 312e12, "A800": 312e12, "A40": 150e12, "A30": 165e12, "A10": 125e12, "L40S": 362e12,
-    "L40": 181e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12, "MI355X": 2500e12, "MI350X": 2300e12, "MI325X": 1307e12, "MI300X": 1307e12, "MI250X": 191e12,
-}  # fmt: skip
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 155e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI355X": 2500e12,
+    "MI350X": 2300e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI250X": 191e12,
+}
 FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
@@ -30,8 +58,8 @@ def flop_per_token(
 
     Args:
         parameters: N, of which `frozen` get no gradient.
-        length: T. The field takes the row's; of packed documents it is the sum of their squared lengths over the sum
-            of their lengths.
+        length: T. The field takes the row's; of packed documents it is the sum of their squared
+            lengths over the sum of their lengths.
 
     >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0) == 6e9
     True
@@ -39,8 +67,11 @@ def flop_per_token(
     return float(6 * parameters - 2 * frozen + 12 * layers * heads * head_size * length)
 
 
-def fp8_share_of(flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True) -> float:
-    """The share of a token's FLOP that is in FP8: of `trained` and `frozen` weights, forward and backward.
+def fp8_share_of(
+    flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True
+) -> float:
+    """The share of a token's FLOP that is in FP8: of `trained` and `frozen` weights, forward and
+    backward.
 
     >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
     (0.5, 0.3333333333333333)
@@ -49,7 +80,8 @@ def fp8_share_of(flop_per_token: float, *, trained: int = 0, frozen: int = 0, we
 
 
 def mix_peaks(peak: float, fp8_share: float) -> float:
-    """FLOP per second at the peaks of bf16 (`peak`) and FP8 together, of FLOP of which `fp8_share` are in FP8.
+    """FLOP per second at the peaks of bf16 (`peak`) and FP8 together, of FLOP of which `fp8_share`
+    are in FP8.
 
     >>> mix_peaks(989e12, 0.0) / 1e12, mix_peaks(989e12, 1.0) / 1e12
     (989.0, 1978.0)
@@ -70,7 +102,9 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
 
 
 def count_attention_layers(config: Any) -> int:
-    """Those that compare tokens with each other: neither states nor convolutions do, whose products are small."""
+    """Those that compare tokens with each other: neither states nor convolutions do, whose products
+    are small.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return int(config.num_hidden_layers)
@@ -78,12 +112,20 @@ def count_attention_layers(config: Any) -> int:
 
 
 def read_head_size(config: Any) -> float:
-    """Q by a transformers config. Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
-    latent: list[Any] = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    """Q by a transformers config.
+
+    Under MLA (DeepSeek), `head_dim` is only the rotated part of a key.
+    """
+    latent: list[Any] = [
+        getattr(config, name, None)
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ]
     if all(isinstance(size, int) and size for size in latent):
         return float(sum(latent)) / 2
     heads = getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (float(config.hidden_size // heads) if heads else 0.0)
+    return getattr(config, "head_dim", None) or (
+        float(config.hidden_size // heads) if heads else 0.0
+    )
 
 
 def forward_flop_per_token_of(config: Any, *, parameters: int, length: float) -> float:
@@ -94,11 +136,16 @@ def forward_flop_per_token_of(config: Any, *, parameters: int, length: float) ->
 def peak_flops_of(device_name: str) -> float | None:
     """The dense bf16 peak of a GPU in FLOP per second, by its name; None where it is not known.
 
-    Not known either: a part of a GPU (MIG), and laptops' versions, which run at other clocks under the same name.
+    Not known either: a part of a GPU (MIG), and laptops' versions, which run at other clocks under
+    the same name.
 
     >>> peak_flops_of("NVIDIA H200"), peak_flops_of("NVIDIA H100 PCIe"), peak_flops_of("a laptop")
     (989000000000000.0, 756000000000000.0, None)
     """
     words = set(re.split(r"[\s-]+", device_name))
     fitting = [model for model in PEAK_FLOPS if words.issuperset(model.split())]
-    return PEAK_FLOPS[max(fitting, key=len)] if fitting and not words & {"MIG", "Laptop", "D"} else None
+    return (
+        PEAK_FLOPS[max(fitting, key=len)]
+        if fitting and not words & {"MIG", "Laptop", "D"}
+        else None
+    )

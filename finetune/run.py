@@ -1,6 +1,8 @@
-"""A run, from `finetune launch` to its export: the launcher, and the script that it starts on every rank.
+"""A run, from `finetune launch` to its export: the launcher, and the script that it starts on every
+rank.
 
-`accelerate launch finetune/run.py --config C --recipe R key=value` is the same run under a launcher of your own.
+`accelerate launch finetune/run.py --config C --recipe R key=value` is the same run under a launcher
+of your own.
 """
 
 import argparse
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 RUN = Path(__file__).resolve()
-# A script's own folder comes first on sys.path, where our `data` would hijack another's: the project's root must.
+# A script's own folder comes first on sys.path, where our `data` would hijack another's: the
+# project's root must.
 if __name__ == "__main__":
     sys.path[0] = str(RUN.parents[1])
 
@@ -42,8 +45,10 @@ from finetune.errors import (
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted
 
-REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, then stop or continue
+# of which the rank has written why
+REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)
+# the run's own handlers save, then stop or continue
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 add_hints(hints)
 
 
@@ -52,8 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="finetune/run.py", description="Trains a recipe on this rank.", allow_abbrev=False
     )
-    parser.add_argument("--recipe", default="quickstart", help="a file, or a name in recipes/ (default: quickstart)")
-    parser.add_argument("--config", help="an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)")
+    parser.add_argument(
+        "--recipe", default="quickstart", help="a file, or a name in recipes/ (default: quickstart)"
+    )
+    parser.add_argument(
+        "--config",
+        help="an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
     options, rest = parser.parse_known_args()
     recipe = read_recipe(options.recipe, read_overrides(rest, vars(options)))
@@ -61,9 +71,12 @@ def main() -> None:
     fine_tune(recipe, sharding, options.dry_run)
 
 
-def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbacks: Sequence[Any] = ()) -> None:
+def fine_tune(
+    recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbacks: Sequence[Any] = ()
+) -> None:
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
-    recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is imported
+    # before torch is imported
+    recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
     set_library_environment(deterministic=recipe.run.deterministic)
     started = time.perf_counter()
     from finetune.session import Session
@@ -103,14 +116,20 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbac
 
 
 def _check(recipe: Recipe, sharding: Sharding, ranks: int) -> tuple[Recipe, Sharding]:
-    """Both, each with the keys that it takes from elsewhere. Raises `UserError` for what the rules refuse."""
+    """Both, each with the keys that it takes from elsewhere.
+
+    Raises `UserError` for what the rules refuse.
+    """
     recipe, sharding = complete_lora(recipe), with_recipe_keys(sharding, recipe)
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))
     return recipe, sharding
 
 
 def launch_command(options: argparse.Namespace) -> int:
-    """Starts run.py on the ranks and returns its exit code. Raises `UserError` before torch loads."""
+    """Starts run.py on the ranks and returns its exit code.
+
+    Raises `UserError` before torch loads.
+    """
     recipe = read_recipe(options.recipe, options.overrides)
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
@@ -129,19 +148,24 @@ def launch_command(options: argparse.Namespace) -> int:
 
 
 def _say_ranks(file: Path, ranks: int) -> None:
-    """Says on stderr that num_processes of the Accelerate file is not read, where it is another number."""
+    """Says on stderr that num_processes of the Accelerate file is not read, where it is another
+    number.
+    """
     asked = find_yaml(file).get("num_processes")
     if isinstance(asked, int) and asked != ranks:
         print(
             f"{file}: num_processes: {asked} is not read; {counted(ranks, 'rank')} "
-            f"{'starts' if ranks == 1 else 'start'}, one for each GPU; --num-processes {asked} starts as many",
+            f"{'starts' if ranks == 1 else 'start'}, one for each GPU; --num-processes {asked} "
+            "starts as many",
             file=sys.stderr,
         )
 
 
 def _default_ranks() -> int:
     """One for each GPU; one on a machine without GPUs, which needs no import of torch to see."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path(f"/dev/{name}").exists() for name in ("kfd", "dxg")):
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(
+        Path(f"/dev/{name}").exists() for name in ("kfd", "dxg")
+    ):
         return 1
     import torch
 
@@ -149,11 +173,16 @@ def _default_ranks() -> int:
 
 
 def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) -> int:
-    """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process launcher.
+    """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process
+    launcher.
 
     For one rank too: the simple launcher would leave its child behind on a signal.
     """
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser, multi_gpu_launcher
+    from accelerate.commands.launch import (
+        _validate_launch_command,
+        launch_command_parser,
+        multi_gpu_launcher,
+    )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # The ranks report their own errors; the launchers would report the same ones again.
@@ -161,32 +190,53 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
-    given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
+    given = [
+        "--num_processes",
+        str(ranks),
+        "--num_cpu_threads_per_process",
+        threads,
+        "--main_process_port",
+        "0",
+    ]
     given += ["--mixed_precision", precision]
-    given += ["--config_file", str(config)] if config and config.suffix != ".json" else []  # DeepSpeed's own is not its
+    # DeepSpeed's own is not its
+    given += ["--config_file", str(config)] if config and config.suffix != ".json" else []
     try:
-        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *script]))
-        arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun ends the ranks on these; ours are in FORWARDED
+        arguments, _, _ = _validate_launch_command(
+            launch_command_parser().parse_args([*given, *script])
+        )
+        # torchrun ends the ranks on these; ours are in FORWARDED
+        arguments.signals_to_handle = "SIGHUP,SIGQUIT"
         with _forward_to_children():
             multi_gpu_launcher(arguments)
     except ChildFailedError as error:
-        rank, code = _find_cause({rank: failure.exitcode for rank, failure in error.failures.items()})
+        rank, code = _find_cause(
+            {rank: failure.exitcode for rank, failure in error.failures.items()}
+        )
         if code not in REPORTED:
             resumes = "the same command resumes from the last checkpoint, if one was saved"
-            print(f"rank {rank} was the first to end, {_describe_end(code)}; {resumes}", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} was the first to end, {_describe_end(code)}; {resumes}",
+                file=sys.stderr,
+                flush=True,
+            )
         return code if code > 0 else 128 - code
     return 0
 
 
 def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
-    """(rank, exit code) of the rank that ended the run: one that was preempted or found a user's error, else the first.
+    """(rank, exit code) of the rank that ended the run: one that was preempted or found a user's
+    error, else the first.
 
-    `codes`: of the ranks that failed, in the order in which they ended. The launcher ends the others by SIGTERM.
+    `codes`: of the ranks that failed, in the order in which they ended. The launcher ends the
+    others by SIGTERM.
 
     >>> _find_cause({0: 1, 1: 2}), _find_cause({1: -9, 0: -15}), _find_cause({0: 1, 1: -9})
     ((1, 2), (1, -9), (0, 1))
     """
-    by_own_code = [rank for code in (EXIT_PREEMPTED, EXIT_USER_ERROR) for rank in codes if codes[rank] == code]
+    by_own_code = [
+        rank for code in (EXIT_PREEMPTED, EXIT_USER_ERROR) for rank in codes if codes[rank] == code
+    ]
     rank = next(iter([*by_own_code, *codes]))
     return rank, codes[rank]
 
@@ -205,7 +255,9 @@ def _describe_end(code: int) -> str:
 
 @contextmanager
 def _forward_to_children() -> Iterator[None]:
-    """Forwards FORWARDED signals to the ranks and keeps waiting, so that they can save and report how they ended."""
+    """Forwards FORWARDED signals to the ranks and keeps waiting, so that they can save and report
+    how they ended.
+    """
     import psutil
 
     def forward(number: int, _frame: object) -> None:

@@ -1,6 +1,8 @@
-"""A model in training, step by step: what `finetune launch` does, for scripts and notebooks. docs/api.md shows its use.
+"""A model in training, step by step: what `finetune launch` does, for scripts and notebooks.
+docs/api.md shows its use.
 
-The command is built on it: `run.py` opens a session, and trains by the same functions on the same model.
+The command is built on it: `run.py` opens a session, and trains by the same functions on the same
+model.
 """
 
 import os
@@ -53,7 +55,13 @@ from finetune.training.objectives.user_loss import FunctionObjective, LossFuncti
 from finetune.training.opening import open_run
 from finetune.training.reference import evaluating
 from finetune.training.screens import explain_out_of_memory
-from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
+from finetune.training.step import (
+    clip_and_update,
+    forward_backward,
+    handle_nonfinite,
+    make_guard,
+    set_learning_rate,
+)
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener, uninterrupted
 
@@ -71,7 +79,8 @@ class Update(NamedTuple):
     step: int  # steps done, this one included
     learning_rate: float
     grad_norm: float  # the 2-norm of all ranks' gradients before clipping
-    is_skipped: bool  # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
+    # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
+    is_skipped: bool
 
 
 class SampledAnswer(NamedTuple):
@@ -79,7 +88,8 @@ class SampledAnswer(NamedTuple):
 
     text: str
     token_ids: tuple[int, ...]  # with the token that ends it
-    log_probabilities: tuple[float, ...]  # of each token, at the temperature that it was drawn with; at 1 where greedy
+    # of each token, at the temperature that it was drawn with; at 1 where greedy
+    log_probabilities: tuple[float, ...]
 
 
 class Loaded(NamedTuple):
@@ -104,9 +114,14 @@ class Session:
     """
 
     def __init__(
-        self, recipe: Recipe | str | Path, config: Sharding | str | None = None, *, saves: bool = True
+        self,
+        recipe: Recipe | str | Path,
+        config: Sharding | str | None = None,
+        *,
+        saves: bool = True,
     ) -> None:
-        """Joins the ranks that a launcher has started (a process without one is alone), and locks the run's folder.
+        """Joins the ranks that a launcher has started (a process without one is alone), and locks
+        the run's folder.
 
         Args:
             recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
@@ -114,8 +129,8 @@ class Session:
             saves: False where nothing will be saved: no folder is made.
 
         Raises:
-            UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal findings in the data,
-                or a folder that cannot be written or is in use.
+            UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal
+                findings in the data, or a folder that cannot be written or is in use.
         """
         asked = expect_recipe(recipe)
         sharding = _read_sharding(asked, config)
@@ -149,9 +164,13 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        if kind is None or self.world.size == 1:  # else another rank may not have failed, and leaving would wait for it
+        # else another rank may not have failed, and leaving would wait for it
+        if kind is None or self.world.size == 1:
             self.close()
 
     def close(self) -> None:
@@ -161,11 +180,16 @@ class Session:
 
     def _refuse_closed(self, what: str) -> None:
         if self._is_closed:
-            raise UserError(f"{what}: the session is closed; open another, whose load() continues from what was saved")
+            raise UserError(
+                f"{what}: the session is closed; open another, whose load() continues from what "
+                "was saved"
+            )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The block in which the model computes: under `deterministic`, and with a sentence where memory runs out."""
+        """The block in which the model computes: under `deterministic`, and with a sentence where
+        memory runs out.
+        """
         self._refuse_closed("the model")
         with (
             explain_out_of_memory(self.recipe, self.world),
@@ -183,7 +207,9 @@ class Session:
     def data(self) -> PreparedData:
         """The recipe's data, for this rank. Raises `UserError` if the recipe names no data."""
         if self._opened.data is None:
-            raise UserError("the recipe names no data; set datasets, or give rows to forward_backward")
+            raise UserError(
+                "the recipe names no data; set datasets, or give rows to forward_backward"
+            )
         return self._opened.data
 
     @cached_property
@@ -215,13 +241,17 @@ class Session:
             objectives = None
             if data is not None:
                 folder = self._opened.folder
-                objectives = make_objectives(model, recipe, data, self.inputs, self.signals, self.world, folder)
+                objectives = make_objectives(
+                    model, recipe, data, self.inputs, self.signals, self.world, folder
+                )
         return Loaded(model, size, optimizer, objectives)
 
     def check_model(self) -> None:
-        """What loading the model and its teacher would find wrong with files and keys, by the headers of the weights.
+        """What loading the model and its teacher would find wrong with files and keys, by the
+        headers of the weights.
 
-        Nothing is downloaded for it: what is not on this machine is not looked at. Raises `UserError`.
+        Nothing is downloaded for it: what is not on this machine is not looked at. Raises
+        `UserError`.
         """
         recipe = self.recipe
         if is_here(recipe.model):
@@ -253,7 +283,14 @@ class Session:
         if loaded.objectives is not None:
             options["describe_files"] = loaded.objectives.training.describe_files
         return Saver(
-            self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs, **options
+            self.folder,
+            loaded.model,
+            loaded.optimizer,
+            self.world,
+            self.recipe,
+            self.tokenizer,
+            self.inputs,
+            **options,
         )
 
     @cached_property
@@ -261,43 +298,56 @@ class Session:
         return make_guard(self._loaded.optimizer, self.recipe.optimization, self.world)
 
     def batches(self) -> Iterator[StepBatch]:
-        """The batches of the recipe's data that are still to be trained on, in the command's order."""
+        """The batches of the recipe's data that are still to be trained on, in the command's
+        order.
+        """
         training = self._loaded.objectives.training if self._loaded.objectives else None
         if isinstance(training, PolicyObjective):
             return training.rollouts.batches(self.progress.step)
         return self.data.train.batches(self.progress.step)
 
     def batch(self, rows: Sequence[Mapping[str, Any]]) -> StepBatch:
-        """This rank's share of one step over `rows`, which are read as those of a data file. All ranks give the same.
+        """This rank's share of one step over `rows`, which are read as those of a data file.
+
+        All ranks give the same.
 
         Raises:
             UserError: For a row that cannot be used.
         """
         if self.recipe.method_facts.samples:
-            raise UserError(f"batch: method: {self.recipe.method.method} samples what it learns from; use batches()")
-        return batch_rows(rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step)
+            raise UserError(
+                f"batch: method: {self.recipe.method.method} samples what it learns from; use "
+                "batches()"
+            )
+        return batch_rows(
+            rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step
+        )
 
     def forward_backward(
         self,
         batch: StepBatch | Sequence[Mapping[str, Any]],
         loss: LossFunction | Literal["cross_entropy"] | None = None,
     ) -> Loss:
-        """Adds the gradients of a batch. Several calls before one `optim_step` add up; one that fails drops them all.
+        """Adds the gradients of a batch.
+
+        Several calls before one `optim_step` add up; one that fails drops them all.
 
         Args:
             batch: Of `batches` or `batch`; or rows.
-            loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's method. The
-                log-probabilities, fp32[positions], are the labels' at `micro_batch.trained_positions`, 0 where there is
-                none; `micro_batch.trained_documents` says which document each belongs to. The function returns a sum
-                (0-dim), which is divided by the trained tokens of the batch over all ranks, or by its pairs where the
-                method compares.
+            loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
+                method. The log-probabilities, fp32[positions], are the labels' at
+                `micro_batch.trained_positions`, 0 where there is none;
+                `micro_batch.trained_documents` says which document each belongs to. The function
+                returns a sum (0-dim), which is divided by the trained tokens of the batch over all
+                ranks, or by its pairs where the method compares.
 
         Returns:
             The averages over all ranks. Reading them waits for the device.
         """
         if self.recipe.optimization.optim_in_backward:
             raise UserError(
-                "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or use train"
+                "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or "
+                "use train"
             )
         step_batch = batch if isinstance(batch, StepBatch) else self.batch(batch)
         objective = self._objective(loss, has_own_rows=step_batch.has_own_rows)
@@ -310,7 +360,9 @@ class Session:
 
     @contextmanager
     def _or_no_gradients(self) -> Iterator[None]:
-        """Drops all gradients where the block raises: those of some micro-batches would spoil the next update."""
+        """Drops all gradients where the block raises: those of some micro-batches would spoil the
+        next update.
+        """
         try:
             yield
         except BaseException:
@@ -320,7 +372,8 @@ class Session:
             raise
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
-        """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this rank.
+        """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this
+        rank.
 
         Runs without dropout or gradients.
         """
@@ -341,7 +394,9 @@ class Session:
         if not self._backward:
             raise UserError("optim_step: no gradients; call forward_backward first")
         if learning_rate is not None and not isinstance(learning_rate, int | float):
-            raise UserError(f"optim_step: learning_rate: a number is expected, not {learning_rate!r}")
+            raise UserError(
+                f"optim_step: learning_rate: a number is expected, not {learning_rate!r}"
+            )
         keys = self.recipe.optimization
         world = self.world
         batch, measured = _together(self._backward, self.progress.step)
@@ -369,7 +424,10 @@ class Session:
         """The learning rate of the next step, by the recipe's schedule."""
         keys = self.recipe.optimization
         if self._opened.data is None and keys.max_steps is None:
-            raise UserError("optim_step: the recipe has no data and no max_steps to schedule by; give learning_rate")
+            raise UserError(
+                "optim_step: the recipe has no data and no max_steps to schedule by; give "
+                "learning_rate"
+            )
         steps = keys.max_steps or self.data.train.steps
         return compute_learning_rate(self.progress.step, keys.schedule(steps))
 
@@ -396,35 +454,58 @@ class Session:
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-            raise UserError(f"sample: temperature: a number of at least 0 is expected, not {temperature!r}")
+            raise UserError(
+                f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
+            )
         if not isinstance(num_samples, int) or num_samples < 1:
-            raise UserError(f"sample: num_samples: a whole number of at least 1 is expected, not {num_samples!r}")
+            raise UserError(
+                "sample: num_samples: a whole number of at least 1 is expected, not "
+                f"{num_samples!r}"
+            )
         if isinstance(stop, str):
             raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
-        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts for _ in range(num_samples)]
+        asked = [
+            Prompt(prompt_ids(prompt, self.tokenizer), "")
+            for prompt in prompts
+            for _ in range(num_samples)
+        ]
         how = Generation(
-            max_new_tokens=max_new_tokens, temperature=float(temperature), stop=tuple(stop), with_log_probabilities=True
+            max_new_tokens=max_new_tokens,
+            temperature=float(temperature),
+            stop=tuple(stop),
+            with_log_probabilities=True,
         )
         device = self.world.device
         with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             place = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
             torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, place))
-            samples = answer(self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how)
-        return [SampledAnswer(each.answer, tuple(each.token_ids), tuple(each.log_probabilities)) for each in samples]
+            samples = answer(
+                self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how
+            )
+        return [
+            SampledAnswer(each.answer, tuple(each.token_ids), tuple(each.log_probabilities))
+            for each in samples
+        ]
 
     def save(self) -> Path:
-        """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""
+        """Publishes a checkpoint of the steps done, from which the command and `load` resume;
+        returns its folder.
+        """
         self._refuse_closed("save")
         if self._backward:
             raise UserError("save: gradients are not part of a checkpoint; call optim_step first")
         if not self._is_resumed:
-            RankGroup(self.world).on_main(lambda: refuse_later_steps(self.folder, self.progress.step))
+            RankGroup(self.world).on_main(
+                lambda: refuse_later_steps(self.folder, self.progress.step)
+            )
         self._saver.save(self.progress)
         self._saver.finish()
         return step_folder(self.folder, self.progress.step)
 
     def load(self) -> Progress:
-        """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""
+        """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns
+        the progress.
+        """
         self._refuse_closed("load")
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
         loaded = self._loaded
@@ -437,15 +518,19 @@ class Session:
         return self.progress
 
     def export(self) -> Path:
-        """Closes the session, and writes the newest checkpoint as a Hugging Face folder: `export/`, and `adapter/`.
+        """Closes the session, and writes the newest checkpoint as a Hugging Face folder: `export/`,
+        and `adapter/`.
 
-        Rank 0 writes; the other ranks return at once. Raises `UserError` where the export does not verify.
+        Rank 0 writes; the other ranks return at once. Raises `UserError` where the export does not
+        verify.
         """
         self.close()
         return export_run(self.folder) if self.world.is_main else self.folder / EXPORT
 
     def start(self, hooks: Hooks) -> TrainingRun:
-        """The run that the command trains, from the progress so far: its log, and its first screen."""
+        """The run that the command trains, from the progress so far: its log, and its first
+        screen.
+        """
         model, size, optimizer, objectives = self._loaded
         assert objectives is not None, "without data nothing is prepared to train on"
         return start_run(
@@ -470,26 +555,31 @@ class Session:
         if loss == "cross_entropy" and facts.rows == "answers":
             return SFT
         if isinstance(loss, str):
-            raise UserError(f"forward_backward: loss: {loss!r}: a function is expected, or cross_entropy for answers")
+            raise UserError(
+                f"forward_backward: loss: {loss!r}: a function is expected, or cross_entropy for "
+                "answers"
+            )
         if loss is not None:
             if facts.documents > 1 and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(
-                    "forward_backward: a loss function over pairs cannot be combined with sp_size or cp_size, which "
-                    "shard the tokens of a document; set it to 1"
+                    "forward_backward: a loss function over pairs cannot be combined with sp_size "
+                    "or cp_size, which shard the tokens of a document; set it to 1"
                 )
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return SFT
         if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(
-                f"forward_backward: {self.recipe.method.method} is prepared with the recipe's data; give datasets, and "
-                "pass a batch of `batches()`, or pass a loss function"
+                f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "
+                "data; give datasets, and pass a batch of `batches()`, or pass a loss function"
             )
         return self._loaded.objectives.training
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
-    """How `config`, or else the recipe's Accelerate file, shards the model, with the recipe's own keys."""
+    """How `config`, or else the recipe's Accelerate file, shards the model, with the recipe's own
+    keys.
+    """
     if isinstance(config, Sharding):
         sharding = config
     else:
@@ -507,7 +597,9 @@ def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[S
     batch = replace(
         batches[-1],
         step=step,
-        micro_batches=tuple(micro_batch for batch in batches for micro_batch in batch.micro_batches),
+        micro_batches=tuple(
+            micro_batch for batch in batches for micro_batch in batch.micro_batches
+        ),
         tokens=sum(batch.tokens for batch in batches),
         trained_tokens=sum(batch.trained_tokens for batch in batches),
     )

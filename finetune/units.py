@@ -1,4 +1,6 @@
-"""Amounts and places as people write and read them: bytes, parameters, things counted, rows of files."""
+"""Amounts and places as people write and read them: bytes, parameters, things counted, rows of
+files.
+"""
 
 import re
 from datetime import timedelta
@@ -10,9 +12,19 @@ GIB = 1 << 30
 MIB = 1 << 20
 LARGEST_SIZE = 1 << 60
 UNITS = {
-    "": 1, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
+    "": 1,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
 
 
 def read_size(text: str) -> int:
@@ -27,9 +39,13 @@ def read_size(text: str) -> int:
     unit = UNITS.get(match[2].lower()) if match else None
     size = float(match[1]) * unit if match and unit else 0.0
     if size > LARGEST_SIZE:
-        raise UserError(f"{text}: more than 1 EiB; write a number and a unit, for example 80GiB or 500MB")
+        raise UserError(
+            f"{text}: more than 1 EiB; write a number and a unit, for example 80GiB or 500MB"
+        )
     if size < 1:
-        raise UserError(f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB")
+        raise UserError(
+            f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB"
+        )
     return int(size)
 
 
@@ -47,7 +63,8 @@ def read_gpu_memory(text: str) -> str:
 def disk_size(size_bytes: int) -> str:
     """Bytes of files, in the decimal units of disks, to three digits.
 
-    >>> disk_size(734), disk_size(1_300_000), disk_size(96_360_000_000), disk_size(1_234_000_000_000_000)
+    >>> disk_size(734), disk_size(1_300_000), disk_size(96_360_000_000),
+      disk_size(1_234_000_000_000_000)
     ('734 bytes', '1.30 MB', '96.4 GB', '1,234 TB')
     """
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
@@ -122,9 +139,12 @@ def counted(number: int, thing: str) -> str:
 
 
 def name_place(path: str, number: int) -> str:
-    """A row's place, for messages: the line where a row begins with one, else the row's number. Both count from 1.
+    """A row's place, for messages: the line where a row begins with one, else the row's number.
 
-    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3), name_place("openai/gsm8k", 3)
+    Both count from 1.
+
+    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3),
+      name_place("openai/gsm8k", 3)
     ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
     """
     return f"{path}:{number}" if has_lines(path) else f"{path}, row {number}"
@@ -132,4 +152,10 @@ def name_place(path: str, number: int) -> str:
 
 def has_lines(path: str) -> bool:
     """Whether a row of the file begins with a line."""
-    return Path(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
+    return Path(path.removesuffix(".gz")).suffix.lower() in (
+        ".jsonl",
+        ".ndjson",
+        ".csv",
+        ".tsv",
+        ".txt",
+    )

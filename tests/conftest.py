@@ -41,7 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if len(items) > MANY:
         start_server()
         # What starts ranks first: a file that takes minutes, begun last, would leave the other process without work.
-        items.sort(key=lambda item: item.path.parent.name not in ("training", "models", "cuda_without_gpu"))
+        items.sort(
+            key=lambda item: item.path.parent.name not in ("training", "models", "cuda_without_gpu")
+        )
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:
@@ -84,7 +86,9 @@ def shared() -> Path:
     for folder in candidates:
         if (folder / "models" / "stories260k").is_dir():
             return folder
-    pytest.skip("the shared inputs (stories260k, GSM8K) are not at hand; FINETUNE_SHARED names their folder")
+    pytest.skip(
+        "the shared inputs (stories260k, GSM8K) are not at hand; FINETUNE_SHARED names their folder"
+    )
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -125,7 +129,12 @@ def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> QuickstartRun:
     """It with four steps instead of all, once for every test that looks at what it leaves."""
 
     def make(folder: Path) -> None:
-        few = ("max_steps=4", "logging_steps=2", "exact_match_samples=2", f"output_dir={folder}/runs/quickstart")
+        few = (
+            "max_steps=4",
+            "logging_steps=2",
+            "exact_match_samples=2",
+            f"output_dir={folder}/runs/quickstart",
+        )
         finished = run_command((*QUICKSTART, *few), timeout=300)
         assert finished.returncode == 0, finished.stderr
         (folder / "said.txt").write_text(finished.stdout + finished.stderr)
@@ -165,7 +174,9 @@ def tiny_recipe(tmp_path: Path, tiny_llama: Callable[..., Path]) -> Callable[...
             "output_dir": str(tmp_path / "run"),
         } | keys
         path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}, sort_keys=False))
+        path.write_text(
+            yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}, sort_keys=False)
+        )
         return path
 
     return make
@@ -223,10 +234,14 @@ def make_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|begin|>",

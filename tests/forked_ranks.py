@@ -43,7 +43,12 @@ def import_all() -> None:
 
 
 def fork_ranks(
-    main: Callable[[int], None], ranks: int, log: Path, *, local_size: int | None = None, launched: bool = True
+    main: Callable[[int], None],
+    ranks: int,
+    log: Path,
+    *,
+    local_size: int | None = None,
+    launched: bool = True,
 ) -> list[int]:
     """Starts `main(rank)` on `ranks` ranks that find each other by gloo, and returns their processes.
 
@@ -62,7 +67,11 @@ def fork_ranks(
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             if launched:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size), "WORLD_SIZE": str(ranks)}
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank % local_size),
+                    "WORLD_SIZE": str(ranks),
+                }
                 os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1"}
                 os.environ["MASTER_PORT"] = str(port)
                 open_stores()

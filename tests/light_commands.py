@@ -52,5 +52,7 @@ if __name__ == "__main__":
         if process == 0:
             run(command, folder)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        answers.append([code, *((folder / name).read_text() for name in ("stdout", "stderr", "modules"))])
+        answers.append(
+            [code, *((folder / name).read_text() for name in ("stdout", "stderr", "modules"))]
+        )
     (folder / "answers.json").write_text(json.dumps(answers))

@@ -26,4 +26,10 @@ def lowest_versions(dependencies: Sequence[str], replaced: Sequence[str] = ()) -
 
 
 if __name__ == "__main__":
-    print("\n".join(lowest_versions(tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"], sys.argv[1:])))
+    print(
+        "\n".join(
+            lowest_versions(
+                tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"], sys.argv[1:]
+            )
+        )
+    )

@@ -35,7 +35,10 @@ class Finished:
     def check(self) -> "Finished":
         """Itself, if every rank ended with 0; else an AssertionError that shows what the failed ranks wrote."""
         failed = [r for r, code in enumerate(self.returncodes) if code != 0]
-        shown = "\n".join(f"--- rank {r} ended with {self.returncodes[r]}:\n{self.outputs[r][-4000:]}" for r in failed)
+        shown = "\n".join(
+            f"--- rank {r} ended with {self.returncodes[r]}:\n{self.outputs[r][-4000:]}"
+            for r in failed
+        )
         assert not failed, shown
         return self
 
@@ -67,9 +70,12 @@ class Ranks:
         too_long = time.monotonic() > deadline
         self.kill()
         finished = Finished(
-            tuple(p.wait() for p in self.processes), tuple(self.output(r) for r in range(len(self.logs)))
+            tuple(p.wait() for p in self.processes),
+            tuple(self.output(r) for r in range(len(self.logs))),
         )
-        tails = "\n".join(f"--- rank {r}:\n{text[-4000:]}" for r, text in enumerate(finished.outputs))
+        tails = "\n".join(
+            f"--- rank {r}:\n{text[-4000:]}" for r, text in enumerate(finished.outputs)
+        )
         assert not too_long, f"the ranks took more than {timeout:.0f} s\n{tails}"
         return finished
 
@@ -89,7 +95,11 @@ def default_interrupt() -> None:
 
 
 def start_ranks(
-    script: Path | str, arguments: Sequence[str] = (), *, ranks: int = 2, env: Mapping[str, str] | None = None
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
 ) -> Ranks:
     """Starts `python script arguments` on `ranks` ranks (gloo finds them by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
@@ -135,7 +145,11 @@ def launch_ranks(
 
 
 def run_command(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120.0, cwd: Path | None = None
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs one command of a user's, such as `accelerate launch ...`; "python" is the tests' own. Its whole group dies with it."""
     program = Path(sys.executable).parent / command[0]
@@ -171,16 +185,34 @@ def run_python(
     finally:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    said = [output[name].read_text() if output[name].exists() else "" for name in ("stdout", "stderr")]
+    said = [
+        output[name].read_text() if output[name].exists() else "" for name in ("stdout", "stderr")
+    ]
     return subprocess.CompletedProcess(["python", *arguments], code, *said)
 
 
 def environment() -> dict[str, str]:
     """This process's environment for a child: the checkout importable, one thread, no launcher's settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FSDP_", "ACCELERATE_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("FSDP_", "ACCELERATE_", "TORCHELASTIC_"))
+    }
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         kept.pop(name, None)
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def free_port() -> int:
@@ -207,7 +239,9 @@ def open_stores(count: int = 1) -> None:
     if os.environ["RANK"] == "0":
         first = int(os.environ["MASTER_PORT"])
         _opened.extend(
-            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+            dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
             for port in range(first, first + count)
         )
 

@@ -23,7 +23,12 @@ from tests.ranks import ROOT, open_stores
 Steps = list[tuple[float, float]]  # (loss, gradient norm)
 QUICK = {"max_steps": 5, "logging_steps": 1, "eval_datasets": [], "exact_match_samples": 0}
 ROWS = [
-    {"messages": [{"role": "user", "content": f"What is {word} in digits?"}, {"role": "assistant", "content": str(n)}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {word} in digits?"},
+            {"role": "assistant", "content": str(n)},
+        ]
+    }
     for n, word in enumerate(("zero", "one", "two", "three", "four"))
 ]
 
@@ -38,7 +43,9 @@ def main() -> None:
     sys.argv = ["run.py", "--config", layout, f"output_dir={folder}/command", *keys]
     run.main()
     next(starts)
-    trained = finetune.train(finetune.load_recipe("quickstart", output_dir=f"{folder}/train", **QUICK), layout)
+    trained = finetune.train(
+        finetune.load_recipe("quickstart", output_dir=f"{folder}/train", **QUICK), layout
+    )
     for name, stop_after in (("begun", 2), ("continued", None)):
         next(starts)
         found[name] = train_by_hand(folder / "loop", layout, stop_after)
@@ -47,7 +54,9 @@ def main() -> None:
         next(starts)
         found[name] = compare_pairs(folder / name, layout, model, by_hand)
     next(starts)
-    watched = finetune.load_recipe("quickstart", output_dir=f"{folder}/hooks", **QUICK | HOOKS, **own_files(folder))
+    watched = finetune.load_recipe(
+        "quickstart", output_dir=f"{folder}/hooks", **QUICK | HOOKS, **own_files(folder)
+    )
     finetune.train(watched, layout)
     next(starts)
     found["rows"] = train_on_rows(folder / "rows", layout, model)
@@ -131,18 +140,31 @@ def train_by_hand(folder: Path, layout: str, stop_after: int | None) -> Steps:
 
 def compare_pairs(folder: Path, layout: str, model: str, by_hand: bool) -> Steps:
     """DPO, by the recipe's method or as a user's function with a reference of its own."""
-    own = {"model_name_or_path": model, "output_dir": str(folder), "rpo_alpha": None, "max_steps": 3}
+    own = {
+        "model_name_or_path": model,
+        "output_dir": str(folder),
+        "rpo_alpha": None,
+        "max_steps": 3,
+    }
     recipe = finetune.load_recipe("quickstart_dpo", **QUICK | own)
     with finetune.Session(recipe, layout) as session:
         batches = list(session.batches())
         reference: dict[int, Tensor] = {}
         for batch in batches if by_hand else ():
-            for found, micro_batch in zip(session.log_probabilities(batch), batch.micro_batches, strict=True):
-                reference |= zip(micro_batch.example_ids, sum_documents(found, micro_batch), strict=True)
+            for found, micro_batch in zip(
+                session.log_probabilities(batch), batch.micro_batches, strict=True
+            ):
+                reference |= zip(
+                    micro_batch.example_ids, sum_documents(found, micro_batch), strict=True
+                )
 
         def dpo(found: Tensor, batch: MicroBatch) -> Tensor:
-            ratios = sum_documents(found, batch) - torch.stack([reference[i] for i in batch.example_ids])
-            return -torch.nn.functional.logsigmoid(recipe.method.beta * (ratios[::2] - ratios[1::2])).sum()
+            ratios = sum_documents(found, batch) - torch.stack(
+                [reference[i] for i in batch.example_ids]
+            )
+            return -torch.nn.functional.logsigmoid(
+                recipe.method.beta * (ratios[::2] - ratios[1::2])
+            ).sum()
 
         return list(steps_of(session, batches, dpo if by_hand else None))
 
@@ -155,19 +177,26 @@ def sum_documents(found: Tensor, batch: MicroBatch) -> Tensor:
 
 def train_on_rows(folder: Path, layout: str, model: str) -> dict[str, Any]:
     """Rows in memory, where the recipe names no data: all at once, and in two parts whose losses are summed."""
-    recipe = finetune.load_recipe(model_name_or_path=model, output_dir=str(folder), max_length=64, use_peft=False)
+    recipe = finetune.load_recipe(
+        model_name_or_path=model, output_dir=str(folder), max_length=64, use_peft=False
+    )
     with finetune.Session(recipe, layout) as session:
         whole = list(steps_of(session, [ROWS], None, learning_rate=0.0))
         session.forward_backward(ROWS[:2], lambda found, batch: -found.sum())
         parts = session.forward_backward(ROWS[2:], lambda found, batch: -found.sum())
         halves = (parts.loss, session.optim_step(learning_rate=0.0).grad_norm)
-        sampled = session.sample(["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4)
+        sampled = session.sample(
+            ["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4
+        )
         answers = [each.text for each in sampled]
     return {"whole": whole, "halves": halves, "answers": answers}
 
 
 def steps_of(
-    session: "finetune.Session", batches: Any, loss: Callable[[Tensor, MicroBatch], Tensor] | None, **keys: float
+    session: "finetune.Session",
+    batches: Any,
+    loss: Callable[[Tensor, MicroBatch], Tensor] | None,
+    **keys: float,
 ) -> Iterator[tuple[float, float]]:
     for batch in batches:
         measured = session.forward_backward(batch, loss)

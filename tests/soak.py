@@ -70,37 +70,61 @@ TABLES = ("kinds", "recipes", "layouts")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
-    parser.add_argument("--seed", type=int, help="default: 0, or with --counts the first that it does not have")
-    parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of recipes; default: all")
-    parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--launcher", type=float, default=0.08, help="share of lives that `finetune launch` starts")
-    parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"), help="a folder on a disk, for nvme")
     parser.add_argument(
-        "--counts", type=Path, help="a JSON file with the counts of earlier parts, to which these are added"
+        "--seed", type=int, help="default: 0, or with --counts the first that it does not have"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
+    parser.add_argument(
+        "--kinds", nargs="*", default=KINDS, choices=KINDS, help="of recipes; default: all"
+    )
+    parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument(
+        "--launcher", type=float, default=0.08, help="share of lives that `finetune launch` starts"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=Path("/var/tmp"), help="a folder on a disk, for nvme"
+    )
+    parser.add_argument(
+        "--counts",
+        type=Path,
+        help="a JSON file with the counts of earlier parts, to which these are added",
     )
     parser.add_argument("--page", type=Path, help="a page with a place for the table of --counts")
     options = parser.parse_args()
     if options.page is not None:
         text = options.page.read_text(encoding="utf-8")
         table = make_table(json.loads(options.counts.read_text()))
-        options.page.write_text(BETWEEN_MARKS.sub(lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text), encoding="utf-8")
+        options.page.write_text(
+            BETWEEN_MARKS.sub(lambda _: f"{MARKS[0]}\n{table}{MARKS[1]}", text), encoding="utf-8"
+        )
         return
-    known = json.loads(options.counts.read_text()) if options.counts and options.counts.exists() else {}
+    known = (
+        json.loads(options.counts.read_text()) if options.counts and options.counts.exists() else {}
+    )
     if options.seed is None:
         options.seed = len(known.get("seeds", {}))
     root, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     import_all()
     import_more()
-    del vars(sys.modules["__main__"])["__file__"]  # else each process of the server would run this file's imports
+    del vars(sys.modules["__main__"])[
+        "__file__"
+    ]  # else each process of the server would run this file's imports
     start_server()
-    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # a forked rank uses it, and is not its parent
+    vars(forkserver._forkserver)["ensure_running"] = lambda: (
+        None
+    )  # a forked rank uses it, and is not its parent
     warm = warm_reload()
-    vars(reload_process)["subprocess"] = SimpleNamespace(**vars(warm) | {"Popen": partial(open_export, warm)})
-    done = memoryview(mmap.mmap(-1, 8 * options.workers)).cast("q")  # faults of each worker, seen by all
+    vars(reload_process)["subprocess"] = SimpleNamespace(
+        **vars(warm) | {"Popen": partial(open_export, warm)}
+    )
+    done = memoryview(mmap.mmap(-1, 8 * options.workers)).cast(
+        "q"
+    )  # faults of each worker, seen by all
     workers = [fork_worker(options, root, worker, done) for worker in range(options.workers)]
     ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in workers]
-    for child in psutil.Process().children(recursive=True):  # openers of exports whose run was killed
+    for child in psutil.Process().children(
+        recursive=True
+    ):  # openers of exports whose run was killed
         child.kill()
     results = [json.loads(path.read_text()) for path in sorted(root.glob("worker*.json"))]
     part = summarize(results, options.seed, time.monotonic() - started)
@@ -143,7 +167,9 @@ def open_export(warm: Any, *arguments: Any, **options: Any) -> Any:
 
 def summarize(results: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
     """What all workers have counted."""
-    tables = {name: sum((Counter(result[name]) for result in results), Counter[str]()) for name in TABLES}
+    tables = {
+        name: sum((Counter(result[name]) for result in results), Counter[str]()) for name in TABLES
+    }
     faults = faults_in(tables["kinds"])
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
@@ -173,7 +199,9 @@ def make_table(counts: dict[str, Any]) -> str:
         group = next((name for name, pattern in GROUPS if re.search(pattern, kind)), None)
         if group is not None:
             rows[group] += number
-    each = "0" if counts["lost"] == counts["silent"] == 0 else ""  # which of them were lost is in the soak's own output
+    each = (
+        "0" if counts["lost"] == counts["silent"] == 0 else ""
+    )  # which of them were lost is in the soak's own output
     lives = counts["kinds"].get("lives", 0)
     launched = counts["kinds"].get("lives by the launcher", 0)
     ends = f"{counts['kinds'].get('stories finished', 0):,}"
@@ -185,7 +213,8 @@ def make_table(counts: dict[str, Any]) -> str:
         + "".join(f"| {name} | {number:,} | {each} | {each} |\n" for name, number in rows.items())
         + f"| all | {counts['faults']:,} | {counts['lost']:,} | {counts['silent']:,} |\n\n"
         f"In {lives + launched:,} starts, {launched:,} of them by `finetune launch`, and {ends} runs that came to their ends, from "
-        f"{seeds}. By recipe: {recipes}. By layout: {layouts}.\n" + (f"{counts['note']}.\n" if "note" in counts else "")
+        f"{seeds}. By recipe: {recipes}. By layout: {layouts}.\n"
+        + (f"{counts['note']}.\n" if "note" in counts else "")
     )
 
 
@@ -202,7 +231,10 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
 
     try:
         mine = itertools.islice(
-            setups(root, options.scratch, options.seed, options.kinds), worker, None, options.workers
+            setups(root, options.scratch, options.seed, options.kinds),
+            worker,
+            None,
+            options.workers,
         )
         chance = random.Random(options.seed + worker)
         soak(mine, chance, is_enough, options.launcher, root / f"worker{worker}.json")
@@ -221,7 +253,15 @@ def setups(root: Path, scratch: Path, seed: int, kinds: Sequence[str]) -> Iterat
         limit, optim = chance.choice((1, 2, 3, None)), chance.choice(OPTIMIZERS)
         folder = root / f"setup{number}"
         yield Setup(
-            folder, scratch / f"{root.name}-{number}", layout, kind, optim, streaming, asynchronous, limit, exports
+            folder,
+            scratch / f"{root.name}-{number}",
+            layout,
+            kind,
+            optim,
+            streaming,
+            asynchronous,
+            limit,
+            exports,
         )
 
 

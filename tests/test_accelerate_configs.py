@@ -16,19 +16,33 @@ FILES = sorted(ACCELERATE_CONFIGS.glob("*.yaml"))
 @pytest.fixture(autouse=True)
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment without the variables that a launcher passes on."""
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+    ]:
         monkeypatch.delenv(name)
 
 
 def launched_environment(name: str, *flags: str) -> dict[str, str]:
     """The environment that `accelerate launch --config_file NAME` gives its ranks."""
-    arguments = ["--config_file", str(ACCELERATE_CONFIGS / f"{name}.yaml"), "--main_process_port", "0", *flags]
-    parsed, _, _ = _validate_launch_command(launch_command_parser().parse_args([*arguments, "finetune/run.py"]))
+    arguments = [
+        "--config_file",
+        str(ACCELERATE_CONFIGS / f"{name}.yaml"),
+        "--main_process_port",
+        "0",
+        *flags,
+    ]
+    parsed, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args([*arguments, "finetune/run.py"])
+    )
     return {key: value for key, value in prepare_multi_gpu_env(parsed).items() if value}
 
 
 def test_all_the_promised_files_are_there() -> None:
-    assert {"fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_hybrid_shard", "fsdp_cpu_offload"} <= {f.stem for f in FILES}
+    assert {"fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_hybrid_shard", "fsdp_cpu_offload"} <= {
+        f.stem for f in FILES
+    }
     assert {"fsdp1_full_shard", "ddp", "single"} <= {f.stem for f in FILES}
 
 
@@ -37,7 +51,9 @@ def test_accelerate_loads_the_file(file: Path) -> None:
     config = load_config_from_file(str(file))
     assert config.mixed_precision == "bf16"
     known = vars(launch_command_parser().parse_args(["finetune/run.py"]))
-    unknown = [key for key in {**config.fsdp_config, **config.parallelism_config} if key not in known]
+    unknown = [
+        key for key in {**config.fsdp_config, **config.parallelism_config} if key not in known
+    ]
     assert not unknown, "keys that Accelerate's launcher would drop without a word"
 
 
@@ -52,17 +68,36 @@ def test_the_launcher_passes_on_what_the_files_say() -> None:
     assert full["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
     assert full["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
-    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in launched_environment("fsdp_full_shard_auto", "--num_processes", "2")
-    assert launched_environment("fsdp_shard_grad_op", "--num_processes", "2")["FSDP_RESHARD_AFTER_FORWARD"] == "false"
-    assert launched_environment("fsdp_cpu_offload", "--num_processes", "2")["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in launched_environment(
+        "fsdp_full_shard_auto", "--num_processes", "2"
+    )
+    assert (
+        launched_environment("fsdp_shard_grad_op", "--num_processes", "2")[
+            "FSDP_RESHARD_AFTER_FORWARD"
+        ]
+        == "false"
+    )
+    assert (
+        launched_environment("fsdp_cpu_offload", "--num_processes", "2")["FSDP_OFFLOAD_PARAMS"]
+        == "true"
+    )
 
     hybrid = launched_environment("fsdp_hybrid_shard", "--num_processes", "64")
-    assert (hybrid["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], hybrid["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("2", "32")
+    assert (
+        hybrid["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"],
+        hybrid["PARALLELISM_CONFIG_DP_SHARD_SIZE"],
+    ) == ("2", "32")
 
     divided = launched_environment("fsdp_tensor_parallel", "--num_processes", "8")
-    assert (divided["PARALLELISM_CONFIG_TP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("4", "2")
+    assert (divided["PARALLELISM_CONFIG_TP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == (
+        "4",
+        "2",
+    )
     divided = launched_environment("fsdp_sequence_parallel", "--num_processes", "8")
-    assert (divided["PARALLELISM_CONFIG_CP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("8", "1")
+    assert (divided["PARALLELISM_CONFIG_CP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == (
+        "8",
+        "1",
+    )
     first = launched_environment("fsdp1_full_shard", "--num_processes", "2")
     assert (first["FSDP_VERSION"], first["FSDP_SHARDING_STRATEGY"]) == ("1", "FULL_SHARD")
     assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp", "--num_processes", "2")

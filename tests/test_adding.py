@@ -120,24 +120,44 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
 
     trained = run_command(["python", *run, "logging_steps=1"])
     assert trained.returncode == 0, trained.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["learning_rate"] for line in lines if "learning_rate" in line] == [1e-3 * 0.5**n for n in range(4)]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["learning_rate"] for line in lines if "learning_rate" in line] == [
+        1e-3 * 0.5**n for n in range(4)
+    ]
     assert all("rewards/margins" in line for line in lines if "learning_rate" in line)
     riddles = f'datasets=[{{"path": "{pairs}", "type": "riddle"}}]'
     refused = run_command(["python", *run, "seed=7", riddles])
     assert refused.returncode == 2 and "seed: 7 is unlucky" in refused.stderr
     reads = "from finetune.data.formats import DatasetSource, parse_row as p; print(p({'riddle': 'A', 'solved': 'B'}, DatasetSource(path='')))"
     parsed = run_command(["python", "-c", reads], cwd=copy)
-    assert "Completion(prompt='A', completion='B')" in parsed.stdout and "'riddle'" in parsed.stdout, parsed.stderr
+    assert (
+        "Completion(prompt='A', completion='B')" in parsed.stdout and "'riddle'" in parsed.stdout
+    ), parsed.stderr
     known = "from finetune.data.formats import DatasetSource, parse_row as p; p({'nothing': 1}, DatasetSource(path=''))"
-    assert "known formats: riddle + solved, messages" in run_command(["python", "-c", known], cwd=copy).stderr
+    assert (
+        "known formats: riddle + solved, messages"
+        in run_command(["python", "-c", known], cwd=copy).stderr
+    )
     layout = ["--config", "fsdp_tensor_parallel", "--num-processes", "8"]
-    plan = ["plan", "--recipe", recipe, *layout, "model_name_or_path=null", "tokenizer_name_or_path=T"]
-    planned = run_command(["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy)
+    plan = [
+        "plan",
+        "--recipe",
+        recipe,
+        *layout,
+        "model_name_or_path=null",
+        "tokenizer_name_or_path=T",
+    ]
+    planned = run_command(
+        ["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy
+    )
     assert planned.returncode == 0 and "GiB" in planned.stdout, planned.stderr
 
 
-def test_an_export_format_is_added_by_its_row_and_its_file(tmp_path: Path, tiny_llama: Callable[..., Path]) -> None:
+def test_an_export_format_is_added_by_its_row_and_its_file(
+    tmp_path: Path, tiny_llama: Callable[..., Path]
+) -> None:
     """Its key is an argument of the public function and an option of the command; card, rules and servers know it."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| an export format |"))
@@ -149,11 +169,15 @@ def test_an_export_format_is_added_by_its_row_and_its_file(tmp_path: Path, tiny_
     text = rows.read_text(encoding="utf-8")
     assert text.count(ROW[0]) == 1
     rows.write_text(text.replace(ROW[0], "".join(ROW)), encoding="utf-8")
-    (copy / "finetune" / "export" / "formats" / "names_export.py").write_text(PLANNER, encoding="utf-8")
+    (copy / "finetune" / "export" / "formats" / "names_export.py").write_text(
+        PLANNER, encoding="utf-8"
+    )
     model = str(tiny_llama())
 
     def run(*command: str) -> tuple[int, str]:
-        done = run_command(["python", *command], cwd=copy, env={"PYTHONPATH": str(copy)}, timeout=300)
+        done = run_command(
+            ["python", *command], cwd=copy, env={"PYTHONPATH": str(copy)}, timeout=300
+        )
         return done.returncode, done.stdout + done.stderr
 
     out = tmp_path / "out"
@@ -161,18 +185,33 @@ def test_an_export_format_is_added_by_its_row_and_its_file(tmp_path: Path, tiny_
     code, said = run("-c", asked.format(model, str(out), 1))
     assert code == 0, said
     assert (out / "model.names").read_text() == "model.embed_tokens.weight"
-    assert (out / "model.safetensors").is_file() and "cat FILE.names" in (out / "README.md").read_text()
+    assert (out / "model.safetensors").is_file() and "cat FILE.names" in (
+        out / "README.md"
+    ).read_text()
     assert f"cat {out}/model.names" in said and f"{out}/model.names: 1 names" in said
     code, said = run("-c", asked.format(model, str(tmp_path / "three"), 3))
     assert code != 0 and "--first-names: 3: one or more of 1, 2 are expected" in said
 
-    command = ["-m", "finetune", "export", model, "--output", str(tmp_path / "two"), "--first-names", "2"]
+    command = [
+        "-m",
+        "finetune",
+        "export",
+        model,
+        "--output",
+        str(tmp_path / "two"),
+        "--first-names",
+        "2",
+    ]
     code, said = run(*command)
     assert code == 2 and "--first-names: no names are written; add --format names" in said
     code, said = run(*command, "--format", "names")
     assert code == 0 and len((tmp_path / "two" / "model.names").read_text().splitlines()) == 2, said
-    assert run(*command, "--format", "names", "--overwrite")[0] == 0, "the folder is known as an export by its suffix"
-    code, said = run("-m", "finetune", "export", model, "--output", str(tmp_path / "no"), "--format", "name")
+    assert run(*command, "--format", "names", "--overwrite")[0] == 0, (
+        "the folder is known as an export by its suffix"
+    )
+    code, said = run(
+        "-m", "finetune", "export", model, "--output", str(tmp_path / "no"), "--format", "name"
+    )
     assert code == 2 and "names, safetensors, gguf" in said
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once\n")

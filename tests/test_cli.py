@@ -35,7 +35,9 @@ def answer(*command: str) -> tuple[int, str]:
     """The exit code and the message of a command that has to answer without importing torch or another large package."""
     finished = run_command(command, timeout=60, env={"PYTHONPROFILEIMPORTTIME": "1"})
     timed = re.findall(r"^import time:[^|]*\|[^|]*\|\s+([a-z]\w*)", finished.stderr, re.M)
-    said = "".join(line for line in finished.stderr.splitlines(True) if not line.startswith("import time:"))
+    said = "".join(
+        line for line in finished.stderr.splitlines(True) if not line.startswith("import time:")
+    )
     check_light(set(timed), said)
     return finished.returncode, finished.stdout + said
 
@@ -54,7 +56,11 @@ def answers(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, 
 
 
 def check_light(modules: set[str], said: str) -> None:
-    heavy = {name for name in modules & packages_distributions().keys() if name[0] != "_"} - LIGHT - {"tests"}
+    heavy = (
+        {name for name in modules & packages_distributions().keys() if name[0] != "_"}
+        - LIGHT
+        - {"tests"}
+    )
     assert modules and not heavy, f"{heavy}: {said}"
     assert "Traceback" not in said
 
@@ -73,13 +79,21 @@ def test_help_of_every_command_answers_at_once(tmp_path: Path) -> None:
         assert said.startswith(f"usage: finetune {command[3]} ")
 
 
-def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+def test_a_mistake_is_one_message_and_exit_code_2(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model_name_or_path: some/model\ndatasets: [{path: some/data}]\n")
     config = str(ROOT / "accelerate_configs" / "ddp.yaml")
     mistakes = [
-        (["learning_rat=1"], "command line: learning_rat: no such key; did you mean learning_rate?"),
-        (["--max_steps", "soon"], 'command line: max_steps: "soon" does not fit; a whole number is expected'),
+        (
+            ["learning_rat=1"],
+            "command line: learning_rat: no such key; did you mean learning_rate?",
+        ),
+        (
+            ["--max_steps", "soon"],
+            'command line: max_steps: "soon" does not fit; a whole number is expected',
+        ),
         (
             ["datasets=[{path: ./missing.jsonl}]"],
             "command line: path: ./missing.jsonl: no such file or folder, here or ",
@@ -92,15 +106,25 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: C
             ["--recipe", config],
             f"{config}: this is an Accelerate config; pass it as --config, and a recipe as --recipe",
         ),
-        (["--recipe", "quickstar"], "quickstar: no such recipe; did you mean quickstart? give a path, or one of: "),
+        (
+            ["--recipe", "quickstar"],
+            "quickstar: no such recipe; did you mean quickstart? give a path, or one of: ",
+        ),
         (["--config", "fsdp_ful"], "fsdp_ful: no such Accelerate config; did you mean "),
         (["--recipie", "mine"], "command line: --recipie: no such option; did you mean --recipe?"),
         (["--dryrun"], "command line: --dryrun: no such option; did you mean --dry-run?"),
-        (["quickstart"], "command line: quickstart: an override is written key=value; --recipe names a recipe, "),
+        (
+            ["quickstart"],
+            "command line: quickstart: an override is written key=value; --recipe names a recipe, ",
+        ),
     ]
-    given = [[*each] if "--recipe" in each else ["--recipe", str(recipe), *each] for each, _ in mistakes]
+    given = [
+        [*each] if "--recipe" in each else ["--recipe", str(recipe), *each] for each, _ in mistakes
+    ]
     for command in ((*FINETUNE, "launch"), RUN):
-        said_of_each = answers(tmp_path / "answers", [(*command, *arguments) for arguments in given])
+        said_of_each = answers(
+            tmp_path / "answers", [(*command, *arguments) for arguments in given]
+        )
         assert said_of_each[0] == answer(*command, *given[0]), "a process of its own says the same"
         for (_, message), (code, said) in zip(mistakes, said_of_each, strict=True):
             assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
@@ -121,7 +145,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: C
     assert code == 2
     assert "this layout is for one process, but 2 were launched" in said
     code, said = eight
-    assert code == 2 and "num_processes: 8 is not read; 1 rank starts, one for each GPU; --num-processes 8" in said
+    assert (
+        code == 2
+        and "num_processes: 8 is not read; 1 rank starts, one for each GPU; --num-processes 8"
+        in said
+    )
 
 
 def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> None:
@@ -153,10 +181,14 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
 
 def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
     data = tmp_path / "bad.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
+    data.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n'
+    )
     recipe = tiny_recipe(datasets=[{"path": str(data)}])
     config = tmp_path / "ddp.yaml"
-    config.write_text("distributed_type: MULTI_CPU\nmixed_precision: no\n")  # which YAML reads as false
+    config.write_text(
+        "distributed_type: MULTI_CPU\nmixed_precision: no\n"
+    )  # which YAML reads as false
     given = ["--recipe", str(recipe), "--config", str(config), "--num-processes", "2"]
     finished = run_python(["-m", "finetune", "launch", *given])
     assert finished.returncode == EXIT_USER_ERROR
@@ -169,14 +201,30 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
     recipe = tiny_recipe(max_steps=40)
-    command = [sys.executable, "-m", "finetune", "launch", "--config", "fsdp_full_shard", "--num-processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "launch",
+        "--config",
+        "fsdp_full_shard",
+        "--num-processes",
+        "2",
+    ]
     command += ["--recipe", str(recipe)]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
+    while time.monotonic() < deadline and not (
+        metrics.exists() and '"loss"' in metrics.read_text()
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     try:
@@ -193,11 +241,15 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
 
     finished = run_python(command[1:])
     assert finished.returncode == 0, finished.stderr
-    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    steps = [
+        line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line
+    ]
     assert steps == list(range(1, 41)), "nothing repeated, nothing lost"
 
 
-def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_mistake_in_an_export_is_reported_at_once(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     model, file = tmp_path / "model", tmp_path / "file"
     model.mkdir()
     file.write_text("")
@@ -212,7 +264,12 @@ def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path, tmp_path_fac
         ([str(file)], out, [], f"{file}: a file; give the folder that holds it"),
         ([str(model)], model, [], f"{model}: holds what is exported; choose another --output"),
         ([str(tmp_path / "model")], file, [], f"{file}: exists; choose another --output"),
-        ([str(model)], file, ["--overwrite"], f"{file}: not an exported model, so --overwrite does not replace it"),
+        (
+            [str(model)],
+            file,
+            ["--overwrite"],
+            f"{file}: not an exported model, so --overwrite does not replace it",
+        ),
         (
             [str(model)],
             file / "out",
@@ -220,14 +277,22 @@ def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path, tmp_path_fac
             f"{file / 'out'}: cannot be written: Not a directory; choose another --output",
         ),
         ([str(model)], Path("/proc/out"), [], "/proc/out: cannot be written: "),
-        ([str(model)], out, ["--max-shard-size", "lots"], "--max-shard-size: lots: not a size; write a number"),
+        (
+            [str(model)],
+            out,
+            ["--max-shard-size", "lots"],
+            "--max-shard-size: lots: not a size; write a number",
+        ),
         ([str(model)], out, ["--max-shard-size", "0GB"], "--max-shard-size: 0GB: not a size"),
     ]
     exports = [
-        (*FINETUNE, "export", *source, "--output", str(output), *options) for source, output, options, _ in mistakes
+        (*FINETUNE, "export", *source, "--output", str(output), *options)
+        for source, output, options, _ in mistakes
     ]
     exports.append((*FINETUNE, "export", str(model), "--output", str(out), "--dtype", "float8"))
-    *said_of_each, (code_of_dtype, said_of_dtype) = answers(tmp_path_factory.mktemp("answers"), exports)
+    *said_of_each, (code_of_dtype, said_of_dtype) = answers(
+        tmp_path_factory.mktemp("answers"), exports
+    )
     for (*_, message), (code, said) in zip(mistakes, said_of_each, strict=True):
         assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
         assert said.startswith(message)

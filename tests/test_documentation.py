@@ -27,7 +27,12 @@ from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, run_command, run_python
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 PROGRAMS = (
     "finetune",
     "accelerate",
@@ -77,7 +82,9 @@ def commands(page: Path) -> Iterator[Command]:
             continue
         shown, of_block = following[2] if following and not following[1] else "", ""
         body = re.sub(r"\\\n", " ", block[2])
-        body = re.sub(r"^for .*?^done[^\n]*", lambda loop: loop[0].replace("\n", " "), body, flags=re.M | re.S)
+        body = re.sub(
+            r"^for .*?^done[^\n]*", lambda loop: loop[0].replace("\n", " "), body, flags=re.M | re.S
+        )
         for line in body.splitlines():
             found = MARKS.search(line)
             of_block = found[1] if found and line.startswith("#") else of_block
@@ -92,7 +99,11 @@ ALL = [command for page in PAGES for command in commands(page)]
 def test_no_command_hides_in_another_kind_of_block(page: Path) -> None:
     for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
         if language not in ("bash", "sh"):
-            assert not [line for line in body.splitlines() if re.match(rf"\$? ?({'|'.join(PROGRAMS)}) \S+ ?-", line)]
+            assert not [
+                line
+                for line in body.splitlines()
+                if re.match(rf"\$? ?({'|'.join(PROGRAMS)}) \S+ ?-", line)
+            ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -115,7 +126,9 @@ def test_every_command_is_one_that_is_taken(command: Command) -> None:
                 options = read_arguments(words[1:])
             except SystemExit as end:
                 raise AssertionError(said.getvalue()) from end
-        is_file = getattr(options, "file", None) is not None  # inspect's FILE stands in place of a recipe
+        is_file = (
+            getattr(options, "file", None) is not None
+        )  # inspect's FILE stands in place of a recipe
         if (
             options.command in TAKES_A_RECIPE
             and "&" not in words
@@ -130,7 +143,9 @@ def test_every_command_is_one_that_is_taken(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRun, tmp_path: Path) -> None:
+def test_every_command_is_run_or_says_what_it_needs(
+    quickstart_run: QuickstartRun, tmp_path: Path
+) -> None:
     """In a checkout of its own, where every run that the pages name is a short one of the quickstart."""
     checkout = _checkout(tmp_path / "finetune", quickstart_run.folder)
     done: dict[str, int] = {}
@@ -140,7 +155,11 @@ def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRu
         waits = command.mark.startswith("needs") and words[:2] != ["finetune", "plan"]
         if waits or command.mark.startswith("runs in") or plain in ELSEWHERE or plain in done:
             continue
-        ended = run_python(["-m", *words], cwd=checkout) if words[0] == "finetune" else run_command(words, cwd=checkout)
+        ended = (
+            run_python(["-m", *words], cwd=checkout)
+            if words[0] == "finetune"
+            else run_command(words, cwd=checkout)
+        )
         done[plain] = ended.returncode
         wanted = int(command.mark.split()[-1]) if command.mark.startswith("ends with") else 0
         assert ended.returncode == wanted, f"{command.page}: {plain}\n{ended.stderr}"
@@ -166,7 +185,12 @@ def test_scripts_and_manifests_are_well_formed() -> None:
     for page in PAGES:
         for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
             if language in ("bash", "sh"):
-                subprocess.run(["bash", "-n"], input=body.replace("<this repository>", "it"), text=True, check=True)
+                subprocess.run(
+                    ["bash", "-n"],
+                    input=body.replace("<this repository>", "it"),
+                    text=True,
+                    check=True,
+                )
             if language == "yaml":
                 assert list(yaml.safe_load_all(body))
 
@@ -185,13 +209,19 @@ def _checkout(folder: Path, run: Path) -> Path:
 def hub_cache() -> Iterator[None]:
     """Puts Llama 3.1 8B's config.json, as published, into the Hugging Face cache of the tests."""
     hub = Path(os.environ["HF_HOME"]) / "hub"
-    repositories = [hub / f"models--meta-llama--{name}" for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct")]
+    repositories = [
+        hub / f"models--meta-llama--{name}" for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct")
+    ]
     for repository in repositories:
         (repository / "snapshots" / "0").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0")
         rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
-        config = LLAMA_31_8B | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072, "rope_scaling": rope}
+        config = LLAMA_31_8B | {
+            "torch_dtype": "bfloat16",
+            "max_position_embeddings": 131072,
+            "rope_scaling": rope,
+        }
         (repository / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
     yield
     for repository in repositories:

@@ -21,7 +21,9 @@ from finetune.files.durable import (
 from finetune.training.metrics import MetricsLog
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
     metrics.write_text(lines)
@@ -31,7 +33,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     )  # every write fails, as on a full disk (SIGXFSZ is ignored)
     try:
         with pytest.raises(OSError, match="too large"):
-            MetricsLog(metrics, steps=3, start_step=1)  # a resumed run drops the lines after its checkpoint
+            MetricsLog(
+                metrics, steps=3, start_step=1
+            )  # a resumed run drops the lines after its checkpoint
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert metrics.read_text() == lines
@@ -58,15 +62,23 @@ def test_what_a_killed_process_left_is_removed_by_the_next_replacement(tmp_path:
     killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
     assert killed.returncode == -9 and len(list(tmp_path.iterdir())) == 1
     host = os.uname().nodename
-    others = {f".recipe.yaml.{host}-{os.getppid()}.part", f".recipe.yaml.{host}-mine.part", ".recipe.yaml.bak"}
-    others |= {".recipe.yaml.another-host-99999999.part"}  # of a machine whose processes are not seen here
+    others = {
+        f".recipe.yaml.{host}-{os.getppid()}.part",
+        f".recipe.yaml.{host}-mine.part",
+        ".recipe.yaml.bak",
+    }
+    others |= {
+        ".recipe.yaml.another-host-99999999.part"
+    }  # of a machine whose processes are not seen here
     for name in others:
         (tmp_path / name).write_text("")
     replace_file(target, "whole")
     assert {path.name for path in tmp_path.iterdir()} == others | {"recipe.yaml"}
 
 
-def test_what_is_written_is_returned_with_the_checksum_that_reading_it_gives(tmp_path: Path) -> None:
+def test_what_is_written_is_returned_with_the_checksum_that_reading_it_gives(
+    tmp_path: Path,
+) -> None:
     written = write_file(tmp_path / "file", [b"ab", memoryview(b"cd")])
     assert written["size"] == 4 and checksum(tmp_path / "file") == written
     with pytest.raises(FileExistsError):
@@ -77,10 +89,16 @@ class Folders:
     """The three names of one published folder."""
 
     def __init__(self, root: Path) -> None:
-        self.target, self.staging, self.replaced = root / "name", root / ".name.staging", root / ".name.replaced"
+        self.target, self.staging, self.replaced = (
+            root / "name",
+            root / ".name.staging",
+            root / ".name.replaced",
+        )
 
     def publish(self, text: str, *, replace: bool = True) -> None:
-        with stage_and_rename(self.target, self.staging, self.replaced if replace else None) as staging:
+        with stage_and_rename(
+            self.target, self.staging, self.replaced if replace else None
+        ) as staging:
             (staging / "file").write_text(text)
 
     def text(self) -> str:
@@ -94,7 +112,10 @@ def test_a_folder_is_published_whole_or_not_at_all(tmp_path: Path) -> None:
     (folders.staging / "left by a killed process").write_text("")
     folders.publish("old")
     assert folders.text() == "old" and len(list(folders.target.iterdir())) == 1
-    with pytest.raises(RuntimeError), stage_and_rename(folders.target, folders.staging, folders.replaced):
+    with (
+        pytest.raises(RuntimeError),
+        stage_and_rename(folders.target, folders.staging, folders.replaced),
+    ):
         raise RuntimeError
     assert folders.text() == "old"
     folders.publish("another process was first", replace=False)
@@ -128,11 +149,17 @@ def test_a_rename_that_fails_or_is_killed_leaves_the_old_folder(
 
 
 @pytest.mark.parametrize("file", [None, ".lock"], ids=["on the folder", "on a file"])
-def test_a_lock_is_held_until_it_is_closed_or_its_process_is_gone(tmp_path: Path, file: str | None) -> None:
+def test_a_lock_is_held_until_it_is_closed_or_its_process_is_gone(
+    tmp_path: Path, file: str | None
+) -> None:
     code = f"import sys; from pathlib import Path; from finetune.files.durable import *; lock_folder(Path({str(tmp_path)!r}), {file!r}); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(FolderInUse, match=f"process {other.pid}" if file else "another process"):
+        with pytest.raises(
+            FolderInUse, match=f"process {other.pid}" if file else "another process"
+        ):
             lock_folder(tmp_path, file)
         other.kill()
     lock = lock_folder(tmp_path, file)

@@ -28,7 +28,12 @@ PEAKS = {  # dense bf16, from the vendors' data sheets
     "NVIDIA GeForce RTX 4090": 165,
     "AMD Instinct MI300X": 1307,
 }
-UNKNOWN = ("NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA A10G")
+UNKNOWN = (
+    "NVIDIA RTX A4000",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    "NVIDIA A10G",
+)
 
 
 @pytest.mark.parametrize("name", PEAKS)
@@ -48,7 +53,13 @@ CONFIG = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1}
 EXPERTS |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 40, "qk_rope_head_dim": 8, "v_head_dim": 24}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 40,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 24},
     "qwen3_moe": EXPERTS | {"head_dim": 24, "mlp_only_layers": [0]},
@@ -58,8 +69,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [(TOKENS,), (TOKENS, 40, 12, 12)], ids=["one document", "packed"])
-def test_the_flop_of_a_step_are_those_that_torch_counts(family: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [(TOKENS,), (TOKENS, 40, 12, 12)], ids=["one document", "packed"]
+)
+def test_the_flop_of_a_step_are_those_that_torch_counts(
+    family: str, lengths: tuple[int, ...]
+) -> None:
     """Documents of a packed row run one by one. Of the model that transformers builds, with attention written out, as the formula counts it; norms and biases, which the
     formula takes for products, are the difference (1.1% in so small a gpt-oss). The plan counts from config.json alone."""
     import torch
@@ -73,18 +88,29 @@ def test_the_flop_of_a_step_are_those_that_torch_counts(family: str, lengths: tu
     from finetune.training.objectives.objective import Measured
 
     config = CONFIG | FAMILIES[family]
-    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**config), attn_implementation="eager"
+    )
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
-            model(input_ids=torch.randint(3, 256, (1, length)), use_cache=False).logits.sum().backward()
+            model(
+                input_ids=torch.randint(3, 256, (1, length)), use_cache=False
+            ).logits.sum().backward()
     size = count_parameters(model)
     window = Window(torch.device("cpu"))
     squares = sum(length**2 for length in lengths)
-    window.add(Measured(torch.zeros(())), 1, StepBatch(0, 0.0, (), sum(lengths), 0, squared_tokens=squares), 0.0)
+    window.add(
+        Measured(torch.zeros(())),
+        1,
+        StepBatch(0, 0.0, (), sum(lengths), 0, squared_tokens=squares),
+        0.0,
+    )
     found = flop_per_token_of(model.config, parameters=size.multiplied, length=window.mean_length())
     assert found * sum(lengths) == pytest.approx(counter.get_total_flops(), rel=0.015)
     found = flop_per_token_of(model.config, parameters=size.multiplied, length=TOKENS)
-    planned = estimate_speed(make_spec({"model_type": family, **config}, ranks=1, max_length=TOKENS), mfu=0.4)
+    planned = estimate_speed(
+        make_spec({"model_type": family, **config}, ranks=1, max_length=TOKENS), mfu=0.4
+    )
     assert planned.flop_per_token == pytest.approx(found, rel=1e-6)

@@ -29,25 +29,38 @@ def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTT
 
 CASES: list[tuple[Exception, str]] = [
     (_answered(errors.GatedRepoError, 403), "gated; accept its license at huggingface.co/a/b"),
-    (_answered(errors.RepositoryNotFoundError, 404), "no such repository on the hub, or it is private"),
+    (
+        _answered(errors.RepositoryNotFoundError, 404),
+        "no such repository on the hub, or it is private",
+    ),
     (_answered(errors.RevisionNotFoundError, 404), "no revision v2; correct model_revision"),
     (
         _answered(errors.RemoteEntryNotFoundError, 404),
         "has no config.json; name the repository of a transformers model",
     ),
-    (errors.LocalEntryNotFoundError("not cached"), "config.json is not on this machine and HF_HUB_OFFLINE is set"),
+    (
+        errors.LocalEntryNotFoundError("not cached"),
+        "config.json is not on this machine and HF_HUB_OFFLINE is set",
+    ),
     (errors.OfflineModeIsEnabled("offline"), "is not on this machine"),
     (_answered(errors.HfHubHTTPError, 401), "the hub answered 401 for config.json; log in again"),
-    (_answered(errors.HfHubHTTPError, 503), "the hub answered 503 for config.json; try again later"),
+    (
+        _answered(errors.HfHubHTTPError, 503),
+        "the hub answered 503 for config.json; try again later",
+    ),
     (errors.HFValidationError("form"), "neither a local folder nor a hub name"),
     (OSError("disk full\nmore"), "config.json cannot be downloaded (disk full)"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"), CASES, ids=lambda value: type(value).__name__ if not isinstance(value, str) else ""
+    ("raised", "said"),
+    CASES,
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_a_hub_that_fails_is_one_sentence(raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_fails_is_one_sentence(
+    raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def download(*_: object, **__: object) -> str:
         raise raised
 
@@ -61,14 +74,23 @@ def test_a_hub_that_fails_is_one_sentence(raised: Exception, said: str, monkeypa
 
 @pytest.mark.parametrize("offline", ["", "1"])
 def test_without_a_network_one_sentence_answers_at_once(offline: str, tmp_path: Path) -> None:
-    commands = ["chat", "a/b", "--prompt", "Hi"], ["evaluate", "a/b", "--tasks", "hellaswag", "--no-compare"]
+    commands = (
+        ["chat", "a/b", "--prompt", "Hi"],
+        ["evaluate", "a/b", "--tasks", "hellaswag", "--no-compare"],
+    )
     code = f"import sys; from finetune.cli import main; print(*map(main, {commands!r}), 'torch' in sys.modules)"
     # No server listens at this port, so each request is refused, as without a network.
     own = {"HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment() | own, text=True, capture_output=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment() | own,
+        text=True,
+        capture_output=True,
     )
     reason = "HF_HUB_OFFLINE is set" if offline else "the hub is unreachable"
     said = f"a/b: config.json is not on this machine and {reason}; download it while online with `hf download a/b`, or name"
-    assert [line.startswith(said) for line in ended.stderr.splitlines()] == [True, True], ended.stderr
+    assert [line.startswith(said) for line in ended.stderr.splitlines()] == [True, True], (
+        ended.stderr
+    )
     assert ended.stdout.split() == ["2", "2", "False"]

@@ -28,7 +28,9 @@ CUT = '{"step": 4, "prompt": "näh'.encode()[:-2]  # in the middle of a letter
 
 
 @pytest.mark.parametrize("tail", [b"", CUT, b"[" * 100_000, b"[1]", b"{"])
-def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(tail: bytes, tmp_path: Path) -> None:
+def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(
+    tail: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "samples.jsonl"
     append_json_lines(path, [SEPARATED])
     with path.open("ab") as file:
@@ -36,11 +38,17 @@ def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(tail: bytes, tm
     assert read_json_lines(path) == [SEPARATED]
     assert answers_before_and_after(path, 4) == ["  one two three  before: '4'  after: '4'  right"]
     append_json_lines(path, [SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}])
-    assert read_json_lines(path) == [SEPARATED, SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}]
+    assert read_json_lines(path) == [
+        SEPARATED,
+        SEPARATED | {"step": 6},
+        {"step": 7, "prompt": "\ud800"},
+    ]
     assert answers_before_and_after(path, 7) == []
 
 
-def test_a_killed_run_is_reported_resumed_and_described(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_killed_run_is_reported_resumed_and_described(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "run", tiny_recipe())
     count = len(read_run(run).lines)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -71,7 +79,9 @@ def test_a_file_from_outside_is_read_within_bounds(
 ) -> None:
     path = tmp_path / "data" / name
     path.parent.mkdir()
-    (tmp_path / "train.yaml").write_text("stage: sft\nfinetuning_type: lora\nmodel_name_or_path: M\ndataset: a\n")
+    (tmp_path / "train.yaml").write_text(
+        "stage: sft\nfinetuning_type: lora\nmodel_name_or_path: M\ndataset: a\n"
+    )
     path.write_text('{"a":' * 100_000 if content == "deep" else "{")
     if content == "huge":
         os.truncate(path, 2**34)  # of which the disk has nothing

@@ -24,7 +24,13 @@ NOT_OURS = {
     r"\w*(?:optimis|quantis|tokenis|normalis|initialis|materialis|recognis|synchronis|serialis|summaris|organis|realis)\w*": "-iz-",
     r"colour\w*|behaviour\w*|honour\w*|neighbour\w*|favour\w*|licence\w*|labelled|cancelled|modelling|artefact\w*": "American",
 }
-QUOTED = ("Tell me", "tell me", ".tell()", "def tell(", "do not tell the user")  # the last: Qwen's template
+QUOTED = (
+    "Tell me",
+    "tell me",
+    ".tell()",
+    "def tell(",
+    "do not tell the user",
+)  # the last: Qwen's template
 FOLDERS = ("finetune", "docs", "recipes", "accelerate_configs", "benchmarks", "tests")
 PAGES = (
     "README.md",
@@ -41,7 +47,12 @@ ENDINGS = {".py", ".md", ".yaml", ".jinja", ".js", ".css"}
 
 def texts() -> list[Path]:
     """Every file that a person reads."""
-    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.suffix in ENDINGS]
+    found = [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in ENDINGS
+    ]
     return [ROOT / page for page in PAGES] + [path for path in found if path != Path(__file__)]
 
 

@@ -31,11 +31,22 @@ def commands() -> list[tuple[str, list[str]]]:
         if path.suffix == ".py":
             lists = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.List)]
             for node in lists:
-                if node.elts and isinstance(node.elts[0], ast.Constant) and node.elts[0].value == "finetune":
-                    words = ["llama31_8b_lora" if isinstance(e, ast.Name) else ast.unparse(e) for e in node.elts]
-                    lines.append((path.name, [word.strip("f'\"").replace("{recipe}", "r") for word in words]))
+                if (
+                    node.elts
+                    and isinstance(node.elts[0], ast.Constant)
+                    and node.elts[0].value == "finetune"
+                ):
+                    words = [
+                        "llama31_8b_lora" if isinstance(e, ast.Name) else ast.unparse(e)
+                        for e in node.elts
+                    ]
+                    lines.append(
+                        (path.name, [word.strip("f'\"").replace("{recipe}", "r") for word in words])
+                    )
             continue
-        for command in re.findall(r"(?:^|[-&] | )((?:finetune launch|accelerate launch) .*)$", text, re.M):
+        for command in re.findall(
+            r"(?:^|[-&] | )((?:finetune launch|accelerate launch) .*)$", text, re.M
+        ):
             lines.append((path.name, shlex.split(command, comments=True)))
     return lines
 
@@ -51,14 +62,19 @@ def test_the_commands_are_taken(name: str, words: list[str]) -> None:
 
 
 def test_every_file_has_a_command_of_ours() -> None:
-    assert {name for name, _ in commands()} == {"skypilot.yaml", "dstack.yaml", "modal_app.py", "Dockerfile"}
+    assert {name for name, _ in commands()} == {
+        "skypilot.yaml",
+        "dstack.yaml",
+        "modal_app.py",
+        "Dockerfile",
+    }
 
 
 def test_the_yaml_files_have_what_their_schemas_require() -> None:
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert {"resources", "setup", "run"} <= sky.keys() and set(re.findall(r"\$\{?(RECIPE)", sky["run"])) <= {
-        *sky["envs"]
-    }
+    assert {"resources", "setup", "run"} <= sky.keys() and set(
+        re.findall(r"\$\{?(RECIPE)", sky["run"])
+    ) <= {*sky["envs"]}
     dstack = yaml.safe_load((LAUNCH / "dstack.yaml").read_text())
     assert dstack["type"] == "task" and dstack["commands"] and dstack["resources"]
     subprocess.run(["bash", "-n"], input=sky["setup"] + sky["run"], text=True, check=True)
@@ -71,7 +87,9 @@ def test_skypilot_reads_its_file() -> None:
 
 
 def test_dstack_reads_its_file() -> None:
-    models = pytest.importorskip("dstack._internal.core.models.configurations", reason="pip install dstack")
+    models = pytest.importorskip(
+        "dstack._internal.core.models.configurations", reason="pip install dstack"
+    )
     read = models.parse_run_configuration(yaml.safe_load((LAUNCH / "dstack.yaml").read_text()))
     assert type(read).__name__ == "TaskConfiguration"
 
@@ -95,14 +113,27 @@ def test_ray_trains_on_two_ranks_of_this_machine(tmp_path: Path) -> None:
         f"output_dir={tmp_path}/run",
     ]
     command = [sys.executable, str(LAUNCH / "ray_job.py"), "--ranks", "2", "--", *keys]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+    subprocess.run(
+        command, cwd=ROOT, check=True, env=os.environ | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    )
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
 def test_the_dockerfile_copies_what_there_is_and_all_that_the_package_is_made_of() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    instructions = [line.split()[0] for line in text.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
-    assert instructions[0] == "FROM" and {*instructions} <= {"FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    instructions = [
+        line.split()[0]
+        for line in text.replace("\\\n", " ").splitlines()
+        if line and line[0] != "#"
+    ]
+    assert instructions[0] == "FROM" and {*instructions} <= {
+        "FROM",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "ENTRYPOINT",
+        "CMD",
+    }
     copied = [word for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied)
     assert {"pyproject.toml", "README.md", "finetune", "recipes", "accelerate_configs"} <= {*copied}

@@ -15,7 +15,14 @@ ALLOWED = 1.2
 @pytest.mark.slow
 def test_the_ranks_together_hold_the_model_once(tmp_path: Path) -> None:
     ways = ["FSDP2, dtype bfloat16", "FSDP2, dtype float32"]
-    command = ["python", "benchmarks/loading.py", "--parameters", str(PARAMETERS), "--output", str(tmp_path)]
+    command = [
+        "python",
+        "benchmarks/loading.py",
+        "--parameters",
+        str(PARAMETERS),
+        "--output",
+        str(tmp_path),
+    ]
     done = run_command([*command, "--ways", *ways], timeout=550, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     bf16, fp32 = json.loads((tmp_path / "loading.json").read_text())

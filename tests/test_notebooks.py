@@ -33,9 +33,13 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "run it, and save it with what it shows"
     )
     for cell in notebook.cells:
-        cell.source = cell.source.replace("max_steps=40", "max_steps=6").replace("range(60)", "range(3)")
+        cell.source = cell.source.replace("max_steps=40", "max_steps=6").replace(
+            "range(60)", "range(3)"
+        )
     notebook.cells = [  # to run it again continues, as the page says; or says that nothing is left
-        cell for each in notebook.cells for cell in ([each] * 2 if "losses.append" in each.source else [each])
+        cell
+        for each in notebook.cells
+        for cell in ([each] * 2 if "losses.append" in each.source else [each])
     ]
     shown = execute(notebook, tmp_path, monkeypatch)
     assert "<path class=" in html_of(shown) if path.stem == "fine_tune" else "focal loss" in shown
@@ -64,7 +68,9 @@ except finetune.Preempted as stopped:
 
 
 @pytest.mark.slow
-def test_to_interrupt_the_kernel_is_to_stop_and_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_interrupt_the_kernel_is_to_stop_and_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = str(write_config(tmp_path, "full_shard"))
     cells = [
         nbformat.v4.new_code_cell(source)
@@ -76,7 +82,9 @@ def test_to_interrupt_the_kernel_is_to_stop_and_save(tmp_path: Path, monkeypatch
         or "stopped by a signal after step 3 of 4" in shown
     )
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [4]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))[-1].endswith("4")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))[
+        -1
+    ].endswith("4")
 
 
 LAUNCHED = """
@@ -93,11 +101,21 @@ notebook_launcher(finetune.train, (recipe, "LAYOUT"), num_processes=2, use_port=
 def test_notebook_launcher_trains_on_two_processes(tmp_path: Path) -> None:
     """Their losses are those of one process."""
     layout = str(write_config(tmp_path, "full_shard"))
-    (tmp_path / "script.py").write_text(LAUNCHED.replace("LAYOUT", layout).replace("PORT", str(free_port())))
+    (tmp_path / "script.py").write_text(
+        LAUNCHED.replace("LAYOUT", layout).replace("PORT", str(free_port()))
+    )
     finished = run_command(("python", "script.py"), cwd=tmp_path, timeout=240)
     assert finished.returncode == 0, finished.stderr
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["ranks"] == 2
-    keys = {"max_steps": 2, "logging_steps": 1, "exact_match_samples": 0, "eval_datasets": [], "export_at_end": False}
-    finetune.train(finetune.load_recipe("quickstart", output_dir=tmp_path / "alone", **keys), layout)
+    keys = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "exact_match_samples": 0,
+        "eval_datasets": [],
+        "export_at_end": False,
+    }
+    finetune.train(
+        finetune.load_recipe("quickstart", output_dir=tmp_path / "alone", **keys), layout
+    )
     for two, one in zip(steps_of(tmp_path / "run"), steps_of(tmp_path / "alone"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)

@@ -42,7 +42,11 @@ def list_texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     parts = value.values() if isinstance(value, dict) else value
-    return [text for part in parts for text in list_texts(part)] if isinstance(value, dict | list) else []
+    return (
+        [text for part in parts for text in list_texts(part)]
+        if isinstance(value, dict | list)
+        else []
+    )
 
 
 def test_a_wheel_has_all_files(installed: Path) -> None:
@@ -69,27 +73,50 @@ def test_a_wheel_has_what_the_shipped_recipes_name(installed: Path) -> None:
 
 
 def test_every_package_is_listed() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    code = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "finetune").rglob("*.py")}
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    code = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "finetune").rglob("*.py")
+    }
     folders = {path.parent for path in list_files(ROOT / "recipes")}
-    data = {".".join(("finetune", "recipes", *folder.parts)) for folder in folders} | {"finetune.accelerate_configs"}
+    data = {".".join(("finetune", "recipes", *folder.parts)) for folder in folders} | {
+        "finetune.accelerate_configs"
+    }
     assert listed == code | data
 
 
 @pytest.mark.slow
-def test_the_wheel_puts_nothing_beside_finetune_and_runs_from_another_folder(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a copy: setuptools leaves a build folder, whose files a later wheel would take in
+def test_the_wheel_puts_nothing_beside_finetune_and_runs_from_another_folder(
+    tmp_path: Path,
+) -> None:
+    source = (
+        tmp_path / "source"
+    )  # a copy: setuptools leaves a build folder, whose files a later wheel would take in
     ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+    ]
     subprocess.run([*pip, str(tmp_path), str(source)], check=True)
     wheel = next(tmp_path.glob("finetune_exact-*.whl"))
     installed = tmp_path / "site-packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"finetune"}
+    assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {
+        "finetune"
+    }
     command = tmp_path / "finetune"
-    command.write_text(f"#!{sys.executable}\nimport sys\nfrom finetune.cli import main\nsys.exit(main())\n")
+    command.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom finetune.cli import main\nsys.exit(main())\n"
+    )
     command.chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     tried = [sys.executable, str(ROOT / "tests" / "try_wheel.py"), str(command)]
@@ -120,14 +147,23 @@ def test_every_issue_form_asks_for_the_environment() -> None:
         assert {"name", "description", "body"} <= form.keys()
         asked = {each["id"]: each for each in form["body"]}
         assert len(asked) == len(form["body"])
-        assert all(each["type"] == "textarea" and each["attributes"]["label"] for each in form["body"])
-        assert "finetune env" in asked["env"]["attributes"]["label"] and asked["env"]["validations"]["required"]
+        assert all(
+            each["type"] == "textarea" and each["attributes"]["label"] for each in form["body"]
+        )
+        assert (
+            "finetune env" in asked["env"]["attributes"]["label"]
+            and asked["env"]["validations"]["required"]
+        )
 
 
 def list_ci_parts() -> set[str]:
     """The parts that .ci/run takes."""
     cases = (ROOT / ".ci" / "run").read_text().partition("case $part in")[2]
-    return {name.strip() for line in re.findall(r"^  ([\w |]+)\) make", cases, re.M) for name in line.split("|")}
+    return {
+        name.strip()
+        for line in re.findall(r"^  ([\w |]+)\) make", cases, re.M)
+        for name in line.split("|")
+    }
 
 
 def test_workflows_are_read_and_call_parts_that_there_are() -> None:
@@ -139,7 +175,10 @@ def test_workflows_are_read_and_call_parts_that_there_are() -> None:
         for job in jobs.values():
             matrix = job.get("strategy", {}).get("matrix", {})
             pythons |= {*matrix.get("python", [])}
-            rows = [*({"versions": each} for each in matrix.get("versions", [])), *matrix.get("include", [])] or [{}]
+            rows = [
+                *({"versions": each} for each in matrix.get("versions", [])),
+                *matrix.get("include", []),
+            ] or [{}]
             for step, row in product(job["steps"], rows):
                 if "run" in step:
                     text = step["run"].replace("${{ matrix.versions }}", str(row.get("versions")))
@@ -148,9 +187,13 @@ def test_workflows_are_read_and_call_parts_that_there_are() -> None:
         assert "GPU_RUNNER" in jobs["gpu"]["if"] and "schedule" in jobs["slow"]["if"]
     assert called == list_ci_parts()
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
-    assert pythons == {each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)}
+    assert pythons == {
+        each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)
+    }
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {f"test-{part}" for part in called - {"pinned", "site"}} | {"check", "test", "site"} <= {*targets}
+    assert {f"test-{part}" for part in called - {"pinned", "site"}} | {"check", "test", "site"} <= {
+        *targets
+    }
 
 
 def test_nothing_advises_a_package_of_another_project() -> None:
@@ -160,5 +203,9 @@ def test_nothing_advises_a_package_of_another_project() -> None:
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "finetune").rglob("*.py")]
     files += [*(ROOT / "examples").rglob("*.*"), *(ROOT / "recipes").rglob("*.yaml")]
     advice = re.compile(r"""(pip|uv pip|pipx) install [^\n`]*?["' ]finetune(\[|["'\s`]|$)""")
-    wrong = [str(path) for path in files if advice.search(path.read_text(encoding="utf-8", errors="replace"))]
+    wrong = [
+        str(path)
+        for path in files
+        if advice.search(path.read_text(encoding="utf-8", errors="replace"))
+    ]
     assert wrong == []

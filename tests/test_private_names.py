@@ -79,7 +79,11 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
     """A file's name -> what it is in full, of the names that are imported from the libraries."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in LIBRARIES
+        ):
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
             for each in node.names:
@@ -97,14 +101,20 @@ def own_names(trees: list[ast.Module]) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node)[0] == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and dotted(node)[0] == "self"
+        ):
             names.add(node.attr)
     return names
 
 
 def read_names() -> tuple[set[str], set[str]]:
     """(private names in full, private attributes of objects) that the package uses and does not define."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "finetune").rglob("*.py")]
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "finetune").rglob("*.py")
+    ]
     in_full: set[str] = set()
     of_objects: set[str] = set()
     for tree in trees:
@@ -157,4 +167,6 @@ def test_every_private_attribute_of_an_object_has_its_module_in_the_table() -> N
 def test_a_private_attribute_stands_in_its_modules_source(name: str, module: str) -> None:
     file = importlib.import_module(module).__file__
     assert file is not None
-    assert re.search(rf"\b{name}\b", Path(file).read_text(encoding="utf-8")), f"{module} has no {name} any more"
+    assert re.search(rf"\b{name}\b", Path(file).read_text(encoding="utf-8")), (
+        f"{module} has no {name} any more"
+    )

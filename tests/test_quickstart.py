@@ -29,7 +29,13 @@ print(json.dumps(answers))
 """
 
 # As docs/scores.md has it.
-AS_REWARD = ("method=reward", "beta=0.1", "rpo_alpha=null", "exact_match_samples=0", "sample_prompts=[]")
+AS_REWARD = (
+    "method=reward",
+    "beta=0.1",
+    "rpo_alpha=null",
+    "exact_match_samples=0",
+    "sample_prompts=[]",
+)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -37,7 +43,9 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def answers_of_the_export(run: Path) -> list[str]:
-    finished = run_command(("python", "-c", ASK, str(run / "export"), str(RECIPES / "quickstart" / "heldout.jsonl")))
+    finished = run_command(
+        ("python", "-c", ASK, str(run / "export"), str(RECIPES / "quickstart" / "heldout.jsonl"))
+    )
     assert finished.returncode == 0, finished.stderr
     answers: list[str] = json.loads(finished.stdout)
     return answers
@@ -60,9 +68,15 @@ def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
     assert as_in_the_readme.returncode == 0, as_in_the_readme.stderr
 
 
-def test_make_quickstarts_first_line_is_the_runs_own(quickstart_run: QuickstartRun, tmp_path: Path) -> None:
+def test_make_quickstarts_first_line_is_the_runs_own(
+    quickstart_run: QuickstartRun, tmp_path: Path
+) -> None:
     """And no warning of the launcher; what it trains is what Accelerate's own launcher does, bit for bit."""
-    (words,) = [line.split() for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\tfinetune ")]
+    (words,) = [
+        line.split()
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if line.startswith("\tfinetune ")
+    ]
     few = (
         "max_steps=4",
         "logging_steps=2",
@@ -73,7 +87,9 @@ def test_make_quickstarts_first_line_is_the_runs_own(quickstart_run: QuickstartR
     finished = run_command((*words, *few), timeout=300)
     assert finished.returncode == 0, finished.stderr
     first, *_ = (finished.stdout + finished.stderr).splitlines()
-    assert first.startswith(f"{tmp_path}/run: recipes/quickstart.yaml under accelerate_configs/fsdp_full_shard.yaml")
+    assert first.startswith(
+        f"{tmp_path}/run: recipes/quickstart.yaml under accelerate_configs/fsdp_full_shard.yaml"
+    )
     theirs, ours = (
         [line["loss"] for line in lines(folder / "metrics.jsonl") if "loss" in line]
         for folder in (quickstart_run.folder, tmp_path / "run")
@@ -85,7 +101,11 @@ def train(run: Path, *keys: str) -> list[float]:
     """Trains a recipe that ships; the shares of held-out questions answered before and after."""
     finished = run_command((*QUICKSTART, *keys, f"output_dir={run}"), timeout=1800)
     assert finished.returncode == 0, finished.stderr
-    return [float(str(line["exact_match"])) for line in lines(run / "metrics.jsonl") if "exact_match" in line]
+    return [
+        float(str(line["exact_match"]))
+        for line in lines(run / "metrics.jsonl")
+        if "exact_match" in line
+    ]
 
 
 @pytest.mark.slow
@@ -98,12 +118,16 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
     assert after >= 0.9
     samples = lines(run / "samples.jsonl")[-100:]
     for sample, answer in zip(samples, answers_of_the_export(run), strict=True):
-        if sample["answer"] == sample["expected"]:  # bf16 and fp32 may part where the model does not know
+        if (
+            sample["answer"] == sample["expected"]
+        ):  # bf16 and fp32 may part where the model does not know
             assert answer == sample["answer"]
 
     # A student of half the size learns from that export what data with wrong answers does not teach it.
     student = ("--recipe", "quickstart_distill")
-    _, with_teacher = train(tmp_path / "student", *student, f"teacher_model_name_or_path={run / 'export'}")
+    _, with_teacher = train(
+        tmp_path / "student", *student, f"teacher_model_name_or_path={run / 'export'}"
+    )
     alone = ("method=sft", "teacher_model_name_or_path=null", "distill_beta=0.5")
     _, without = train(tmp_path / "alone", *student, *alone)
     assert with_teacher >= 0.8
@@ -111,24 +135,39 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
 
     # And by preferences that export learns a separator that it never wrote.
     preferred = tmp_path / "preferred"
-    before, after = train(preferred, "--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}")
+    before, after = train(
+        preferred, "--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}"
+    )
     assert before == 0 and after >= 0.9  # 4,071 instead of 4071
-    held_out = [line for line in lines(preferred / "metrics.jsonl") if "eval_rewards/accuracies" in line][-1]
+    held_out = [
+        line for line in lines(preferred / "metrics.jsonl") if "eval_rewards/accuracies" in line
+    ][-1]
     assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
-    story = [sample["answer"] for sample in lines(preferred / "samples.jsonl") if not sample["expected"]]
+    story = [
+        sample["answer"] for sample in lines(preferred / "samples.jsonl") if not sample["expected"]
+    ]
     assert story == ["276", "276"], "a number without a separator keeps its form"
 
     # From the same pairs a reward model learns which answer is the better one.
     scored = tmp_path / "scored"
     keys = ("--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}", *AS_REWARD)
     assert run_command((*QUICKSTART, *keys, f"output_dir={scored}"), timeout=1800).returncode == 0
-    held_out = [line for line in lines(scored / "metrics.jsonl") if "eval_rewards/accuracies" in line][-1]
+    held_out = [
+        line for line in lines(scored / "metrics.jsonl") if "eval_rewards/accuracies" in line
+    ][-1]
     assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
 
     # And by reward alone it learns to read numbers as they are spoken, at half of which it failed.
-    rewarded, keys = tmp_path / "rewarded", ("--recipe", "quickstart_grpo", f"model_name_or_path={run / 'export'}")
+    rewarded, keys = (
+        tmp_path / "rewarded",
+        ("--recipe", "quickstart_grpo", f"model_name_or_path={run / 'export'}"),
+    )
     assert run_command((*QUICKSTART, *keys, f"output_dir={rewarded}"), timeout=1800).returncode == 0
-    first, last = (float(str(x["eval_reward"])) for x in lines(rewarded / "metrics.jsonl") if "eval_reward" in x)
+    first, last = (
+        float(str(x["eval_reward"]))
+        for x in lines(rewarded / "metrics.jsonl")
+        if "eval_reward" in x
+    )
     assert first <= 0.65 and last >= 0.85
 
 
@@ -143,10 +182,18 @@ def test_a_model_from_scratch_learns_to_say_what_a_picture_shows(
     rows = RECIPES / "quickstart" / "vision" / "heldout.jsonl"
     asked = tmp_path / "asked.jsonl"
     asked.write_text(
-        "".join(json.dumps({"prompt": row["question"], "images": [row["image"]]}) + "\n" for row in lines(rows))
+        "".join(
+            json.dumps({"prompt": row["question"], "images": [row["image"]]}) + "\n"
+            for row in lines(rows)
+        )
     )
     capfd.readouterr()
-    assert main(["chat", str(run / "export"), "--prompts", str(asked), "--temperature", "0", "--json"]) == 0
-    answers = [json.loads(line)["answers"][0]["answer"] for line in capfd.readouterr().out.splitlines()]
+    assert (
+        main(["chat", str(run / "export"), "--prompts", str(asked), "--temperature", "0", "--json"])
+        == 0
+    )
+    answers = [
+        json.loads(line)["answers"][0]["answer"] for line in capfd.readouterr().out.splitlines()
+    ]
     right = [answer == row["answer"] for answer, row in zip(answers, lines(rows), strict=True)]
     assert sum(right) >= 90

@@ -23,9 +23,15 @@ def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
     for script in ("make.py", "make_pairs.py", "make_spoken.py", "make_products.py"):
         subprocess.run([sys.executable, str(FOLDER / script), str(tmp_path)], check=True)
     for folder in (Path(), Path("products")):
-        made = {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir() if file.is_file()}
-        shipped = {file.name: file.read_bytes() for file in (FOLDER / folder).iterdir() if file.is_file()}
-        assert made == {name: content for name, content in shipped.items() if not name.endswith(".py")}
+        made = {
+            file.name: file.read_bytes() for file in (tmp_path / folder).iterdir() if file.is_file()
+        }
+        shipped = {
+            file.name: file.read_bytes() for file in (FOLDER / folder).iterdir() if file.is_file()
+        }
+        assert made == {
+            name: content for name, content in shipped.items() if not name.endswith(".py")
+        }
 
 
 def test_the_pictures_are_drawn_again(tmp_path: Path) -> None:
@@ -37,9 +43,14 @@ def test_the_pictures_are_drawn_again(tmp_path: Path) -> None:
         if file.suffix != ".jsonl":
             assert (tmp_path / file.name).read_bytes() == file.read_bytes()
             continue
-        drawn, again = ([json.loads(line) for line in path.open()] for path in (file, tmp_path / file.name))
+        drawn, again = (
+            [json.loads(line) for line in path.open()] for path in (file, tmp_path / file.name)
+        )
         texts = [[(row["question"], row["answer"]) for row in rows] for rows in (drawn, again)]
-        pixels = [[open_image(read_image(row["image"], tmp_path)).tobytes() for row in rows] for rows in (drawn, again)]
+        pixels = [
+            [open_image(read_image(row["image"], tmp_path)).tobytes() for row in rows]
+            for rows in (drawn, again)
+        ]
         assert texts[0] == texts[1] and pixels[0] == pixels[1]
         seen[file.stem] = set(pixels[0])
     assert len(seen["heldout"]) == 100 and not seen["heldout"] & seen["train"]
@@ -54,9 +65,13 @@ def test_no_number_is_held_out_and_trained_on() -> None:
 
 def test_pairs_prefer_the_separator_and_hold_out_what_no_recipe_trains_on() -> None:
     trained, held_out = (
-        [json.loads(line) for line in (FOLDER / f"pairs_{of}.jsonl").open()] for of in ("train", "heldout")
+        [json.loads(line) for line in (FOLDER / f"pairs_{of}.jsonl").open()]
+        for of in ("train", "heldout")
     )
-    assert all(pair["chosen"] == f"{int(pair['chosen'].replace(',', '')):,}" != pair["rejected"] for pair in trained)
+    assert all(
+        pair["chosen"] == f"{int(pair['chosen'].replace(',', '')):,}" != pair["rejected"]
+        for pair in trained
+    )
     asked = {pair["question"] for pair in held_out}
     assert len(asked) == len(held_out) > 80 and all("," in pair["chosen"] for pair in held_out)
     assert not {pair["chosen"].replace(",", "") for pair in held_out} & set(answers("train.jsonl"))
@@ -65,7 +80,8 @@ def test_pairs_prefer_the_separator_and_hold_out_what_no_recipe_trains_on() -> N
 
 def test_spoken_numbers_have_no_hyphen_and_are_in_no_other_file() -> None:
     trained, held_out = (
-        [json.loads(line) for line in (FOLDER / f"spoken_{of}.jsonl").open()] for of in ("train", "heldout")
+        [json.loads(line) for line in (FOLDER / f"spoken_{of}.jsonl").open()]
+        for of in ("train", "heldout")
     )
     assert len(trained) == 1000 and len(held_out) == 100
     assert not any("-" in row["prompt"][0]["content"] for row in (*trained, *held_out))
@@ -78,8 +94,14 @@ def test_spoken_numbers_have_no_hyphen_and_are_in_no_other_file() -> None:
 
 def test_every_row_fits_and_any_text_can_be_written() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    rows = [json.loads(line)["messages"] for file in ("train", "heldout") for line in (FOLDER / f"{file}.jsonl").open()]
-    encoded = tokenizer.apply_chat_template(rows, return_dict=True, return_assistant_tokens_mask=True)
+    rows = [
+        json.loads(line)["messages"]
+        for file in ("train", "heldout")
+        for line in (FOLDER / f"{file}.jsonl").open()
+    ]
+    encoded = tokenizer.apply_chat_template(
+        rows, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert max(map(len, encoded["input_ids"])) <= 32, "many to a row"
     for ids, mask, row in zip(encoded["input_ids"], encoded["assistant_masks"], rows, strict=True):
         trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]

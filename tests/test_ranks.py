@@ -15,7 +15,10 @@ def test_ranks_find_each_other_and_a_failed_rank_ends_the_rest(tmp_path: Path) -
         "if sys.argv[1] == 'fail': sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n"
         "if sys.argv[1] == 'hang': time.sleep(60)\n"
     )
-    assert launch_ranks(script, ["well"], ranks=2).check().outputs == ("rank 0 of 2 well\n", "rank 1 of 2 well\n")
+    assert launch_ranks(script, ["well"], ranks=2).check().outputs == (
+        "rank 0 of 2 well\n",
+        "rank 1 of 2 well\n",
+    )
 
     finished = launch_ranks(script, ["fail"], ranks=2, timeout=30)
     assert finished.returncodes == (-9, 3)

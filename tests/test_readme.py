@@ -21,12 +21,18 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def blocks(language: str) -> list[str]:
     """The fenced blocks of README.md in `language` ("" for none)."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
+    return [
+        text
+        for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+        if name == language
+    ]
 
 
 def commands(program: str) -> list[list[str]]:
     """The README's shell commands that start with `program`, as arguments."""
-    lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    lines = [
+        shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()
+    ]
     return [words[1:] for words in lines if words and words[0] == program]
 
 
@@ -41,8 +47,13 @@ def test_its_figures_are_those_that_were_measured() -> None:
     """Our column is benchmarks/results/gpu.json, or the row of docs/performance.md, which also has Unsloth's."""
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     measured = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["cases"]
-    known = [(f"{each['tokens_per_second']:,}", str(each["peak_memory_gib"])) for each in measured.values()]
-    rows = re.findall(r"^\| [^|]*\| ([\d,]+), ([\d.]+) GiB \| ([\d,]+), \*{0,2}([\d.]+) GiB", README, re.M)
+    known = [
+        (f"{each['tokens_per_second']:,}", str(each["peak_memory_gib"]))
+        for each in measured.values()
+    ]
+    rows = re.findall(
+        r"^\| [^|]*\| ([\d,]+), ([\d.]+) GiB \| ([\d,]+), \*{0,2}([\d.]+) GiB", README, re.M
+    )
     assert len(rows) == 5
     for ours, memory, unsloth, its_memory in rows:
         assert (ours, memory) in known or f"| {ours}, {memory} GiB |" in page
@@ -54,11 +65,15 @@ def test_the_package_tree_is_on_another_page_and_other_tools_have_an_honest_line
     assert "a tenth of a second" not in README
     (beside,) = re.findall(r"^## Beside other tools\n(.*?)^## ", README, re.M | re.S)
     lines = re.findall(r"^- \*\*(\w+)\*\*", beside, re.M)
-    assert lines == ["vLLM", "Ollama", "Docker", "Colab", "Windows"] and len(beside.strip().splitlines()) == len(lines)
+    assert lines == ["vLLM", "Ollama", "Docker", "Colab", "Windows"] and len(
+        beside.strip().splitlines()
+    ) == len(lines)
 
 
 def test_the_page_of_recipes_begins_with_the_ten_keys_that_most_need() -> None:
-    first = re.split(r"^## ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), flags=re.M)[1]
+    first = re.split(
+        r"^## ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), flags=re.M
+    )[1]
     assert first.startswith("The ten keys that most recipes need\n")
     keys = re.findall(r"^\| `(\w+)` \|", first, re.M)
     assert len(keys) == 10 and set(keys) <= recipe_keys().keys()
@@ -102,13 +117,17 @@ def test_make_does_what_stands_under_it() -> None:
         assert f"\n{target}: " in makefile
     assert "\tfinetune launch --config fsdp_full_shard.yaml\n" in makefile
     assert commands("finetune")[0] == ["launch", "--config", "fsdp_full_shard.yaml"]
-    assert README.index("\npip install -e .") < README.index("\nmake quickstart"), "pip first: not everybody has make"
+    assert README.index("\npip install -e .") < README.index("\nmake quickstart"), (
+        "pip first: not everybody has make"
+    )
     assert f"  # or {shlex.join(QUICKSTART)}\n" in README
     # The notice that pip has a newer version is no part of the first screen.
     assert "\nexport PIP_DISABLE_PIP_VERSION_CHECK := 1\n" in makefile
 
 
-def test_its_recipe_is_read_and_its_mistakes_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_recipe_is_read_and_its_mistakes_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (text,) = blocks("yaml")
     (said,) = [block for block in blocks("") if block.startswith("my_recipe.yaml:")]
@@ -132,6 +151,8 @@ def test_its_tables_name_every_recipe_and_config_that_ships() -> None:
     for folder in (RECIPES, ACCELERATE_CONFIGS):
         for file in folder.glob("*.yaml"):
             assert f"| `{file.stem}` |" in README
-            assert find_file(file.stem, folder, "file") == folder.relative_to(Path.cwd()) / file.name
+            assert (
+                find_file(file.stem, folder, "file") == folder.relative_to(Path.cwd()) / file.name
+            )
     for link in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / link).exists(), link

@@ -31,7 +31,12 @@ class Published:
     sizes: dict[str, Any]
 
 
-LLAMA = {"vocab_size": 128256, "tie_word_embeddings": False, "num_key_value_heads": 8, "num_attention_heads": 32}
+LLAMA = {
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+}
 PUBLISHED = {
     "meta-llama/Llama-3.1-8B": Published(
         "llama",
@@ -59,39 +64,77 @@ PUBLISHED = {
         "mistral",
         7_248_023_552,
         "MistralDecoderLayer",
-        {"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        {
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+        }
         | {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
     ),
     "Qwen/Qwen3-4B-Base": Published(
         "qwen3",
         4_022_468_096,
         "Qwen3DecoderLayer",
-        {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+        }
+        | {
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
     ),
     "google/gemma-3-1b-it": Published(
         "gemma3_text",
         999_885_952,
         "Gemma3DecoderLayer",
-        {"vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26}
-        | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512},
+        {
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+        }
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+        },
     ),
     "HuggingFaceTB/SmolLM3-3B-Base": Published(
         "smollm3",
         3_075_098_624,
         "SmolLM3DecoderLayer",
-        {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
-        | {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": 128004},
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+        }
+        | {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "pad_token_id": 128004,
+        },
     ),
 }
 PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"] = PUBLISHED["meta-llama/Llama-3.1-8B"]
 
 
 def test_the_promised_recipes_are_there() -> None:
-    assert {"quickstart", "llama31_8b_full", "llama31_8b_lora", "llama32_1b_full", "llama33_70b_full"} | {
-        "llama31_8b_qlora",
-        "llama33_70b_qlora",
-    } <= {file.stem for file in FILES}
+    assert {
+        "quickstart",
+        "llama31_8b_full",
+        "llama31_8b_lora",
+        "llama32_1b_full",
+        "llama33_70b_full",
+    } | {"llama31_8b_qlora", "llama33_70b_qlora"} <= {file.stem for file in FILES}
     families = {file.stem.partition("_")[0].rstrip("0123456789") for file in FILES}
     assert {"mistral", "qwen", "gemma", "smollm"} <= families
 
@@ -111,8 +154,12 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": ranks})
     assert sharding.layout == "fsdp2"
 
-    if str(recipe.model.model_name_or_path).startswith("runs/"):  # runs/NAME/export: what another recipe has trained
-        recipe = replace(recipe, model=read_recipe(str(recipe.model.model_name_or_path).split("/")[1]).model)
+    if str(recipe.model.model_name_or_path).startswith(
+        "runs/"
+    ):  # runs/NAME/export: what another recipe has trained
+        recipe = replace(
+            recipe, model=read_recipe(str(recipe.model.model_name_or_path).split("/")[1]).model
+        )
     if recipe.model.model_config is not None:
         config, layer, parameters = load_config(recipe.model), "LlamaDecoderLayer", None
     else:
@@ -123,7 +170,11 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     if parameters is None:
         about = 0.5e6 if recipe.teacher is not None else 1e6  # a student of half the size
-        about = 0.23e6 if recipe.model.model_config is not None and is_vision_language(config) else about
+        about = (
+            0.23e6
+            if recipe.model.model_config is not None and is_vision_language(config)
+            else about
+        )
         about = 0.18e6 if "tools" in file.stem else about
         assert 0.9 < sum(p.numel() for p in model.parameters()) / about < 1.1
     else:
@@ -162,10 +213,14 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
 def test_it_fits_the_gpus_that_its_first_lines_name(
     name: str, gpus: int, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comment = " ".join(line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
+    comment = " ".join(
+        line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if line.startswith("#")
+    )
     assert memory.removesuffix("GiB") in comment
     published = PUBLISHED[str(read_recipe(name).model.model_name_or_path)]
-    AutoConfig.for_model(published.model_type, dtype="bfloat16", **published.sizes).save_pretrained(tmp_path)
+    AutoConfig.for_model(published.model_type, dtype="bfloat16", **published.sizes).save_pretrained(
+        tmp_path
+    )
     plan = ["plan", "--recipe", name, "--num-processes", str(gpus), "--gpu-memory", memory]
     assert main([*plan, f"model_name_or_path={tmp_path}", "--json"]) == 0
     if "finetune plan:" in comment:  # what the plan says is quoted, for each number of ranks

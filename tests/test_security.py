@@ -24,11 +24,18 @@ BOUNDS = {
     ],
     "a row of data": [f"{readers.MAX_ROW_BYTES // MIB} MiB"],
     "unpacks to": [f"{readers.UNPACKED_TIMES} times", f"{readers.UNPACKED_BYTES // MIB} MiB"],
-    "| an image |": [f"{images.MAX_PIXELS:,} pixels", f"{images.MAX_RATIO} times", f"{images.MAX_SCANS} scans"],
+    "| an image |": [
+        f"{images.MAX_PIXELS:,} pixels",
+        f"{images.MAX_RATIO} times",
+        f"{images.MAX_SCANS} scans",
+    ],
     "chat template": [f"{template_sandbox.MAX_TEMPLATE:,} characters"],
     "answer of a server": [f"{network.MAX_ANSWER_BYTES // MIB} MiB", "`vllm_server_timeout`"],
     "reward's or tool's": ["`reward_timeout_seconds`"],
-    "torch wrote": [f"{torch_files.MEMORY_LIMIT_BYTES // GIB} GiB", f"{torch_files.CPU_LIMIT_SECONDS} s"],
+    "torch wrote": [
+        f"{torch_files.MEMORY_LIMIT_BYTES // GIB} GiB",
+        f"{torch_files.CPU_LIMIT_SECONDS} s",
+    ],
 }
 
 

@@ -38,7 +38,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ranks, layout = request.param
     folder = tmp_path_factory.mktemp(f"session-{ranks}-{layout}")
     arguments = [str(folder), str(write_config(folder, layout))]
-    launch_ranks(Path(__file__).with_name("session_on_ranks.py"), arguments, ranks=ranks, timeout=300).check()
+    launch_ranks(
+        Path(__file__).with_name("session_on_ranks.py"), arguments, ranks=ranks, timeout=300
+    ).check()
     return folder
 
 
@@ -56,12 +58,18 @@ def test_train_and_a_loop_over_a_session_give_the_commands_losses_bit_for_bit(
     command = [(line["loss"], line["grad_norm"]) for line in steps_of(folder / "command")]
     assert len(command) == 5
     assert [(line["loss"], line["grad_norm"]) for line in steps_of(folder / "train")] == command
-    by_hand = [tuple(float(f"{value:.9g}") for value in step) for step in found["begun"] + found["continued"]]
+    by_hand = [
+        tuple(float(f"{value:.9g}") for value in step)
+        for step in found["begun"] + found["continued"]
+    ]
     assert by_hand == command
 
 
 def test_all_three_export_the_same_weights(folder: Path) -> None:
-    exports = [(folder / name / "export" / "model.safetensors").read_bytes() for name in ("command", "train", "loop")]
+    exports = [
+        (folder / name / "export" / "model.safetensors").read_bytes()
+        for name in ("command", "train", "loop")
+    ]
     assert exports[0] == exports[1] == exports[2]
 
 
@@ -73,10 +81,18 @@ def test_a_users_dpo_is_the_methods(found: dict[str, Any]) -> None:
 
 def test_hooks_of_a_recipe_see_all_ranks(folder: Path) -> None:
     """A metric is the mean over all answers, to the last bit but metrics.jsonl's nine digits; a callback gets the line of all ranks."""
-    lines = [json.loads(line) for line in (folder / "hooks" / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for line in (folder / "hooks" / "samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "hooks" / "metrics.jsonl").read_text().splitlines()
+    ]
+    samples = [
+        json.loads(line) for line in (folder / "hooks" / "samples.jsonl").read_text().splitlines()
+    ]
     for step in (0, 2):
-        scores = [1 / (1 + abs(len(s["answer"]) - len(s["expected"]))) for s in samples if s["step"] == step]
+        scores = [
+            1 / (1 + abs(len(s["answer"]) - len(s["expected"])))
+            for s in samples
+            if s["step"] == step
+        ]
         assert len(scores) == 5
         logged = next(line for line in lines if line["step"] == step and "exact_match" in line)
         assert logged["metrics/closeness"] == float(f"{math.fsum(scores) / 5:.9g}")
@@ -85,10 +101,16 @@ def test_hooks_of_a_recipe_see_all_ranks(folder: Path) -> None:
     assert (noted["step"], float(f"{noted['loss']:.9g}")) == (2, trained["loss"])
 
 
-def test_what_a_callback_raises_on_one_rank_ends_all_after_a_save(folder: Path, found: dict[str, Any]) -> None:
+def test_what_a_callback_raises_on_one_rank_ends_all_after_a_save(
+    folder: Path, found: dict[str, Any]
+) -> None:
     ranks = json.loads((folder / "refused" / "environment.json").read_text())["ranks"]
-    assert found["refused"].endswith(f"Refuses.on_step: ValueError: not on rank {ranks - 1} (step 1 is saved)")
-    assert [path.name for path in (folder / "refused").glob("checkpoints/step-*")] == ["step-00000001"]
+    assert found["refused"].endswith(
+        f"Refuses.on_step: ValueError: not on rank {ranks - 1} (step 1 is saved)"
+    )
+    assert [path.name for path in (folder / "refused").glob("checkpoints/step-*")] == [
+        "step-00000001"
+    ]
 
 
 class Largest(TorchDispatchMode):
@@ -96,7 +118,9 @@ class Largest(TorchDispatchMode):
 
     numbers = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             self.numbers = max(self.numbers, each.numel() if isinstance(each, Tensor) else 0)
@@ -105,18 +129,31 @@ class Largest(TorchDispatchMode):
 
 def test_a_users_dpo_never_holds_all_logits(tmp_path: Path) -> None:
     """Measured: the largest tensor of the reference, the forward and the backward is a chunk's, not a row's logits."""
-    shape = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = shape | {"model_type": "llama", "vocab_size": 65_536, "max_position_embeddings": 2048}
     folder = str(ROOT / "recipes" / "quickstart")
-    keys = {"model_config": model, "tokenizer_name_or_path": folder, "method": "dpo", "max_length": 2048}
-    recipe = finetune.load_recipe(**keys, per_device_train_batch_size=1, output_dir=tmp_path / "run")
+    keys = {
+        "model_config": model,
+        "tokenizer_name_or_path": folder,
+        "method": "dpo",
+        "max_length": 2048,
+    }
+    recipe = finetune.load_recipe(
+        **keys, per_device_train_batch_size=1, output_dir=tmp_path / "run"
+    )
     rows = [{"question": "Count.", "chosen": "seven " * 600, "rejected": "eight " * 600}]
 
     def own(found: Tensor, batch: finetune.MicroBatch) -> Tensor:
         chosen, rejected = torch.zeros(2).index_add(0, batch.trained_documents, found - before[0])
         return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
 
-    with finetune.Session(recipe, str(write_config(tmp_path, "full_shard"))) as session, Largest() as largest:
+    with (
+        finetune.Session(recipe, str(write_config(tmp_path, "full_shard"))) as session,
+        Largest() as largest,
+    ):
         batch = session.batch(rows)
         before = session.log_probabilities(batch)
         loss = session.forward_backward(batch, own).loss
@@ -128,7 +165,9 @@ def test_a_users_dpo_never_holds_all_logits(tmp_path: Path) -> None:
     )
     assert batch.trained_tokens > 1000
     assert largest.numbers < logits / 2
-    assert largest.numbers <= max(loss_chunk_tokens(model["vocab_size"], "cpu") * model["vocab_size"], weight)
+    assert largest.numbers <= max(
+        loss_chunk_tokens(model["vocab_size"], "cpu") * model["vocab_size"], weight
+    )
 
 
 SCRIPT = """
@@ -170,20 +209,34 @@ def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
         "import finetune\nwith finetune.Session(finetune.load_recipe()) as session:\n    session.optim_step(rate=1.0).stop\n"
         "    session.sample(['a']) + 1\n"
     )
-    options = ("--strict", f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}")
-    said, problems, _ = pytest.importorskip("mypy.api").run([*options, f"{tmp_path}/script.py", f"{tmp_path}/wrong.py"])
+    options = (
+        "--strict",
+        f"--config-file={ROOT / 'pyproject.toml'}",
+        f"--cache-dir={ROOT / '.mypy_cache'}",
+    )
+    said, problems, _ = pytest.importorskip("mypy.api").run(
+        [*options, f"{tmp_path}/script.py", f"{tmp_path}/wrong.py"]
+    )
     assert "script.py" not in said, said + problems
-    errors = [line.rpartition("[")[2] for line in said.splitlines() if "wrong.py" in line and ": error:" in line]
+    errors = [
+        line.rpartition("[")[2]
+        for line in said.splitlines()
+        if "wrong.py" in line and ": error:" in line
+    ]
     assert errors == ["call-arg]", "attr-defined]", "operator]"], said
 
 
-def test_rows_in_memory_are_trained_on_as_transformers_would(folder: Path, found: dict[str, Any]) -> None:
+def test_rows_in_memory_are_trained_on_as_transformers_would(
+    folder: Path, found: dict[str, Any]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "train" / "export")
     model = AutoModelForCausalLM.from_pretrained(folder / "train" / "export", dtype=torch.float32)
     losses, tokens = [], 0
     for row in ROWS:
         prompt, whole = (
-            tokenizer.apply_chat_template(messages, add_generation_prompt=add, return_dict=True)["input_ids"]
+            tokenizer.apply_chat_template(messages, add_generation_prompt=add, return_dict=True)[
+                "input_ids"
+            ]
             for messages, add in ((row["messages"][:1], True), (row["messages"], False))
         )
         labels = [-100] * len(prompt) + whole[len(prompt) :]
@@ -204,7 +257,9 @@ def test_answers_are_those_of_transformers(folder: Path, found: dict[str, Any]) 
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     prompt = tokenizer.apply_chat_template(ROWS[2]["messages"][:1], **options)
     output = model.generate(**prompt, max_new_tokens=4, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    answer = tokenizer.decode(
+        output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True
+    ).strip()
     assert found["rows"]["answers"] == [answer, answer]
 
 
@@ -214,14 +269,19 @@ def test_a_session_that_is_refused_leaves_the_process_free_for_the_next(tmp_path
     broken.write_text("no row\n")
     for _ in range(2):
         with pytest.raises(finetune.UserError, match=r"broken\.jsonl:1"):
-            finetune.Session(finetune.load_recipe("quickstart", datasets=[{"path": str(broken)}], **keys), "single")
+            finetune.Session(
+                finetune.load_recipe("quickstart", datasets=[{"path": str(broken)}], **keys),
+                "single",
+            )
     with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session:
         assert next(session.batches()).step == 0
         with pytest.raises(finetune.UserError, match="a session, or an Accelerator, is open"):
             finetune.Session(finetune.load_recipe("quickstart", **keys), "single")
 
 
-def test_ctrl_c_while_data_are_read_leaves_the_process_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_data_are_read_leaves_the_process_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -232,8 +292,12 @@ def test_ctrl_c_while_data_are_read_leaves_the_process_free(tmp_path: Path, monk
     finetune.Session(recipe, "single").close()
 
 
-def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(tmp_path: Path) -> None:
-    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(
+    tmp_path: Path,
+) -> None:
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
     with finetune.Session(recipe, "single") as session:
         for _ in range(2):
             session.forward_backward(ROWS)
@@ -242,7 +306,9 @@ def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(tmp
     with finetune.Session(recipe, "single") as session:
         session.forward_backward(ROWS)
         session.optim_step(learning_rate=1e-3)
-        with pytest.raises(finetune.UserError, match=r"holds step 2 of another training.*call load\(\) first"):
+        with pytest.raises(
+            finetune.UserError, match=r"holds step 2 of another training.*call load\(\) first"
+        ):
             session.save()
     with finetune.Session(recipe, "single") as session:
         assert session.load().step == 2
@@ -251,15 +317,23 @@ def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(tmp
         assert session.save().name == "step-00000003"
 
 
-def test_answers_are_drawn_at_a_temperature_and_draw_nothing_of_the_runs_random_numbers(tmp_path: Path) -> None:
-    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+def test_answers_are_drawn_at_a_temperature_and_draw_nothing_of_the_runs_random_numbers(
+    tmp_path: Path,
+) -> None:
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
     prompts = ["What is two in digits?"] * 8
     with finetune.Session(recipe, "single") as session:
         state = torch.get_rng_state()
         drawn = session.sample(prompts, max_new_tokens=12, temperature=1.0)
         assert len(set(drawn)) == 8, "random weights give about equal probabilities"
-        assert session.sample(prompts, max_new_tokens=12, temperature=1.0) == drawn, "by the seed and the step"
-        assert len({each.token_ids for each in session.sample(prompts, max_new_tokens=12)}) == 1, "greedily"
+        assert session.sample(prompts, max_new_tokens=12, temperature=1.0) == drawn, (
+            "by the seed and the step"
+        )
+        assert len({each.token_ids for each in session.sample(prompts, max_new_tokens=12)}) == 1, (
+            "greedily"
+        )
         together = session.sample(prompts[:1], max_new_tokens=12, temperature=1.0, num_samples=8)
         assert together == drawn
         other = session.sample(prompts, max_new_tokens=12, temperature=1.0, seed=7)
@@ -268,10 +342,16 @@ def test_answers_are_drawn_at_a_temperature_and_draw_nothing_of_the_runs_random_
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_log_probabilities_of_answers_are_those_of_a_plain_forward(tmp_path: Path, temperature: float) -> None:
-    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+def test_log_probabilities_of_answers_are_those_of_a_plain_forward(
+    tmp_path: Path, temperature: float
+) -> None:
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
     prompts = ["What is two in digits?", "Hello, what is forty-two in digits?"]
-    with finetune.Session(recipe, Sharding(layout="single", mixed_precision="no", use_cpu=True)) as session:
+    with finetune.Session(
+        recipe, Sharding(layout="single", mixed_precision="no", use_cpu=True)
+    ) as session:
         answers = session.sample(prompts, max_new_tokens=10, temperature=temperature, num_samples=2)
         for place, each in enumerate(answers):
             prompt = prompt_ids(prompts[place // 2], session.tokenizer)
@@ -280,12 +360,19 @@ def test_log_probabilities_of_answers_are_those_of_a_plain_forward(tmp_path: Pat
                 logits = session.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
             of_all = (logits / (temperature or 1.0)).log_softmax(-1)
             expected = of_all.gather(-1, torch.tensor(each.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(each.log_probabilities), expected, rtol=0, atol=1e-5)
-            assert each.text == session.tokenizer.decode(each.token_ids, skip_special_tokens=True).strip()
+            torch.testing.assert_close(
+                torch.tensor(each.log_probabilities), expected, rtol=0, atol=1e-5
+            )
+            assert (
+                each.text
+                == session.tokenizer.decode(each.token_ids, skip_special_tokens=True).strip()
+            )
 
 
 def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
-    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
     with finetune.Session(recipe, "single") as session:
         (whole,) = session.sample(["Hello?"], max_new_tokens=24, temperature=1.0)
         stop = next(letter for letter in whole.text[4:] if letter.isalnum())
@@ -297,19 +384,33 @@ def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
-    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
-    losses: dict[str, Any] = {"float": lambda found, batch: 1.0, r"shape \(\d+,\)": lambda found, batch: -found}
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
+    losses: dict[str, Any] = {
+        "float": lambda found, batch: 1.0,
+        r"shape \(\d+,\)": lambda found, batch: -found,
+    }
     losses |= {"without a graph": lambda found, batch: found.detach().sum()}
     with finetune.Session(recipe, "single") as session:
         for mistake, sentence in (
             (lambda: session.optim_step(), "call forward_backward first"),
             (lambda: session.forward_backward([]), "a list of mappings is expected"),
             (lambda: session.forward_backward(["text"]), "a list of mappings is expected"),
-            (lambda: session.forward_backward([{"messages": "no list"}]), "row 1: messages: a list"),
+            (
+                lambda: session.forward_backward([{"messages": "no list"}]),
+                "row 1: messages: a list",
+            ),
             (lambda: session.batches(), "names no data"),
             (lambda: session.sample("What?"), "a list of prompts is expected"),
-            (lambda: session.sample(["What?"], temperature=-1), "sample: temperature: a number of at least 0"),
-            (lambda: session.sample(["What?"], num_samples=0), "sample: num_samples: a whole number of at least 1"),
+            (
+                lambda: session.sample(["What?"], temperature=-1),
+                "sample: temperature: a number of at least 0",
+            ),
+            (
+                lambda: session.sample(["What?"], num_samples=0),
+                "sample: num_samples: a whole number of at least 1",
+            ),
             (lambda: session.sample(["What?"], stop="."), "sample: stop: a list of texts"),
             (
                 lambda: session.forward_backward(ROWS, "cross-entropy"),
@@ -337,27 +438,53 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         assert session.optim_step(learning_rate=1e-3).step == 1
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
-    keys = {"method": "dpo", "model_name_or_path": make_model(tmp_path / "model"), "max_length": 64, "max_steps": 1}
+    keys = {
+        "method": "dpo",
+        "model_name_or_path": make_model(tmp_path / "model"),
+        "max_length": 64,
+        "max_steps": 1,
+    }
     keys |= {
         "output_dir": tmp_path / "dpo",
         "datasets": [{"path": str(tmp_path / "pairs.jsonl")}],
         "model_config": None,
     }
-    keys |= {"dataset_cache_dir": tmp_path / "cache", "tokenizer_name_or_path": None, "eval_datasets": []}
-    with finetune.Session(finetune.load_recipe("quickstart", exact_match_samples=0, **keys), "single") as session:
+    keys |= {
+        "dataset_cache_dir": tmp_path / "cache",
+        "tokenizer_name_or_path": None,
+        "eval_datasets": [],
+    }
+    with finetune.Session(
+        finetune.load_recipe("quickstart", exact_match_samples=0, **keys), "single"
+    ) as session:
         assert session.forward_backward(next(session.batches())).loss == pytest.approx(math.log(2))
         for own in ([pair], session.batch([pair])):  # whose references are not known
-            with pytest.raises(finetune.UserError, match="dpo is prepared with the recipe's data; give datasets"):
+            with pytest.raises(
+                finetune.UserError, match="dpo is prepared with the recipe's data; give datasets"
+            ):
                 session.forward_backward(own)
-    keys = {"optim_in_backward": True, "max_grad_norm": None, "output_dir": tmp_path / "in-backward"}
+    keys = {
+        "optim_in_backward": True,
+        "max_grad_norm": None,
+        "output_dir": tmp_path / "in-backward",
+    }
     leaves_nothing = pytest.raises(finetune.UserError, match="optim_in_backward leaves nothing")
-    with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session, leaves_nothing:
+    with (
+        finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session,
+        leaves_nothing,
+    ):
         session.forward_backward(ROWS)
 
 
-def test_what_fails_leaves_no_gradient_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_leaves_no_gradient_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss that raises in its second micro-batch, one that is nan, and Ctrl-C in the forward: the next step is a step without them."""
-    keys = {"per_device_train_batch_size": 4, "output_dir": tmp_path / "run", "exact_match_samples": 0}
+    keys = {
+        "per_device_train_batch_size": 4,
+        "output_dir": tmp_path / "run",
+        "exact_match_samples": 0,
+    }
     found: list[tuple[float, float]] = []
     calls: list[int] = []
 
@@ -392,13 +519,20 @@ def test_what_fails_leaves_no_gradient_behind(tmp_path: Path, monkeypatch: pytes
         found.append((session.optim_step(learning_rate=0.0).grad_norm, session.progress.step))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert [step for _, step in found] == [1, 2]
-    for closed in (lambda: session.forward_backward(batch), session.optim_step, session.save, session.load):
+    for closed in (
+        lambda: session.forward_backward(batch),
+        session.optim_step,
+        session.save,
+        session.load,
+    ):
         with pytest.raises(finetune.UserError, match="the session is closed"):
             closed()
 
 
 def test_a_recipe_is_given_by_its_name() -> None:
-    assert str(finetune.make_plan("quickstart")) == str(finetune.make_plan(finetune.load_recipe("quickstart")))
+    assert str(finetune.make_plan("quickstart")) == str(
+        finetune.make_plan(finetune.load_recipe("quickstart"))
+    )
     assert {"Session", "load_recipe", "train"} <= {*dir(finetune)}
 
 
@@ -409,12 +543,16 @@ def test_a_script_that_gives_something_else_is_told_what(tmp_path: Path) -> None
             act(given)
     one: Any = finetune.Callback()
     with pytest.raises(finetune.UserError, match=r"a list is expected, such as \[Notify\(\)\]"):
-        finetune.train(finetune.load_recipe("quickstart", output_dir=tmp_path / "run"), callbacks=one)
+        finetune.train(
+            finetune.load_recipe("quickstart", output_dir=tmp_path / "run"), callbacks=one
+        )
 
 
 def test_an_interrupt_waits_for_the_update() -> None:
     done = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background process ignores it
     try:
         with pytest.raises(KeyboardInterrupt), uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
@@ -425,7 +563,11 @@ def test_an_interrupt_waits_for_the_update() -> None:
 
 
 def test_the_pages_examples_run(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "api.md").read_text().replace("max_steps=20", "max_steps=2, exact_match_samples=2")
+    page = (
+        (ROOT / "docs" / "api.md")
+        .read_text()
+        .replace("max_steps=20", "max_steps=2, exact_match_samples=2")
+    )
     script = "\n".join(block.partition("```")[0] for block in page.split("```python\n")[1:])
     (tmp_path / "script.py").write_text(script)
     finished = run_command(("python", str(tmp_path / "script.py")), cwd=tmp_path)
@@ -439,7 +581,9 @@ def test_the_page_lists_what_is_public() -> None:
 
 
 def test_importing_it_loads_no_torch() -> None:
-    script = "import sys, finetune; finetune.load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, finetune; finetune.load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 

@@ -43,7 +43,9 @@ def list_pages(nav: Any) -> Iterator[str]:
 def slugs(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     made: set[str] = set()
-    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+    for heading in re.findall(
+        r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    ):
         plain = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
         made.add(plain)
     return made

@@ -40,14 +40,20 @@ def test_contributing_ends_in_the_tree() -> None:
 
 
 def test_no_file_name_is_used_twice() -> None:
-    names = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "cli.py"))
+    names = Counter(
+        path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "cli.py")
+    )
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_class_name_is_used_twice() -> None:
     names: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
-        names.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+        names.update(
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ClassDef)
+        )
     # peft's layer, under whose name both of its variants are known.
     assert [name for name, count in names.items() if count > 1 and name != "Linear"] == []
 
@@ -75,7 +81,9 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
                 continue
             target = node.targets[0]
-            if not isinstance(target, ast.Tuple) or not all(isinstance(name, ast.Name) for name in target.elts):
+            if not isinstance(target, ast.Tuple) or not all(
+                isinstance(name, ast.Name) for name in target.elts
+            ):
                 continue
             assigned = {ast.unparse(name) for name in target.elts}
             read = {inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name)}
@@ -97,35 +105,55 @@ def test_no_conditional_expression_lies_within_another_one() -> None:
 def test_every_file_says_what_it_is() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "__main__.py":
-            assert len(first_line(path)) <= 140, f"{path.relative_to(ROOT)}: the first line is no summary"
+            assert len(first_line(path)) <= 140, (
+                f"{path.relative_to(ROOT)}: the first line is no summary"
+            )
 
 
 def test_the_design_page_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
     assert len(named) > 25
-    assert sorted(name for name in named if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())) == []
+    assert (
+        sorted(
+            name for name in named if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())
+        )
+        == []
+    )
 
 
 def strings(path: Path) -> list[tuple[int, str]]:
     """The strings of a file, each with its line; docstrings, whose examples may name anything, are left out."""
     tree = ast.parse(path.read_text())
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+    constants = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose
+    ]
     return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
 
 
 # What other tools call things: their methods and schedules have some of our names.
-OTHER_TOOLS = ("config/other_names.py", *(f"convert/{path.name}" for path in PACKAGE.glob("convert/*.py")))
+OTHER_TOOLS = (
+    "config/other_names.py",
+    *(f"convert/{path.name}" for path in PACKAGE.glob("convert/*.py")),
+)
 
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {
     "optimizers": (OPTIMIZERS, ("config/optimization.py", "optim/optimizers.py")),
-    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
+    "schedules": (
+        [name for name in SCHEDULES if "_" in name],
+        ("config/schedules.py", *OTHER_TOOLS),
+    ),
     # Published models by their names are convert's, chat templates data's.
     "families": (
         [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],
-        ("config/families.py", "data/tokenizer.py", "export/formats/gguf_tokenizer.py", *OTHER_TOOLS),
+        (
+            "config/families.py",
+            "data/tokenizer.py",
+            "export/formats/gguf_tokenizer.py",
+            *OTHER_TOOLS,
+        ),
     ),
     "methods": (
         # A word of grpo's, and one of parameters' names.

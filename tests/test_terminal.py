@@ -42,10 +42,14 @@ def test_no_name_of_anything_steers_the_terminal(
         said.append(written.out + written.err)
         return said[-1]
 
-    assert "learning_rat" in answer(2, "plan", "--recipe", str(tiny_recipe()), f"learning_rat{ESCAPES}=1")
+    assert "learning_rat" in answer(
+        2, "plan", "--recipe", str(tiny_recipe()), f"learning_rat{ESCAPES}=1"
+    )
     (tmp_path / "column.jsonl").write_text(json.dumps({f"column{ESCAPES}": "text"}) + "\n")
     file = str(tmp_path / f"file{ESCAPES}.jsonl")
-    (tmp_path / "failing.jinja").write_text("{{ raise_exception('template ESCAPES') }}".replace("ESCAPES", ESCAPES))
+    (tmp_path / "failing.jinja").write_text(
+        "{{ raise_exception('template ESCAPES') }}".replace("ESCAPES", ESCAPES)
+    )
     recipes: list[dict[str, object]] = [
         {"datasets": [{"path": str(tmp_path / "column.jsonl")}]},
         {"datasets": [{"path": file}]},
@@ -53,7 +57,8 @@ def test_no_name_of_anything_steers_the_terminal(
     ]
     for number, keys in enumerate(recipes):
         assert re.search(
-            "column|file|template", answer(2, "inspect", "--recipe", str(tiny_recipe(f"r{number}", **keys)))
+            "column|file|template",
+            answer(2, "inspect", "--recipe", str(tiny_recipe(f"r{number}", **keys))),
         )
     foreign = tiny_llama("foreign")
     save_file({f"tensor{ESCAPES}": torch.ones(2)}, foreign / "model.safetensors")
@@ -71,22 +76,27 @@ def test_no_name_of_anything_steers_the_terminal(
 def test_a_run_with_nobody_to_read_its_stderr_trains_and_exports(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "finetune/run.py", "--recipe", str(tiny_recipe(max_steps=1, exact_match_samples=0))]
+    command = [
+        sys.executable,
+        "finetune/run.py",
+        "--recipe",
+        str(tiny_recipe(max_steps=1, exact_match_samples=0)),
+    ]
     assert exit_code_without_stderr(command, *os.pipe()) == 0
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
 def test_a_closed_terminal_fails_no_command() -> None:
-    program = (
-        "import sys; from finetune.errors import exit_code; sys.exit(exit_code(lambda: print('x', file=sys.stderr)))"
-    )
+    program = "import sys; from finetune.errors import exit_code; sys.exit(exit_code(lambda: print('x', file=sys.stderr)))"
     assert exit_code_without_stderr([sys.executable, "-c", program], *os.openpty()) == 0
 
 
 def test_a_full_disk_behind_stdout_is_one_sentence() -> None:
     command = [sys.executable, "-m", "finetune", "plan", "--num-processes", "1"]
     with Path("/dev/full").open("w") as full:
-        finished = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+        finished = subprocess.run(
+            command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True
+        )
     said = "stdout: cannot be written: No space left on device; send the output elsewhere, or make room\n"
     assert (finished.returncode, finished.stderr) == (2, said)
 
@@ -105,11 +115,17 @@ def exit_code_without_stderr(command: list[str], read_end: int, write_end: int) 
 def test_bars_still_move_and_messages_do_not() -> None:
     stream = io.StringIO()
     clean = CleanStream(stream)
-    with tqdm(total=2, file=clean, desc="outer") as bar, tqdm(total=2, file=clean, position=1) as inner:
+    with (
+        tqdm(total=2, file=clean, desc="outer") as bar,
+        tqdm(total=2, file=clean, position=1) as inner,
+    ):
         inner.update()
         bar.update()
     direct = io.StringIO()
-    with tqdm(total=2, file=direct, desc="outer") as bar, tqdm(total=2, file=direct, position=1) as inner:
+    with (
+        tqdm(total=2, file=direct, desc="outer") as bar,
+        tqdm(total=2, file=direct, position=1) as inner,
+    ):
         inner.update()
         bar.update()
     assert controls(stream.getvalue()) == controls(direct.getvalue())
@@ -136,5 +152,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence_wherever_it_shows(
 
     assert exit_code(fail) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"run/finished.json: cannot be written ({os.strerror(number)}); make room")
+    assert said.startswith(
+        f"run/finished.json: cannot be written ({os.strerror(number)}); make room"
+    )
     assert len(said.splitlines()) == 1

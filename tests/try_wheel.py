@@ -13,7 +13,17 @@ COMMANDS = (
     ("launch", "--num-processes", "1", "--dry-run"),
     ("launch", "--num-processes", "1", "max_steps=20"),
     ("chat", "runs/quickstart", "--prompt", QUESTION, "--max-new-tokens", "4"),
-    ("init", "--model", "runs/quickstart/export", "--data", "rows.jsonl", "--gpus", "0", "--train", "full"),
+    (
+        "init",
+        "--model",
+        "runs/quickstart/export",
+        "--data",
+        "rows.jsonl",
+        "--gpus",
+        "0",
+        "--train",
+        "full",
+    ),
     ("launch", "--recipe", "my_recipe.yaml", "--dry-run"),
 )
 
@@ -26,7 +36,12 @@ def main() -> None:
         Path(folder, "rows.jsonl").write_text(row * 50, encoding="utf-8")
         for arguments in COMMANDS:
             print(f"$ finetune {' '.join(arguments)}", flush=True)
-            subprocess.run([command, *arguments], cwd=folder, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            subprocess.run(
+                [command, *arguments],
+                cwd=folder,
+                check=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
 
 
 if __name__ == "__main__":

@@ -70,13 +70,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "image_token_index": IMAGE,
         "tie_word_embeddings": False,
     },
-    "qwen2_5_vl": {"text_config": rope(mrope_section=[1, 1, 2]), "vision_config": QWEN_VISION, **QWEN_IDS},
-    "qwen3_vl": {
-        "text_config": {"intermediate_size": 512} | rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
-        "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "qwen2_5_vl": {
+        "text_config": rope(mrope_section=[1, 1, 2]),
+        "vision_config": QWEN_VISION,
         **QWEN_IDS,
     },
-    "qwen3_5": {"text_config": LINEAR, "vision_config": QWEN_VISION | {"num_position_embeddings": 16}, **QWEN_IDS},
+    "qwen3_vl": {
+        "text_config": {"intermediate_size": 512}
+        | rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
+        "vision_config": QWEN_VISION
+        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "qwen3_5": {
+        "text_config": LINEAR,
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
 }
 
 
@@ -108,7 +118,12 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": GEMMA_4,
         "vision_config": VISION
-        | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64},
+        | {
+            "model_type": "gemma4_vision",
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "position_embedding_size": 64,
+        },
         "audio_config": None,
         "image_token_id": IMAGE,
         "boi_token_id": START,
@@ -145,8 +160,11 @@ MORE: dict[str, dict[str, Any]] = {
         **QWEN_IDS,
     },
     "qwen3_vl_moe": {
-        "text_config": rope(mrope_section=[2, 1, 1], mrope_interleaved=True) | EXPERTS | {"decoder_sparse_step": 1},
-        "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        "text_config": rope(mrope_section=[2, 1, 1], mrope_interleaved=True)
+        | EXPERTS
+        | {"decoder_sparse_step": 1},
+        "vision_config": QWEN_VISION
+        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **QWEN_IDS,
     },
     "qwen3_5_moe": {
@@ -244,7 +262,10 @@ def image_prompt(family: str) -> dict[str, Any]:
     ids = torch.tensor([[5, 6, START, *[IMAGE] * count, END, 7, 8, 9]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if family.startswith("qwen"):
-        inputs |= {"image_grid_thw": torch.tensor([[1, 2, 2]]), "mm_token_type_ids": (ids == IMAGE).int()}
+        inputs |= {
+            "image_grid_thw": torch.tensor([[1, 2, 2]]),
+            "mm_token_type_ids": (ids == IMAGE).int(),
+        }
         return inputs | {"pixel_values": torch.randn(4, 3 * 2 * 14 * 14, generator=generator)}
     width = 56 if family == "mistral3" else 28
     inputs |= {"image_sizes": torch.tensor([[28, width]])} if family == "mistral3" else {}
@@ -254,7 +275,9 @@ def image_prompt(family: str) -> dict[str, Any]:
 def whole_config(family: str) -> dict[str, Any]:
     """The content of config.json."""
     tokenizer = make_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     keys = (FAMILIES | MORE | PIXTRAL)[family]
     text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
     return {"model_type": family} | keys | {"text_config": text}
@@ -269,9 +292,13 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     config = AutoConfig.for_model(**whole_config(family))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = let_states_last(AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype)))
+        model = let_states_last(
+            AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+        )
         for name, parameter in model.named_parameters():
-            if "mm_input_projection" in name:  # Gemma 3's begins at zero, and every image would be the same
+            if (
+                "mm_input_projection" in name
+            ):  # Gemma 3's begins at zero, and every image would be the same
                 torch.nn.init.normal_(parameter, std=0.2)
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
@@ -279,7 +306,9 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     model.save_pretrained(folder)
     if family in MIXED_DTYPES:  # transformers names the dtype of the first parameter, the tower's
         text = (folder / "config.json").read_text()
-        (folder / "config.json").write_text(text.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+        (folder / "config.json").write_text(
+            text.replace('"dtype": "float32"', '"dtype": "bfloat16"')
+        )
     tokenizer.save_pretrained(folder)
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).write_text(json.dumps({"image_processor_type": f"{family} {name}"}))
@@ -287,8 +316,18 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
 
 
 # What stands in a text for an image, and the processors of the families whose images are tried.
-PLACES = {"image_token": "<|image|>", "video_token": "<|video|>", "start_token": "<|img|>", "end_token": "<|/img|>"}
-IDEFICS_PLACES = ["<image>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>"]  # its processor's own
+PLACES = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "start_token": "<|img|>",
+    "end_token": "<|/img|>",
+}
+IDEFICS_PLACES = [
+    "<image>",
+    "<end_of_utterance>",
+    "<fake_token_around_image>",
+    "<global-img>",
+]  # its processor's own
 GEMMA_NAMES = {"image_token": "<|image|>", "boi_token": "<|img|>", "eoi_token": "<|/img|>"}
 INTERNVL_NAMES = {
     "context_image_token": "<|image|>",
@@ -296,7 +335,11 @@ INTERNVL_NAMES = {
     "start_image_token": "<|img|>",
     "end_image_token": "<|/img|>",
 }
-SMOLVLM_NAMES = {"image_token": "<|image|>", "fake_image_token": "<|img|>", "global_image_token": "<|/img|>"}
+SMOLVLM_NAMES = {
+    "image_token": "<|image|>",
+    "fake_image_token": "<|img|>",
+    "global_image_token": "<|/img|>",
+}
 PARTS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -330,20 +373,38 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]
         "<|image|>",
     ),
     "mistral3": (
-        {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 56}},
-        {"patch_size": 14, "spatial_merge_size": 2, "image_token": "<|image|>", "image_break_token": "<|img|>"}
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": 14,
+            "size": {"longest_edge": 56},
+        },
+        {
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "image_token": "<|image|>",
+            "image_break_token": "<|img|>",
+        }
         | {"image_end_token": "<|/img|>"},
         {},
         "<|image|>",
     ),
 }
-CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SIDE_28["size"]}
-STRATEGY = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": SIDE_28["size"],
+}
+STRATEGY = {
+    "patch_size": 14,
+    "num_additional_image_tokens": 1,
+    "vision_feature_select_strategy": "default",
+}
 GLM_SIZE = {"size": {"shortest_edge": 28 * 56, "longest_edge": 56 * 168}, "patch_size": 14}
 PROCESSORS |= {
     "pixtral": (
         PROCESSORS["mistral3"][0],
-        PROCESSORS["mistral3"][1] | {"spatial_merge_size": 1, "processor_class": "PixtralProcessor"},
+        PROCESSORS["mistral3"][1]
+        | {"spatial_merge_size": 1, "processor_class": "PixtralProcessor"},
         {},
         "<|image|>",
     ),
@@ -379,9 +440,14 @@ PROCESSORS |= {
     ),
     **{
         family: ({"image_processor_type": processor} | GLM_SIZE, {}, *PROCESSORS["qwen2_5_vl"][2:])
-        for family, processor in (("glm4v", "Glm4vImageProcessor"), ("glm46v", "Glm46VImageProcessor"))
+        for family, processor in (
+            ("glm4v", "Glm4vImageProcessor"),
+            ("glm46v", "Glm46VImageProcessor"),
+        )
     },
-    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), PROCESSORS["qwen2_5_vl"]),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), PROCESSORS["qwen2_5_vl"]
+    ),
 }
 
 
@@ -393,7 +459,9 @@ def add_processor(folder: Path, family: str) -> Path:
     plain = make_tokenizer()
     backend = plain.backend_tokenizer
     places = IDEFICS_PLACES if family == "idefics3" else [*PLACES.values()]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in places])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in places]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=plain.bos_token,
@@ -413,7 +481,9 @@ def draw_image(path: Path, number: int) -> Path:
     """A small picture of its own size and color."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (30 + 17 * (number % 4), 60 - 11 * (number % 3)), (37 * number % 256, 90, 200))
+    picture = Image.new(
+        "RGB", (30 + 17 * (number % 4), 60 - 11 * (number % 3)), (37 * number % 256, 90, 200)
+    )
     ImageDraw.Draw(picture).ellipse((3, 5, 20 + number % 9, 25), fill=(250, 20 * number % 256, 0))
     picture.save(path)
     return path
@@ -423,17 +493,26 @@ def make_image_chat(folder: Path, *, rows: int, every: int = 1) -> Path:
     """Conversations about images, in two turns in every third row; all but each `every`-th row without one, if not 1."""
     lines = []
     for row in range(rows):
-        content: list[dict[str, str]] = [{"type": "text", "text": f"What is {row}?" + " Tell me." * (row % 4)}]
+        content: list[dict[str, str]] = [
+            {"type": "text", "text": f"What is {row}?" + " Tell me." * (row % 4)}
+        ]
         if every == 1 or row % every == 0:
-            content.insert(0, {"type": "image", "path": draw_image(folder / f"{row}.png", row).name})
+            content.insert(
+                0, {"type": "image", "path": draw_image(folder / f"{row}.png", row).name}
+            )
         if row % 5 == 4 and every == 1:
-            content.append({"type": "image", "path": draw_image(folder / f"{row}-b.png", row + 3).name})
+            content.append(
+                {"type": "image", "path": draw_image(folder / f"{row}-b.png", row + 3).name}
+            )
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": content},
             {"role": "assistant", "content": f"It is {2 * row}."},
         ]
         if row % 3 == 2:
-            messages += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+            messages += [
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "Yes."},
+            ]
         lines.append(json.dumps({"messages": messages}) + "\n")
     path = folder / "images.jsonl"
     path.write_text("".join(lines))
@@ -443,11 +522,16 @@ def make_image_chat(folder: Path, *, rows: int, every: int = 1) -> Path:
 def open_processor(folder: Path, family: str) -> Any:
     """transformers' own processor of a folder, which without torchvision is made of its parts."""
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING_NAMES,
+        processor_class_from_name,
+    )
 
     name = PROCESSORS[family][1].get("processor_class")
     name = name or PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
-    known: Any = _pixtral_processor() if name == "PixtralProcessor" else processor_class_from_name(name)
+    known: Any = (
+        _pixtral_processor() if name == "PixtralProcessor" else processor_class_from_name(name)
+    )
     parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil")}
     parts |= {"tokenizer": AutoTokenizer.from_pretrained(folder)}
     unchecked = type(known.__name__, (known,), {"check_argument_for_proper_class": lambda *_: None})
@@ -462,7 +546,11 @@ def _pixtral_processor() -> Any:
 
     spec = find_spec("transformers.models.pixtral.processing_pixtral")
     assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).read_text().replace(".image_processing_pixtral", ".image_processing_pil_pixtral")
+    source = (
+        Path(spec.origin)
+        .read_text()
+        .replace(".image_processing_pixtral", ".image_processing_pil_pixtral")
+    )
     source = source.replace("@auto_docstring\n", "")  # it looks for the class in the file
     module = types.ModuleType(spec.name)
     module.__package__ = "transformers.models.pixtral"
@@ -476,8 +564,17 @@ def process_row(place: str, processor: Any) -> dict[str, Any]:
 
     file, _, line = place.rpartition(":")
     messages = json.loads(Path(file).read_text().splitlines()[int(line) - 1])["messages"]
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    pictures = [load_image(str(Path(file).parent / part["path"])) for part in parts if part["type"] == "image"]
+    parts = [
+        part
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    ]
+    pictures = [
+        load_image(str(Path(file).parent / part["path"]))
+        for part in parts
+        if part["type"] == "image"
+    ]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     images = {"images": [pictures]} if pictures else {}
     found = processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)

@@ -59,7 +59,9 @@ class WarmRank(WarmProcess):
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
         words = [word for word in args[1:] if word != "-u"]
-        super().__init__(words, env, Path("/proc/self/fd/1").readlink(), Path("/proc/self/fd/2").readlink())
+        super().__init__(
+            words, env, Path("/proc/self/fd/1").readlink(), Path("/proc/self/fd/2").readlink()
+        )
 
 
 class WarmCommand:
@@ -69,9 +71,13 @@ class WarmCommand:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         folder = Path(self._folder.name)
         os.mkfifo(folder / "stdin")
-        self.stdin = os.fdopen(os.open(folder / "stdin", os.O_RDWR), "w")  # O_RDWR: does not wait for the reader
+        self.stdin = os.fdopen(
+            os.open(folder / "stdin", os.O_RDWR), "w"
+        )  # O_RDWR: does not wait for the reader
         self._errors = folder / "stderr"
-        self._process = WarmProcess(command[1:], env, Path(os.devnull), self._errors, stdin=folder / "stdin")
+        self._process = WarmProcess(
+            command[1:], env, Path(os.devnull), self._errors, stdin=folder / "stdin"
+        )
 
     def __enter__(self) -> "WarmCommand":
         return self
@@ -129,13 +135,19 @@ def start_server() -> Any:
 def warm_reload() -> Any:
     """In place of `subprocess` in export/reload_process.py and torch_files.py: the processes that open an export or a file of torch's
     do not import all again."""
-    return SimpleNamespace(Popen=WarmCommand, run=_run_command, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    return SimpleNamespace(
+        Popen=WarmCommand, run=_run_command, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+    )
 
 
-def _run_command(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> "subprocess.CompletedProcess[bytes]":
+def _run_command(
+    command: Sequence[str], *, env: Mapping[str, str], **_: Any
+) -> "subprocess.CompletedProcess[bytes]":
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        code = WarmProcess([word for word in command[1:] if word != "-P"], env, stdout, stderr).wait()
+        code = WarmProcess(
+            [word for word in command[1:] if word != "-P"], env, stdout, stderr
+        ).wait()
         said = [path.read_bytes() if path.exists() else b"" for path in (stdout, stderr)]
     return subprocess.CompletedProcess(command, code, *said)
 
@@ -143,7 +155,9 @@ def _run_command(command: Sequence[str], *, env: Mapping[str, str], **_: Any) ->
 def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell starts in the background
     for number, path in enumerate(files):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(path, flags, 0o666), number)
@@ -151,7 +165,9 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
     os.environ.clear()
     os.environ |= env
     freeze_imports()
-    if int(env.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" not in env:  # whose agent has opened the store
+    if (
+        int(env.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" not in env
+    ):  # whose agent has opened the store
         from tests.ranks import open_stores
 
         open_stores()

@@ -16,11 +16,15 @@ runs = modal.Volume.from_name("finetune-runs", create_if_missing=True)
 
 
 # A function that is preempted starts again, and the run resumes from its last checkpoint.
-@app.function(gpu="H100", volumes={"/runs": runs}, timeout=24 * 3600, retries=modal.Retries(max_retries=3))
+@app.function(
+    gpu="H100", volumes={"/runs": runs}, timeout=24 * 3600, retries=modal.Retries(max_retries=3)
+)
 def train(recipe: str) -> None:
     """Trains `recipe` into the volume."""
     subprocess.run(
-        ["finetune", "launch", "--recipe", recipe, f"output_dir=/runs/{recipe}"], check=True, cwd="/finetune"
+        ["finetune", "launch", "--recipe", recipe, f"output_dir=/runs/{recipe}"],
+        check=True,
+        cwd="/finetune",
     )
     runs.commit()
 

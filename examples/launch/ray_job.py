@@ -28,8 +28,18 @@ class Rank:
 
     def train(self, rank: int, ranks: int, address: str, port: int, arguments: list[str]) -> int:
         """Runs run.py with what torchrun would set, and returns its exit code."""
-        given = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        environment = os.environ | {name: str(value) for name, value in given.items()} | {"MASTER_ADDR": address}
+        given = {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_PORT": port,
+        }
+        environment = (
+            os.environ
+            | {name: str(value) for name, value in given.items()}
+            | {"MASTER_ADDR": address}
+        )
         return subprocess.run([sys.executable, str(RUN), *arguments], env=environment).returncode
 
 
@@ -43,7 +53,10 @@ def main() -> int:
     ranks = [Rank.options(num_cpus=1, num_gpus=gpus).remote() for _ in range(options.ranks)]
     address, port = ray.get(ranks[0].find_address.remote())
     words = [word for word in arguments if word != "--"]
-    running = [each.train.remote(number, options.ranks, address, port, words) for number, each in enumerate(ranks)]
+    running = [
+        each.train.remote(number, options.ranks, address, port, words)
+        for number, each in enumerate(ranks)
+    ]
     return max(ray.get(running))
 
 

@@ -1,1 +1,3 @@
-"""Checkpoints: sharded, checksummed, published by one rename, resumed exactly in any layout; docs/checkpoints.md."""
+"""Checkpoints: sharded, checksummed, published by one rename, resumed exactly in any layout;
+docs/checkpoints.md.
+"""

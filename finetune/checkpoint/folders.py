@@ -1,4 +1,5 @@
-"""The checkpoints of one run: their folders' names, the newest that verifies, which are kept; `finetune checkpoints`.
+"""The checkpoints of one run: their folders' names, the newest that verifies, which are kept;
+`finetune checkpoints`.
 
     runs/<run_name>/checkpoints/
       step-00000100/        manifest.json (written last), model/, optimizer/, state.json
@@ -53,40 +54,54 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every folder that has a checkpoint's name, in order of step. Not verified."""
+    """(step, folder) of every folder that has a checkpoint's name, in order of step.
+
+    Not verified.
+    """
     folder = checkpoints_folder(run_folder)
-    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    matches = (
+        [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    )
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def refuse_later_steps(folder: Path, step: int) -> None:
-    """Raises `UserError` where another training has left later checkpoints in the run's `folder` than `step`'s."""
+    """Raises `UserError` where another training has left later checkpoints in the run's `folder`
+    than `step`'s.
+    """
     later = max((saved for saved, _ in list_checkpoints(folder)), default=0)
     if later > step:
         raise UserError(
-            f"save: {folder} holds step {later} of another training, which would be exported in place of this one; "
-            "call load() first, or set another output_dir"
+            f"save: {folder} holds step {later} of another training, which would be exported in "
+            "place of this one; call load() first, or set another output_dir"
         )
 
 
-_HELD: set[tuple[int, int]] = set()  # process and inode of the locks taken; a forked process holds none
+# process and inode of the locks taken; a forked process holds none
+_HELD: set[tuple[int, int]] = set()
 
 
 def lock_run(run_folder: Path) -> None:
-    """Locks the folder for this process until it ends, and removes what a killed run left: of two runs in one folder,
-    each would prune the other's checkpoints. The same process may lock it again: its runs follow one another.
+    """Locks the folder for this process until it ends, and removes what a killed run left: of two
+    runs in one folder, each would prune the other's checkpoints.
 
-    Rank 0 calls this before anything is written. Raises `UserError` where another process has the folder.
+    The same process may lock it again: its runs follow one another.
+
+    Rank 0 calls this before anything is written. Raises `UserError` where another process has the
+    folder.
     """
     checkpoints = checkpoints_folder(run_folder)
     durable.make_folder(checkpoints)
     try:
         lock = checkpoints / ".lock"
         if not lock.exists() or (os.getpid(), lock.stat().st_ino) not in _HELD:
-            durable.lock_folder(checkpoints, lock.name)  # the descriptor stays open until the process ends
+            # the descriptor stays open until the process ends
+            durable.lock_folder(checkpoints, lock.name)
             _HELD.add((os.getpid(), lock.stat().st_ino))
     except durable.FolderInUse as holder:
-        raise UserError(f"{run_folder}: {holder} is writing here; wait for it, or set another output_dir") from None
+        raise UserError(
+            f"{run_folder}: {holder} is writing here; wait for it, or set another output_dir"
+        ) from None
     remove_leftovers(run_folder)
 
 
@@ -96,7 +111,9 @@ def find_newest_valid(
     *,
     verify: Callable[[Path], list[str]] = find_damage,
 ) -> Path | None:
-    """The checkpoint with the highest step that verifies, or None. Each damaged one above it is passed to `log`.
+    """The checkpoint with the highest step that verifies, or None.
+
+    Each damaged one above it is passed to `log`.
 
     `verify(checkpoint)` returns what is wrong with one, as `find_damage` does.
     """
@@ -121,23 +138,35 @@ def make_staging(staging: Path) -> None:
 
 
 def publish(run_folder: Path, staging: Path, step: int) -> Path:
-    """Gives a completed staging folder its name, in one rename. Only one process of a run may do this.
+    """Gives a completed staging folder its name, in one rename.
 
-    A checkpoint of the same step is replaced; `remove_leftovers` restores it where the process is killed in between.
+    Only one process of a run may do this.
+
+    A checkpoint of the same step is replaced; `remove_leftovers` restores it where the process is
+    killed in between.
     """
     target = step_folder(run_folder, step)
-    durable.publish_folder(target, staging, checkpoints_folder(run_folder) / f".replaced-{step:08d}")
+    durable.publish_folder(
+        target, staging, checkpoints_folder(run_folder) / f".replaced-{step:08d}"
+    )
     return target
 
 
 def prune(
-    run_folder: Path, newest: int, keep: int | None, keep_every_steps: int | None = None, best_step: int | None = None
+    run_folder: Path,
+    newest: int,
+    keep: int | None,
+    keep_every_steps: int | None = None,
+    best_step: int | None = None,
 ) -> list[str]:
-    """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
+    """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time.
 
-    `newest` has just been published, so it is sound and always kept. Also keeps the checkpoint of `best_step` and those
-    at multiples of `keep_every_steps`. Later checkpoints and incomplete folders are neither counted nor removed.
-    Damaged checkpoints (`rename_damaged`) up to `newest` are removed too: the run has trained their steps again.
+    None keeps all.
+
+    `newest` has just been published, so it is sound and always kept. Also keeps the checkpoint of
+    `best_step` and those at multiples of `keep_every_steps`. Later checkpoints and incomplete
+    folders are neither counted nor removed. Damaged checkpoints (`rename_damaged`) up to `newest`
+    are removed too: the run has trained their steps again.
 
     Returns:
         A sentence for each checkpoint that could not be removed.
@@ -145,12 +174,19 @@ def prune(
     if keep is None:
         return []
     older = [
-        (s, path) for s, path in list_checkpoints(run_folder) if s < newest and not find_damage(path, checksums=False)
+        (s, path)
+        for s, path in list_checkpoints(run_folder)
+        if s < newest and not find_damage(path, checksums=False)
     ]
     surplus = older[: max(0, len(older) - (keep - 1))]
-    leave = [path for s, path in surplus if s != best_step and not (keep_every_steps and s % keep_every_steps == 0)]
+    leave = [
+        path
+        for s, path in surplus
+        if s != best_step and not (keep_every_steps and s % keep_every_steps == 0)
+    ]
     damaged = [
-        (_DAMAGED.fullmatch(path.name), path) for path in sorted(checkpoints_folder(run_folder).glob("damaged-*"))
+        (_DAMAGED.fullmatch(path.name), path)
+        for path in sorted(checkpoints_folder(run_folder).glob("damaged-*"))
     ]
     leave += [path for match, path in damaged if match and int(match[1]) <= newest]
     problems = []
@@ -161,15 +197,18 @@ def prune(
             durable.rename(path, leaving)
             durable.remove_tree(leaving)
         except OSError as error:
-            problems.append(f"{path}: an old checkpoint that could not be removed: {error.strerror or error}")
+            problems.append(
+                f"{path}: an old checkpoint that could not be removed: {error.strerror or error}"
+            )
     return problems
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
     """Renames every checkpoint newer than `step` to damaged-N, and returns the new paths.
 
-    Only the holder of the lock may call it. The run resumes at `step` because none of the newer ones verified; under a
-    checkpoint's name they would count in `save_total_limit` and be verified again at every start.
+    Only the holder of the lock may call it. The run resumes at `step` because none of the newer
+    ones verified; under a checkpoint's name they would count in `save_total_limit` and be verified
+    again at every start.
     """
     renamed = []
     for number, path in list_checkpoints(run_folder):
@@ -186,7 +225,9 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left, and restores a checkpoint it was replacing. For the holder of the lock only.
+    """Removes what a killed process left, and restores a checkpoint it was replacing.
+
+    For the holder of the lock only.
 
     What cannot be removed stays: it is no checkpoint, and no reason not to start.
     """
@@ -208,14 +249,17 @@ def refuse_small_disk(
     steps_per_epoch: int | None = None,
     carried_bytes: int = 0,
 ) -> None:
-    """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
+    """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write
+    there.
 
-    That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the
-    export, in the dtype that `finetune export` will choose, with what it carries over from the base, and the space
-    that it keeps free.
+    That is one checkpoint more than are kept, since an old one is removed after the new one is
+    published; and the export, in the dtype that `finetune export` will choose, with what it carries
+    over from the base, and the space that it keeps free.
     """
     keys = recipe.checkpoint
-    every = steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
+    every = (
+        steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
+    )
     saves = math.ceil(steps / every) if every else 1
     kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
@@ -230,8 +274,9 @@ def refuse_small_disk(
     if needed > free:
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
-            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an "
-            f"export of {disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
+            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of "
+            f"{disk_size(checkpoint_bytes)} and an export of "
+            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
             f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
         )
 
@@ -241,7 +286,10 @@ EXIT_DAMAGED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One checkpoint in the list. `problems` are sentences; an empty list means sound, as far as was checked."""
+    """One checkpoint in the list.
+
+    `problems` are sentences; an empty list means sound, as far as was checked.
+    """
 
     path: str
     step: int
@@ -258,7 +306,10 @@ class Summary:
 
 
 def checkpoints_command(options: argparse.Namespace) -> int:
-    """Lists the checkpoints of `options.run`, and with `options.verify` reads every byte. Returns 1 if any is bad."""
+    """Lists the checkpoints of `options.run`, and with `options.verify` reads every byte.
+
+    Returns 1 if any is bad.
+    """
     run = Path(options.run)
     restore_exports(run)
     summaries = summarize_checkpoints(run, checksums=options.verify)
@@ -271,11 +322,16 @@ def checkpoints_command(options: argparse.Namespace) -> int:
 
 
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
-    """The published checkpoints of a run, in order of step. Raises `UserError` where there are none."""
+    """The published checkpoints of a run, in order of step.
+
+    Raises `UserError` where there are none.
+    """
     published = list_checkpoints(run)
     if not published:
         raise UserError(f"{run}: {_why_none(run)}")
-    return [_summarize(step, path, find_damage(path, checksums=checksums)) for step, path in published]
+    return [
+        _summarize(step, path, find_damage(path, checksums=checksums)) for step, path in published
+    ]
 
 
 def _why_none(run: Path) -> str:
@@ -285,10 +341,15 @@ def _why_none(run: Path) -> str:
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
         return "has no checkpoints yet"
     at = run.absolute()
-    above = {"checkpoints": at.parent}.get(at.name, at.parent.parent if NAME.fullmatch(at.name) else None)
+    above = {"checkpoints": at.parent}.get(
+        at.name, at.parent.parent if NAME.fullmatch(at.name) else None
+    )
     if above is not None and list_checkpoints(above):
         return f"a part of a run; name the run's folder, {above}"
-    return "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as runs/quickstart"
+    return (
+        "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as "
+        "runs/quickstart"
+    )
 
 
 def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str]:
@@ -307,18 +368,22 @@ def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
         lines.append(
-            f"{path.name}: did not verify when the run resumed from an older one; removed once the run has "
-            "saved that step again"
+            f"{path.name}: did not verify when the run resumed from an older one; removed once the "
+            "run has saved that step again"
         )
     usable = [one for one in summaries if not one.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]
     newest = usable[-1]
-    made = f"a PEFT adapter and the model merged with {newest.base_model}" if newest.is_adapter else newest.architecture
+    made = (
+        f"a PEFT adapter and the model merged with {newest.base_model}"
+        if newest.is_adapter
+        else newest.architecture
+    )
     return [
         *lines,
-        f"resume:  the run's own command continues after step {newest.step:,}, in any layout and on any "
-        "number of ranks",
+        f"resume:  the run's own command continues after step {newest.step:,}, in any layout and "
+        "on any number of ranks",
         f"export:  finetune export {shlex.quote(newest.path)} --output DIR   ({made})",
     ]
 

@@ -1,7 +1,8 @@
-"""A checkpoint's manifest and state: its files with their checksums, whether they are sound, and how far a run is.
+"""A checkpoint's manifest and state: its files with their checksums, whether they are sound, and
+how far a run is.
 
-A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names every file in it
-with its size and checksum, and state.json says how far the run was.
+A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names
+every file in it with its size and checksum, and state.json says how far the run was.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is. Data order, learning rate and dropout are pure functions of `step`, so this is all there is."""
+    """How far a run is.
+
+    Data order, learning rate and dropout are pure functions of `step`, so this is all there is.
+    """
 
     step: int = 0  # optimizer steps done
     epoch: float = 0.0
@@ -34,7 +38,8 @@ class Progress:
     best_step: int | None = None  # the step that had it
     evaluations_since_best: int = 0
     scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
-    callbacks: dict[str, Any] | None = None  # of a checkpoint: the states of a user's callbacks, by their names
+    # of a checkpoint: the states of a user's callbacks, by their names
+    callbacks: dict[str, Any] | None = None
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool = False) -> "Progress":
         """The progress one step later, `batch`'s. `is_skipped`: its update was skipped."""
@@ -50,7 +55,8 @@ class Progress:
     def after_evaluation(self, loss: float) -> "Progress":
         """The progress after an evaluation that found the held-out `loss`.
 
-        A nan is never the lowest, nor is the loss before the first step: no checkpoint holds that model.
+        A nan is never the lowest, nor is the loss before the first step: no checkpoint holds that
+        model.
 
         >>> progress = Progress(step=5).after_evaluation(2.0).after_evaluation(3.0)
         >>> progress.best_eval_loss, progress.best_step, progress.evaluations_since_best
@@ -68,7 +74,10 @@ PATH_LIMIT_BYTES = 4096
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) if it holds none, or `OSError`."""
+    """The JSON object in `path`, and its bytes.
+
+    Raises `ValueError` (a sentence) if it holds none, or `OSError`.
+    """
     encoded = read_bounded(path)
     try:
         content = parse_json(encoded)
@@ -80,7 +89,10 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
-    """state.json of a checkpoint. Raises `ValueError` (a sentence) where it does not say how far the run was."""
+    """state.json of a checkpoint.
+
+    Raises `ValueError` (a sentence) where it does not say how far the run was.
+    """
     try:
         content, _ = read_object(checkpoint / name)
     except OSError as error:
@@ -90,7 +102,9 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
 
 
 def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` (a sentence) if `content` is no manifest, or names a file outside the checkpoint."""
+    """Raises `ValueError` (a sentence) if `content` is no manifest, or names a file outside the
+    checkpoint.
+    """
     _refuse_wrong_kinds(name, content, _MANIFEST)
     for file in content["files"]:
         path = PurePosixPath(file)
@@ -105,7 +119,9 @@ def _is_file_name(path: PurePosixPath) -> bool:
         sizes = [len(part.encode()) for part in path.parts]
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
-    return max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES and "\0" not in str(path)
+    return (
+        max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES and "\0" not in str(path)
+    )
 
 
 def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
@@ -125,10 +141,14 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "text": lambda value: isinstance(value, str),
     "object": lambda value: isinstance(value, dict),
-    "texts": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+    "texts": lambda value: (
+        isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    ),
     "files": lambda value: (
         isinstance(value, dict)
-        and all(isinstance(entry, dict) and _is_count(entry.get("size")) for entry in value.values())
+        and all(
+            isinstance(entry, dict) and _is_count(entry.get("size")) for entry in value.values()
+        )
     ),
     "none": lambda value: value is None,
     "missing": lambda _: False,
@@ -140,7 +160,9 @@ _MANIFEST = {
     "files": "files",
 }
 _STATE = {
-    **dict.fromkeys(("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best"), "count"),
+    **dict.fromkeys(
+        ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best"), "count"
+    ),
     "epoch": "number",
     "best_eval_loss": "number none",
     "best_step": "count none",
@@ -163,7 +185,10 @@ NAME = re.compile(r"step-([0-9]{8,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of manifest.json. `files`: path inside the checkpoint -> its size in bytes and checksum."""
+    """The content of manifest.json.
+
+    `files`: path inside the checkpoint -> its size in bytes and checksum.
+    """
 
     step: int
     layout: str
@@ -179,12 +204,17 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of `checkpoint`. Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable."""
+    """The manifest of `checkpoint`.
+
+    Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable.
+    """
     content, encoded = read_object(checkpoint / MANIFEST)
     version = content.get("format_version")
     content = {k: v for k, v in content.items() if k != "checksum"}
     if version != FORMAT_VERSION:
-        raise ValueError(f"{MANIFEST} has format {version!a}; this program reads format {FORMAT_VERSION}")
+        raise ValueError(
+            f"{MANIFEST} has format {version!a}; this program reads format {FORMAT_VERSION}"
+        )
     try:
         if _encode(content) == encoded:
             refuse_malformed_manifest(MANIFEST, content)
@@ -213,9 +243,11 @@ def find_damage(
     parts: Collection[str] = PARTS,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
-    """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied on.
+    """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied
+    on.
 
-    `checksums=False` compares names and sizes only. `parts` must be right, beside state.json. `advance` counts bytes.
+    `checksums=False` compares names and sizes only. `parts` must be right, beside state.json.
+    `advance` counts bytes.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -238,11 +270,21 @@ def find_damage(
 
 
 def _file_problems(
-    checkpoint: Path, manifest: Manifest, checksums: bool, parts: Collection[str], advance: Callable[[int], object]
+    checkpoint: Path,
+    manifest: Manifest,
+    checksums: bool,
+    parts: Collection[str],
+    advance: Callable[[int], object],
 ) -> Iterator[str]:
     others = set(PARTS) - set(parts)
-    expected = {checkpoint / n: entry for n, entry in manifest.files.items() if PurePosixPath(n).parts[0] not in others}
-    present = {path for part in parts for path in (checkpoint / part).rglob("*") if not path.is_dir()}
+    expected = {
+        checkpoint / n: entry
+        for n, entry in manifest.files.items()
+        if PurePosixPath(n).parts[0] not in others
+    }
+    present = {
+        path for part in parts for path in (checkpoint / part).rglob("*") if not path.is_dir()
+    }
     for path in sorted(present - expected.keys()):
         yield f"{path.relative_to(checkpoint)} does not belong to it"
     to_read = []
@@ -255,7 +297,9 @@ def _file_problems(
         elif checksums:
             to_read.append((path, entry))
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for (path, _), problem in zip(to_read, pool.map(lambda item: _damage(advance, *item), to_read), strict=True):
+        for (path, _), problem in zip(
+            to_read, pool.map(lambda item: _damage(advance, *item), to_read), strict=True
+        ):
             if problem:
                 yield f"{path.relative_to(checkpoint)} {problem}"
 
@@ -268,18 +312,20 @@ def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any])
 
 
 def complete(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest into a staging folder, whose other files are all on disk, and syncs its folders.
+    """Writes the manifest into a staging folder, whose other files are all on disk, and syncs its
+    folders.
 
-    Then it is a checkpoint that only lacks its name. Raises `UserError` where it does not hold what the manifest lists:
-    a rank's files may be on another machine's disk. Every rank has read its own files back, so names and sizes are
-    compared here.
+    Then it is a checkpoint that only lacks its name. Raises `UserError` where it does not hold what
+    the manifest lists: a rank's files may be on another machine's disk. Every rank has read its own
+    files back, so names and sizes are compared here.
     """
     durable.write_file(staging / MANIFEST, [_encode(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):
         durable.sync_folder(folder)
     if problems := find_damage(staging, checksums=False):
         raise UserError(
-            f"{staging}: {'; '.join(problems)}; every rank must write to one shared folder, set output_dir to one"
+            f"{staging}: {'; '.join(problems)}; every rank must write to one shared folder, set "
+            "output_dir to one"
         )
 
 
@@ -289,7 +335,9 @@ def hash_recipe(recipe: dict[str, Any]) -> str:
 
 
 def _encode(content: dict[str, Any]) -> bytes:
-    """JSON with a checksum of the rest in it: the one spelling of `content`, so that any changed byte shows."""
+    """JSON with a checksum of the rest in it: the one spelling of `content`, so that any changed
+    byte shows.
+    """
     plain = json.dumps(content, sort_keys=True, indent=1)
     return json.dumps(
         {"checksum": hashlib.sha256(plain.encode()).hexdigest()} | content, sort_keys=True, indent=1

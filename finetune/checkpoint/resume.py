@@ -1,7 +1,8 @@
-"""Resuming from a checkpoint, in any layout and on any number of ranks, if the run still reads the same.
+"""Resuming from a checkpoint, in any layout and on any number of ranks, if the run still reads the
+same.
 
-The same recipe over other files would be a different run: fingerprints of them are kept in state.json. A resumed run
-compares them, and an export compares that of the LoRA base.
+The same recipe over other files would be a different run: fingerprints of them are kept in
+state.json. A resumed run compares them, and an export compares that of the LoRA base.
 """
 
 import json
@@ -52,60 +53,102 @@ from finetune.files.tensors import hash_weights
 from finetune.models.carried import hash_tensors
 from finetune.models.load import read_carried, weights_folder
 
-BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
+# without effect on a run
+BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 OF_MODEL = ("model_name_or_path", "model_revision")
 OF_TOKENIZER = ("tokenizer_name_or_path", *OF_MODEL, "added_tokens", "special_tokens", "eot_tokens")
 OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision")
 STARTED = "the same name is given, but its weights, from which the training started, have changed"
-# name -> (the recipe's keys that name it, what has changed where its content has, and those keys have not)
+# name -> (the recipe's keys that name it, what has changed where its content has, and those keys
+# have not)
 INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "datasets": (("datasets", "streaming"), "datasets: the same files are named, but their content has changed"),
-    "held_out": (("eval_datasets",), "eval_datasets: the same files are named, but their content has changed"),
+    "datasets": (
+        ("datasets", "streaming"),
+        "datasets: the same files are named, but their content has changed",
+    ),
+    "held_out": (
+        ("eval_datasets",),
+        "eval_datasets: the same files are named, but their content has changed",
+    ),
     "chat_template": (
         ("chat_template", "tokenizer_name_or_path", "model_name_or_path"),
         "chat_template: the same name is given, but its text has changed",
     ),
     "tokenizer": (
         OF_TOKENIZER,
-        "tokenizer: the same name is given, but its vocabulary, merges or special tokens have changed",
+        (
+            "tokenizer: the same name is given, but its vocabulary, merges or special tokens have "
+            "changed"
+        ),
     ),
-    "config": (OF_MODEL, "model_name_or_path: the same name is given, but its config.json has changed"),
+    "config": (
+        OF_MODEL,
+        "model_name_or_path: the same name is given, but its config.json has changed",
+    ),
     "base": (OF_MODEL, f"model_name_or_path: {STARTED}"),
-    "carried": (OF_MODEL, "model_name_or_path: the same name is given, but what an export carries over has changed"),
+    "carried": (
+        OF_MODEL,
+        "model_name_or_path: the same name is given, but what an export carries over has changed",
+    ),
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
-    "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
-    "rewards": (("rewards",), "rewards: the same functions are named, but their files have changed"),
-    "reward_models": (("rewards",), "rewards: the same models are named, but their files have changed"),
+    "metrics": (
+        ("metrics",),
+        "metrics: the same functions are named, but their files have changed",
+    ),
+    "rewards": (
+        ("rewards",),
+        "rewards: the same functions are named, but their files have changed",
+    ),
+    "reward_models": (
+        ("rewards",),
+        "rewards: the same models are named, but their files have changed",
+    ),
     "tools": (("tools",), "tools: the same functions are named, but their files have changed"),
-    "callbacks": (("callbacks",), "callbacks: the same classes are named, but their files have changed"),
-    "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
+    "callbacks": (
+        ("callbacks",),
+        "callbacks: the same classes are named, but their files have changed",
+    ),
+    "teacher": (
+        OF_TEACHER,
+        f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed",
+    ),
 }
 
 
-def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World) -> dict[str, str]:
+def fingerprint_inputs(
+    recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World
+) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    Every byte of a base under LoRA, of a base that is the reference, of a teacher and of reward models is read; of
-    others, what an export carries over.
+    Every byte of a base under LoRA, of a base that is the reference, of a teacher and of reward
+    models is read; of others, what an export carries over.
     """
     paying = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
     for model in (recipe.model, recipe.teacher, *paying):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
-    hashes: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    hashes: dict[str, str] = RankGroup(world).on_main(
+        lambda: _read_fingerprints(recipe, tokenizer, data)
+    )
     return hashes
 
 
 def _is_base_read(recipe: Recipe) -> bool:
-    is_reference = recipe.method_facts.needs_reference or (recipe.method_facts.samples and recipe.method.beta > 0)
+    is_reference = recipe.method_facts.needs_reference or (
+        recipe.method_facts.samples and recipe.method.beta > 0
+    )
     return recipe.lora.use_peft or is_reference
 
 
-def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]) -> list[str]:
-    """A sentence for each input that differs, but for those that a key of `changed_keys` (`key: then -> now`) explains.
+def find_changed_inputs(
+    then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]
+) -> list[str]:
+    """A sentence for each input that differs, but for those that a key of `changed_keys` (`key:
+    then -> now`) explains.
 
-    What either does not know (another version wrote it, or a hub's data set is streamed) is not compared.
+    What either does not know (another version wrote it, or a hub's data set is streamed) is not
+    compared.
     """
     sentences = []
     for name, (keys, sentence) in INPUTS.items():
@@ -117,14 +160,18 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` if a model that is read is a damaged checkpoint; loading compares no checksum."""
+    """Raises `UserError` if a model that is read is a damaged checkpoint; loading compares no
+    checksum.
+    """
     named = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
     named += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
     for key, model in named:
         name = None if model is None else model.model_name_or_path
         checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
         if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
-            raise UserError(f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
+            raise UserError(
+                f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint"
+            )
 
 
 def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
@@ -141,14 +188,18 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     if teacher is not None and recipe.method_facts.needs_teacher:
         hashes["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
     if recipe.rollout.reward_models:
-        folders = [weights_folder(Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
+        folders = [
+            weights_folder(Model(model_name_or_path=name)) for name in recipe.rollout.reward_models
+        ]
         each = [[_hash_config(folder), hash_weights(folder)] for folder in folders]
         hashes["reward_models"] = durable.hash_json(each)
     return hashes
 
 
 def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
-    """The hashes of the rows trained on and of the held-out files; none of rows that are streamed from a hub."""
+    """The hashes of the rows trained on and of the held-out files; none of rows that are streamed
+    from a hub.
+    """
     if data is None:
         return {}
     hashes = {"datasets": data.train.fingerprint}
@@ -159,7 +210,9 @@ def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
 
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
+    vocabulary = {
+        key: value for key, value in backend.items() if key not in ("truncation", "padding")
+    }
     return {
         "chat_template": durable.hash_json(tokenizer.chat_template),
         "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
@@ -171,7 +224,9 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
     named = {
         "metrics": recipe.run.metrics,
         "callbacks": recipe.run.callbacks,
-        "rewards": [name for name in recipe.rollout.reward_functions if name not in SHIPPED_REWARDS],
+        "rewards": [
+            name for name in recipe.rollout.reward_functions if name not in SHIPPED_REWARDS
+        ],
         "tools": [name for name in recipe.rollout.tools if name not in SHIPPED_REWARDS],
     }
     hashes = {}
@@ -182,7 +237,9 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
 
 
 def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
-    """The hashes of a base's config, and of what is read of its weights beside the parameters that are trained."""
+    """The hashes of a base's config, and of what is read of its weights beside the parameters that
+    are trained.
+    """
     hashes = {"config": _hash_config(folder)}
     if _is_base_read(recipe):
         return hashes | {"base": hash_weights(folder)}
@@ -191,14 +248,21 @@ def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
 
 
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
-    """Raises `UserError` if the run that made `adapter` had a base with other weights than the hash `base`."""
+    """Raises `UserError` if the run that made `adapter` had a base with other weights than the hash
+    `base`.
+    """
     states = [adapter.parent / STATE, *sorted(adapter.parent.glob(f"checkpoints/*/{STATE}"))]
     inputs = (read_json_object(state).get("inputs") for state in states)
-    trained_on = {each["base"] for each in inputs if isinstance(each, dict) and isinstance(each.get("base"), str)}
+    trained_on = {
+        each["base"]
+        for each in inputs
+        if isinstance(each, dict) and isinstance(each.get("base"), str)
+    }
     if base is not None and trained_on and base not in trained_on:
         raise UserError(
-            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other weights "
-            f"than those of {recipe.model.model_name_or_path}; name its own base in model_name_or_path"
+            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was "
+            f"trained on other weights than those of {recipe.model.model_name_or_path}; name its "
+            "own base in model_name_or_path"
         )
 
 
@@ -210,14 +274,20 @@ def _find_folder(model: Model | None) -> Path | None:
 
 def _hash_config(folder: Path) -> str:
     config = load_json(folder / CONFIG_FILE)
-    return durable.hash_json({key: value for key, value in config.items() if key not in BOOKKEEPING})
+    return durable.hash_json(
+        {key: value for key, value in config.items() if key not in BOOKKEEPING}
+    )
 
 
-def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:
-    """The verified checkpoint that `resume_from_checkpoint` names; None to start at step 0. All ranks call it.
+def find_start(
+    recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None
+) -> Path | None:
+    """The verified checkpoint that `resume_from_checkpoint` names; None to start at step 0.
 
-    Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
-    recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
+    All ranks call it.
+
+    Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course
+    has changed: the recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
     checkpoint = RankGroup(world).on_main(
         lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
@@ -226,25 +296,28 @@ def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[s
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
-    """The verified checkpoint from which a run in `run_folder` resumes; None where it starts at step 0.
+    """The verified checkpoint from which a run in `run_folder` resumes; None where it starts at
+    step 0.
 
-    `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder` is only the start of
-    the run: once it has checkpoints of its own it resumes from those, so that the same command restarts a preempted
-    job.
+    `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder`
+    is only the start of the run: once it has checkpoints of its own it resumes from those, so that
+    the same command restarts a preempted job.
     """
     own = list_checkpoints(run_folder)
     if resume_from == "none":
         if own:
             raise UserError(
-                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints here (the newest of "
-                f"step {own[-1][0]}); set another output_dir, or remove them"
+                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints "
+                f"here (the newest of step {own[-1][0]}); set another output_dir, or remove them"
             )
         return None
     if resume_from == "auto" or (own and not _is_within(Path(resume_from), run_folder)):
         return _find_newest(run_folder) if own else None
     path = Path(resume_from)
     if not path.is_dir():
-        raise UserError(f"resume_from_checkpoint: {path}: no such folder; give a checkpoint's, a run's, or auto")
+        raise UserError(
+            f"resume_from_checkpoint: {path}: no such folder; give a checkpoint's, a run's, or auto"
+        )
     if not (path / MANIFEST).exists() and list_checkpoints(path):
         return _find_newest(path)
     if problems := find_damage(path):
@@ -252,17 +325,19 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
     later = [step for step, _ in own if step > read_manifest(path).step]
     if later:
         raise UserError(
-            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set another "
-            "output_dir, or remove the later checkpoints"
+            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; "
+            "set another output_dir, or remove the later checkpoints"
         )
     return path
 
 
-def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
+def load_start(
+    start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> Progress:
     """Fills model and optimizer from the checkpoint that `find_start` has found. All ranks call it.
 
-    A run without one is at step 0, with the weights it has. Raises `UserError` where the checkpoint was saved from a
-    different model.
+    A run without one is at step 0, with the weights it has. Raises `UserError` where the checkpoint
+    was saved from a different model.
     """
     if start is None:
         return Progress()
@@ -283,11 +358,16 @@ def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.opti
 def read_progress(checkpoint: Path) -> Progress:
     """How far the run was when `checkpoint`, which has been verified, was written."""
     content = read_state(checkpoint)
-    return Progress(**{field.name: content[field.name] for field in fields(Progress) if field.name in content})
+    return Progress(
+        **{field.name: content[field.name] for field in fields(Progress) if field.name in content}
+    )
 
 
-def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What differs between the run that saved `state` (state.json) and this one: first what decides its course.
+def list_changes(
+    state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """What differs between the run that saved `state` (state.json) and this one: first what decides
+    its course.
 
     Held-out data decide it where their loss chooses a checkpoint or ends the run.
     """
@@ -295,17 +375,21 @@ def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, 
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed = find_changed_inputs(inputs_then, inputs, deciding + other)
     held_out = [change for change in other + changed if change.startswith("eval_datasets")]
-    watching = [change for change in changed if change.startswith(("metrics", "callbacks"))]  # not what is trained
+    # not what is trained
+    watching = [change for change in changed if change.startswith(("metrics", "callbacks"))]
     deciding += [change for change in changed if change not in held_out + watching]
     other = [change for change in other if change not in held_out] + watching
-    is_decided_by_them = recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
+    is_decided_by_them = (
+        recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
+    )
     return (deciding + held_out, other) if is_decided_by_them else (deciding, other + held_out)
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs between two recipes with every key filled in, as `key: then -> now`.
 
-    First what decides the course of a run (the schema marks it). A key that `then` does not know had its default.
+    First what decides the course of a run (the schema marks it). A key that `then` does not know
+    had its default.
     """
     deciding: list[str] = []
     other: list[str] = []
@@ -320,14 +404,18 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     return deciding, other
 
 
-def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]) -> str | None:
+def _find_and_compare(
+    recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
+) -> str | None:
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
     if checkpoint is None:
         return None
     _compare(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
-            print(f"{damaged}: damaged, kept under this name until the run has saved that step again")
+            print(
+                f"{damaged}: damaged, kept under this name until the run has saved that step again"
+            )
     return str(checkpoint)
 
 
@@ -338,13 +426,14 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, 
     after = compute_global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(
-            f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"
+            f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any "
+            "number of ranks)"
         )
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
             [
-                f"{checkpoint}: the recipe has changed since this checkpoint, so the resumed run would be a "
-                "different one:",
+                f"{checkpoint}: the recipe has changed since this checkpoint, so the resumed run "
+                "would be a different one:",
                 *(f"  {change}" for change in deciding),
                 "set it back, set another output_dir, or set allow_changed_recipe: true",
             ]
@@ -358,7 +447,13 @@ def _find_newest(run_folder: Path) -> Path:
     newest = find_newest_valid(run_folder, passed_over.append)
     if newest is None:
         raise UserError.of(
-            [f"{run_folder}: none of its checkpoints verifies; set another output_dir to start over:", *passed_over]
+            [
+                (
+                    f"{run_folder}: none of its checkpoints verifies; set another output_dir to "
+                    "start over:"
+                ),
+                *passed_over,
+            ]
         )
     for line in passed_over:
         print(line)
@@ -370,10 +465,16 @@ def _is_within(path: Path, run_folder: Path) -> bool:
 
 
 def _fill_in(name: str, value: Any) -> Any:
-    """`value` with defaults added for the `datasets` keys that did not exist when it was written."""
+    """`value` with defaults added for the `datasets` keys that did not exist when it was
+    written.
+    """
     if name not in NESTED or not isinstance(value, list):
         return value
-    defaults = {key.name: _plain(key.default) for key in keys_of(NESTED[name]).values() if not key.is_required}
+    defaults = {
+        key.name: _plain(key.default)
+        for key in keys_of(NESTED[name]).values()
+        if not key.is_required
+    }
     return [defaults | entry if isinstance(entry, dict) else entry for entry in value]
 
 
@@ -383,4 +484,5 @@ def _plain(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"  # paths differ at their ends
+    # paths differ at their ends
+    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"

@@ -1,4 +1,6 @@
-"""Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a thread."""
+"""Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a
+thread.
+"""
 
 import copy
 import json
@@ -17,8 +19,23 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoint.folders import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
-from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, Progress, complete, hash_recipe
+from finetune.checkpoint.folders import (
+    make_staging,
+    prune,
+    publish,
+    refuse_small_disk,
+    staging_folder,
+    step_folder,
+)
+from finetune.checkpoint.manifest import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Manifest,
+    Progress,
+    complete,
+    hash_recipe,
+)
 from finetune.checkpoint.shards import (
     TensorShard,
     copy_to_host,
@@ -50,9 +67,10 @@ GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generat
 class Saver:
     """Writes the checkpoints of one run. Every rank has one and makes the same calls.
 
-    With `async_save` a thread copies the state to host memory, then writes and publishes it while training continues.
-    The copy must end before the next update, so the loop calls `before_update`; the next save waits for this one to be
-    published. A failure in the thread is raised by the next `save` or `finish`; until then `has_failed` is true.
+    With `async_save` a thread copies the state to host memory, then writes and publishes it while
+    training continues. The copy must end before the next update, so the loop calls `before_update`;
+    the next save waits for this one to be published. A failure in the thread is raised by the next
+    `save` or `finish`; until then `has_failed` is true.
     """
 
     def __init__(
@@ -64,7 +82,8 @@ class Saver:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
-        describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},  # of the method, after so many steps
+        # of the method, after so many steps
+        describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
         carried_bytes: int = 0,  # of the base, which the export will hold beside the model
         phases: Phases | None = None,
     ) -> None:
@@ -75,9 +94,14 @@ class Saver:
         self.recipe = recipe
         self.inputs = inputs or {}
         wanted = recipe.checkpoint.async_save
-        is_in_memory = recipe.optimization.optim_offload == "none"  # else the copy on the host would hold it whole
+        # else the copy on the host would hold it whole
+        is_in_memory = recipe.optimization.optim_offload == "none"
         self.is_async = (world.device.type == "cuda" and is_in_memory) if wanted is None else wanted
-        group = dist.new_group(backend="gloo", timeout=world.collective_timeout) if dist.is_initialized() else None
+        group = (
+            dist.new_group(backend="gloo", timeout=world.collective_timeout)
+            if dist.is_initialized()
+            else None
+        )
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._describe_files = describe_files
@@ -93,18 +117,23 @@ class Saver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.finish()
         elif self._thread is not None:
-            self._thread.join()  # a save that has started is published; the error that ended the loop is raised
+            # a save that has started is published; the error that ended the loop is raised
+            self._thread.join()
 
     def save(self, progress: Progress) -> None:
-        """Publishes the checkpoint of `progress.step` and prunes older ones; an async save returns before that.
+        """Publishes the checkpoint of `progress.step` and prunes older ones; an async save returns
+        before that.
 
-        Raises `UserError` on every rank where any of them cannot write, or where replicas of the model are not equal;
-        then nothing has been published or pruned.
+        Raises `UserError` on every rank where any of them cannot write, or where replicas of the
+        model are not equal; then nothing has been published or pruned.
         """
         with self._phases.timed("save"):
             self._save(progress)
@@ -150,11 +179,12 @@ class Saver:
             raise failure
 
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
-        """Writes the real state into a staging folder and removes it, so that a run that cannot save does not start.
+        """Writes the real state into a staging folder and removes it, so that a run that cannot
+        save does not start.
 
-        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's size in bytes.
-        Raises `UserError` where it cannot be written, or the disk is too small for the checkpoints and the export that
-        the run will make.
+        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's
+        size in bytes. Raises `UserError` where it cannot be written, or the disk is too small for
+        the checkpoints and the export that the run will make.
         """
         with self._phases.timed("trial save"):
             return self._check_save(steps, steps_per_epoch)
@@ -165,7 +195,8 @@ class Saver:
         size = self._stage(Progress(), shards, is_published=False)
         if self.is_async:
             self._reserve(list(shards))
-        if not had_state:  # made in order to be named; its memory is free again until the first update
+        # made in order to be named; its memory is free again until the first update
+        if not had_state:
             self.optimizer.state.clear()
         keys = steps, size, self._count_parameters(), steps_per_epoch, self._carried_bytes
         self._ranks.on_main(lambda: refuse_small_disk(self.run_folder, self.recipe, *keys))
@@ -217,7 +248,9 @@ class Saver:
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
             outcome = f"{published} exists" if published.exists() else "nothing was published"
-            raise UserError(f"the save of step {progress.step} failed, and {outcome}: {error}") from error
+            raise UserError(
+                f"the save of step {progress.step} failed, and {outcome}: {error}"
+            ) from error
 
     def _stage(self, progress: Progress, shards: list[TensorShard], is_published: bool) -> int:
         """Stages, verifies and publishes (or removes) a checkpoint; returns its size in bytes."""
@@ -237,7 +270,9 @@ class Saver:
         receipts = ranks.on_all(lambda: write_shards(staging, shards, self.world))
 
         def finish() -> int:
-            content = json.dumps(describe_state(progress, self.recipe, self.world, self.inputs), indent=1).encode()
+            content = json.dumps(
+                describe_state(progress, self.recipe, self.world, self.inputs), indent=1
+            ).encode()
             written = {name: entry for receipt in receipts for name, entry in receipt.items()}
             for name, text in {**self._descriptions, **self._files, STATE: content}.items():
                 written[name] = durable.write_file(staging / name, [text])
@@ -265,23 +300,34 @@ class Saver:
         return size
 
 
-def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict[str, dict[str, Any]]:
+def write_shards(
+    staging: Path, shards: list[TensorShard], world: World
+) -> dict[str, dict[str, Any]]:
     """Writes this rank's files and reads them back. Returns the manifest's entries for them."""
 
     def write(part: str) -> tuple[str, dict[str, Any]]:
         name = f"{part}/pieces-{world.rank:05d}-of-{world.size:05d}.safetensors"
-        entry = durable.write_file(staging / name, encode_file([shard for shard in shards if shard.part == part]))
+        entry = durable.write_file(
+            staging / name, encode_file([shard for shard in shards if shard.part == part])
+        )
         if durable.checksum(staging / name) != entry:
-            raise UserError(f"{staging / name}: read back differently than written; the disk or its memory is faulty")
+            raise UserError(
+                f"{staging / name}: read back differently than written; the disk or its memory is "
+                "faulty"
+            )
         return name, entry
 
-    with ThreadPoolExecutor(max_workers=2) as pool:  # one file's bytes are copied while the disk writes the other
+    # one file's bytes are copied while the disk writes the other
+    with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(pool.map(write, sorted({shard.part for shard in shards})))
 
 
-def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The files beside the weights that an export needs: the configs of model, generation and LoRA, the tokenizer, and
-    of a vision-language model the processors."""
+def describe_model(
+    model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, bytes]:
+    """The files beside the weights that an export needs: the configs of model, generation and LoRA,
+    the tokenizer, and of a vision-language model the processors.
+    """
     plain = unwrap(model)
     with tempfile.TemporaryDirectory() as name:
         made = Path(name)
@@ -310,7 +356,9 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
 
 
 def _in_order(config: Any) -> Any:
-    """An adapter's config with lists in place of sets, which peft writes in another order in each process."""
+    """An adapter's config with lists in place of sets, which peft writes in another order in each
+    process.
+    """
     config = copy.copy(config)
     for name, value in list(vars(config).items()):
         if isinstance(value, set):
@@ -319,23 +367,31 @@ def _in_order(config: Any) -> Any:
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the ids of `special_tokens` and `eot_tokens` into a generation_config.json; without them, nothing."""
+    """Writes the ids of `special_tokens` and `eot_tokens` into a generation_config.json; without
+    them, nothing.
+    """
     special = model.special_tokens or {}
     ends = list(model.eot_tokens)
     if not (special or ends):
         return
     content = load_json(path) if path.is_file() else {}
     ids = {
-        f"{name}_id": tokenizer.convert_tokens_to_ids(special[name]) for name in GENERATION_TOKENS if name in special
+        f"{name}_id": tokenizer.convert_tokens_to_ids(special[name])
+        for name in GENERATION_TOKENS
+        if name in special
     }
     before = content.get("eos_token_id", tokenizer.eos_token_id)
     stops = [ids.pop("eos_token_id", None), *map(tokenizer.convert_tokens_to_ids, ends)]
     stops += before if isinstance(before, list) else [before]
-    content |= ids | {"eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None))}
+    content |= ids | {
+        "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None))
+    }
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]) -> dict[str, Any]:
+def describe_state(
+    progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]
+) -> dict[str, Any]:
     """The content of state.json."""
     base = recipe.model.model_name_or_path
     return asdict(progress) | {
@@ -343,7 +399,9 @@ def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Map
         "global_batch_size": compute_global_batch_size(recipe.batch, world.data_parallel.size),
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
-        "base_model": str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base,
+        "base_model": str(Path(base).resolve())
+        if base is not None and Path(base).is_dir()
+        else base,
         "compute_dtype": COMPUTE_DTYPE[world.sharding.mixed_precision],
     }
 

@@ -1,8 +1,10 @@
-"""The state of model and optimizer as shards: this rank's part of each tensor, under the name of the whole.
+"""The state of model and optimizer as shards: this rank's part of each tensor, under the name of
+the whole.
 
-The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint written by any number
-of ranks in any layout is read by any other. The files are those of `torch.distributed.checkpoint`'s
-HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
+The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint
+written by any number of ranks in any layout is read by any other. The files are those of
+`torch.distributed.checkpoint`'s HuggingFaceStorageWriter(save_distributed=True); its reader opens
+them too.
 """
 
 import json
@@ -50,20 +52,23 @@ def is_quantized(tensor: Any) -> bool:
 def dequantize(tensor: Any) -> torch.Tensor:
     """The tensor in fp32, such that torchao quantizes it to the same codes and scales again.
 
-    Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude, -1, from which it
-    takes the scale. Written as -0.993 the scale, and with it every code of that block, would be another; so it is
-    written as -1.
+    Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude,
+    -1, from which it takes the scale. Written as -0.993 the scale, and with it every code of that
+    block, would be another; so it is written as -1.
     """
     values = tensor.qmap.clone()
     if tensor.signed:
         values[0] = -1.0
-    blocks: torch.Tensor = values[tensor.codes.int()].view(len(tensor.scale), -1) * tensor.scale.view(-1, 1)
+    blocks: torch.Tensor = values[tensor.codes.int()].view(
+        len(tensor.scale), -1
+    ) * tensor.scale.view(-1, 1)
     return blocks.view(tensor.shape)
 
 
 def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
-    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a file (optim_offload:
-    nvme)."""
+    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a
+    file (optim_offload: nvme).
+    """
     if isinstance(tensor, OffloadedTensor):
         yield from tensor.chunks()
     else:
@@ -71,13 +76,19 @@ def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def allocate_on_host(tensor: Any) -> Any:
-    """Memory on the host for a copy of `tensor`, quantized or not: whole pages, pinned where it is on a GPU."""
+    """Memory on the host for a copy of `tensor`, quantized or not: whole pages, pinned where it is
+    on a GPU.
+    """
     if is_quantized(tensor):
         parts = allocate_on_host(tensor.codes), allocate_on_host(tensor.scale), tensor.qmap.cpu()
         return type(tensor)(*parts, tensor.signed, dtype=tensor.dtype)
     if not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return allocate_aligned(tensor.nbytes, tensor.device)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return (
+        allocate_aligned(tensor.nbytes, tensor.device)[: tensor.nbytes]
+        .view(tensor.dtype)
+        .view(tensor.shape)
+    )
 
 
 def record_event(device: torch.device) -> Any:
@@ -88,9 +99,11 @@ def record_event(device: torch.device) -> Any:
 def copy_to_host(
     shards: list["TensorShard"], copies: dict[str, torch.Tensor], event: Any, device: torch.device
 ) -> list["TensorShard"]:
-    """The shards with their tensors, as they are at `event` (of `record_event`), copied into `copies`.
+    """The shards with their tensors, as they are at `event` (of `record_event`), copied into
+    `copies`.
 
-    `copies` is filled by the first call and reused by the next. On a GPU the copies run on a stream of their own.
+    `copies` is filled by the first call and reused by the next. On a GPU the copies run on a stream
+    of their own.
     """
     # A new thread's device is the first, whatever the loop's is.
     stream = None if event is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -123,7 +136,8 @@ def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.T
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+# by bytes of an element
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED_AT_ONCE = 1 << 20  # elements: bounds the int64 temporaries of a checksum to 24 MiB
 
 
@@ -140,16 +154,23 @@ class TensorShard:
     is_divided: bool = False  # whether the ranks of a tensor parallel group hold different parts
 
 
-def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The whole model by transformers' names, each tensor where it lives; a tied one under one name only.
+def get_model_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The whole model by transformers' names, each tensor where it lives; a tied one under one name
+    only.
 
-    Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the base model's.
+    Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the
+    base model's.
     """
-    parameters = {clean_tensor_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    parameters = {
+        clean_tensor_name(name): parameter for name, parameter in unwrap(model).named_parameters()
+    }
     state: dict[str, Any]
     if any(is_adapter(name) for name in parameters):
         state = get_model_state_dict(model, options=_TRAINABLE)
-        state = {name: value for name, value in state.items() if name in parameters}  # and no buffers
+        # and no buffers
+        state = {name: value for name, value in state.items() if name in parameters}
     else:
         state = get_model_state_dict(model)
         for name in tied_names(unwrap(model)):
@@ -158,7 +179,9 @@ def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state of all that is trained, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
+    """The optimizer's state of all that is trained, flat: `state.<parameter>.exp_avg` and
+    `param_groups.…`.
+    """
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     complete_state(optimizer)
@@ -174,17 +197,27 @@ def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[TensorShard]:
-    """This rank's shards of all tensors, in order of name. The tensors are those of `state`, not copies.
+    """This rank's shards of all tensors, in order of name.
 
-    Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that all write alike.
+    The tensors are those of `state`, not copies.
+
+    Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that
+    all write alike.
 
     stages: Groups of ranks that hold different layers.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
+    rank, size = (
+        (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
+    )
     first = rank - rank % size
     rank = rank % size
-    layouts = {name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor for name, tensor in state.items()}
-    replicated = [name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)]
+    layouts = {
+        name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor
+        for name, tensor in state.items()
+    }
+    replicated = [
+        name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)
+    ]
     writers = {}
     loads = [0] * size
     for name in sorted(replicated, key=lambda name: (-layouts[name].nbytes, name)):
@@ -198,7 +231,11 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
             shards = _shards_of_sharded_tensor(part, name, layout)
         else:
             shape = tuple(layout.shape)
-            shards = [TensorShard(part, name, shape, (0,) * len(shape), layout.detach(), writers[name] == rank)]
+            shards = [
+                TensorShard(
+                    part, name, shape, (0,) * len(shape), layout.detach(), writers[name] == rank
+                )
+            ]
         tensor = state[name]
         if isinstance(tensor, OffloadedTensor):
             shards = [replace(shard, tensor=tensor) for shard in shards]
@@ -210,7 +247,9 @@ def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -
     local = local_part(tensor).detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     coordinate = tensor.device_mesh.get_coordinate() or ()
     # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
     placed = zip(coordinate, tensor.placements, strict=True)
@@ -224,15 +263,23 @@ def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorS
     # Under hybrid sharding each group of ranks holds the whole tensor.
     first = 0 in dist.get_process_group_ranks(tensor._process_group)
     return [
-        TensorShard(part, name, tuple(tensor.size()), tuple(shard.metadata.shard_offsets), shard.tensor.detach(), first)
+        TensorShard(
+            part,
+            name,
+            tuple(tensor.size()),
+            tuple(shard.metadata.shard_offsets),
+            shard.tensor.detach(),
+            first,
+        )
         for shard in tensor.local_shards()
         if shard.tensor.numel()
     ]
 
 
 def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these shards, a tensor at a time: copied from its device, or converted from 8 bits to fp32,
-    when its turn comes."""
+    """A safetensors file of these shards, a tensor at a time: copied from its device, or converted
+    from 8 bits to fp32, when its turn comes.
+    """
     offsets = json.dumps({shard.name: {"saved_offsets": list(shard.offsets)} for shard in shards})
     yield header_bytes(
         ((shard.name, shard.tensor.dtype, tuple(shard.tensor.shape)) for shard in shards),
@@ -253,29 +300,43 @@ def names_beside_text(model: torch.nn.Module) -> frozenset[str]:
 
 
 def read_shards(
-    state: Mapping[str, Any], part: str, checkpoint: Path, world: World, optional: Collection[str] = ()
+    state: Mapping[str, Any],
+    part: str,
+    checkpoint: Path,
+    world: World,
+    optional: Collection[str] = (),
 ) -> None:
-    """Fills this rank's shards of `state` from the checkpoint's `part`, by name and shape. All ranks call it.
+    """Fills this rank's shards of `state` from the checkpoint's `part`, by name and shape.
+
+    All ranks call it.
 
     Args:
         state: Of `get_model_state`, or the tensors of `get_optimizer_state`.
-        optional: Parameters whose optimizer state the checkpoint may lack, or have while they are not trained here.
-            Earlier versions trained what no image reaches: most layouts kept no state for it, FSDP1 did.
+        optional: Parameters whose optimizer state the checkpoint may lack, or have while they are
+            not trained here. Earlier versions trained what no image reaches: most layouts kept no
+            state for it, FSDP1 did.
 
     Raises:
         UserError: Names or shapes are others. Nothing has been read then.
     """
-    has_files = any((checkpoint / part).glob("*.safetensors"))  # an optimizer without state (SGD) leaves none
+    # an optimizer without state (SGD) leaves none
+    has_files = any((checkpoint / part).glob("*.safetensors"))
     stored = read_folder(checkpoint / part) if has_files or part == MODEL else {}
     stages = world.stages
     shards = list_shards(state, part, stages)
-    known = state.keys() if stages == 1 else {name for names in world.gather(sorted(state)) for name in names}
+    known = (
+        state.keys()
+        if stages == 1
+        else {name for names in world.gather(sorted(state)) for name in names}
+    )
     missing = _without(optional, known - stored.keys(), stored.keys())
     left = _without(optional, stored.keys() - known, known)
     if missing or left:
         named = f"it lacks {missing[0]}" if missing else f"there is no {left[0]} here"
         what = "from a different model" if part == MODEL else "with a different optimizer or model"
-        raise UserError(f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)")
+        raise UserError(
+            f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)"
+        )
     shards = [shard for shard in shards if shard.name in stored]
     for shard in shards:
         if stored[shard.name].shape != shard.shape:
@@ -287,18 +348,26 @@ def read_shards(
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
         values = read_slice(stored[shard.name], box)
         # torchao quantizes what is copied into its tensors, from fp32 on the same device.
-        own = values.to(shard.tensor.device, torch.float32) if is_quantized(shard.tensor) else values
+        own = (
+            values.to(shard.tensor.device, torch.float32) if is_quantized(shard.tensor) else values
+        )
         shard.tensor.copy_(own)
 
 
-def _without(optional: Collection[str], names: Collection[str], others: Collection[str]) -> list[str]:
-    """`names` of an optimizer's state, sorted, but for those of `optional` parameters of which `others` has none.
+def _without(
+    optional: Collection[str], names: Collection[str], others: Collection[str]
+) -> list[str]:
+    """`names` of an optimizer's state, sorted, but for those of `optional` parameters of which
+    `others` has none.
 
-    >>> _without({"a"}, {"state.a.step", "state.b.step"}, set()), _without({"a"}, {"state.a.step"}, {"state.a.exp_avg"})
+    >>> _without({"a"}, {"state.a.step", "state.b.step"}, set()), _without({"a"}, {"state.a.step"},
+      {"state.a.exp_avg"})
     (['state.b.step'], ['state.a.step'])
     """
     kept = {_parameter_of(name) for name in others}
-    return sorted(name for name in names if _parameter_of(name) not in optional or _parameter_of(name) in kept)
+    return sorted(
+        name for name in names if _parameter_of(name) not in optional or _parameter_of(name) in kept
+    )
 
 
 def _parameter_of(name: str) -> str:
@@ -307,13 +376,21 @@ def _parameter_of(name: str) -> str:
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Loads `state` (of `get_model_state`, filled in) into the model."""
-    tied = {name: state[source] for name, source in tied_names(unwrap(model)).items() if source in state}
+    tied = {
+        name: state[source] for name, source in tied_names(unwrap(model)).items() if source in state
+    }
     # The frozen ones too: FSDP1 warns of every parameter that it is not given.
-    in_memory = {name: value for name, value in (state | tied).items() if not isinstance(value, OffloadedTensor)}
+    in_memory = {
+        name: value
+        for name, value in (state | tied).items()
+        if not isinstance(value, OffloadedTensor)
+    }
     set_model_state_dict(model, get_model_state_dict(model) | in_memory)
 
 
-def set_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def set_optimizer_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
     """Loads `state` (of `get_optimizer_state`, filled in) into the optimizer."""
     if not isinstance(optimizer, OffloadedOptimizer):  # whose state has been filled in place
         set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
@@ -327,28 +404,37 @@ def count_parameters(model: torch.nn.Module) -> int:
     copied = pipeline.copied if pipeline else ()
     quantized = (f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))
     skipped = {*copied, *tied_names(unwrap(model)), *quantized}
-    plain: int = sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped)
+    plain: int = sum(
+        math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped
+    )
     return plain + sum(math.prod(layer.full_shape) for _, layer in layers)
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:
-    """Raises `UserError` on all ranks if two ranks that should hold the same part of the state hold different values.
+    """Raises `UserError` on all ranks if two ranks that should hold the same part of the state hold
+    different values.
 
-    `shards`: all of this rank's, first copies or not. Each rank sends one digest for each comparison: of replicas, and
-    of what the ranks of a tensor-parallel group hold whole.
+    `shards`: all of this rank's, first copies or not. Each rank sends one digest for each
+    comparison: of replicas, and of what the ranks of a tensor-parallel group hold whole.
     """
     group_size = ranks.world.shard_group_size
     tensors = ranks.world.stage_size // ranks.world.tensor_group_count
     stage = ranks.world.stage_size
     if stage > group_size:  # several replicas
-        _refuse_different(shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size)
+        _refuse_different(
+            shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size
+        )
     if tensors > 1:
         replicated = [shard for shard in shards if not shard.is_divided]
         _refuse_different(replicated, step, ranks, lambda rank: rank - rank % tensors)
 
 
-def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]) -> None:
-    """Raises `UserError` on all ranks where one's `shards` differ from those of the rank `first_of` it."""
+def _refuse_different(
+    shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]
+) -> None:
+    """Raises `UserError` on all ranks where one's `shards` differ from those of the rank `first_of`
+    it.
+    """
     sums = {f"{shard.part}/{shard.name}": int(weighted_sum(shard.tensor)) for shard in shards}
     digests = ranks.on_all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[first_of(rank)]]
@@ -359,16 +445,19 @@ def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, fi
     first = first_of(different[0])
     unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
     raise UserError(
-        f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but {len(unequal)} of "
-        f"{len(by_rank[rank])} tensors are not equal, {unequal[0]} the first; start the run again to resume from an "
-        "earlier checkpoint, and if it happens again, test the memory of these ranks, or report a bug"
+        f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but "
+        f"{len(unequal)} of {len(by_rank[rank])} tensors are not equal, {unequal[0]} the first; "
+        "start the run again to resume from an earlier checkpoint, and if it happens again, test "
+        "the memory of these ranks, or report a bug"
     )
 
 
 def weighted_sum(tensor: Any) -> torch.Tensor:
-    """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim int64, on the device).
+    """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim
+    int64, on the device).
 
-    Integers add up to the same in any order, and so on every device. One changed element always shows.
+    Integers add up to the same in any order, and so on every device. One changed element always
+    shows.
     """
     total = torch.zeros((), dtype=torch.int64)
     place = 0
@@ -385,9 +474,11 @@ def weighted_sum(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def optimizer_state_without_pickles() -> Iterator[None]:
-    """Within it, `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and scalars as JSON.
+    """Within it, `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and
+    scalars as JSON.
 
-    torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into them.
+    torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into
+    them.
     """
     pickled = dist.all_gather_object
     dist.all_gather_object = _all_gather_json  # type: ignore[assignment]
@@ -397,21 +488,28 @@ def optimizer_state_without_pickles() -> Iterator[None]:
         dist.all_gather_object = pickled
 
 
-def _all_gather_json(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
-    """`dist.all_gather_object` for the two kinds of value that FSDP1 sends: keys, and states by parameter name."""
+def _all_gather_json(
+    gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None
+) -> None:
+    """`dist.all_gather_object` for the two kinds of value that FSDP1 sends: keys, and states by
+    parameter name.
+    """
     is_states = isinstance(value, dict)
     plain = {name: _encode_state(info) for name, info in value.items()} if is_states else value
     for index, received in enumerate(gather_json(plain, group, _get_pg_default_device(group))):
         if is_states:
             gathered[index] = {name: _decode_state(info) for name, info in received.items()}
         else:
-            gathered[index] = [_OptimStateKey(tuple(names), is_managed) for names, is_managed in received]
+            gathered[index] = [
+                _OptimStateKey(tuple(names), is_managed) for names, is_managed in received
+            ]
 
 
 def _encode_state(info: StateInfo) -> dict[str, Any]:
     return {
         "tensors": {
-            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.tensors.items()
+            name: [list(shape), str(dtype).removeprefix("torch.")]
+            for name, (shape, dtype) in info.tensors.items()
         },
         "scalars": {
             name: [tensor.item(), str(tensor.dtype).removeprefix("torch.")]
@@ -427,6 +525,9 @@ def _decode_state(plain: dict[str, Any]) -> StateInfo:
             name: _PosDimTensorInfo(torch.Size(shape), getattr(torch, dtype))
             for name, (shape, dtype) in plain["tensors"].items()
         },
-        {name: torch.tensor(number, dtype=getattr(torch, dtype)) for name, (number, dtype) in plain["scalars"].items()},
+        {
+            name: torch.tensor(number, dtype=getattr(torch, dtype))
+            for name, (number, dtype) in plain["scalars"].items()
+        },
         plain["values"],
     )

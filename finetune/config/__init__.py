@@ -1,1 +1,3 @@
-"""What the user wrote, read strictly; and the rulebook: what works together, by facts on layout, model and machine"""
+"""What the user wrote, read strictly; and the rulebook: what works together, by facts on layout,
+model and machine
+"""

@@ -1,4 +1,7 @@
-"""Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
+"""Reads the layout of a run from an Accelerate config or from the launcher's environment.
+
+Torch-free.
+"""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,11 +31,14 @@ from finetune.config.yaml_file import Entry, read_entries
 from finetune.errors import UserError
 from finetune.files.json_files import parse_json, read_bounded
 
-# Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
+# Sections of other libraries. Accelerate writes them empty too; only a section with content asks
+# for something.
 OTHER_SECTIONS = {
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
     "dynamo_config": "set torch_compile: true in the recipe, and remove this section",
-    "mpirun_config": "mpirun is not supported as a launcher; start the ranks with accelerate launch or torchrun",
+    "mpirun_config": (
+        "mpirun is not supported as a launcher; start the ranks with accelerate launch or torchrun"
+    ),
     "ipex_config": "Intel's extension is not supported; remove this section",
     "aws_config": "SageMaker is not supported; remove this section",
 }
@@ -51,8 +57,9 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
-# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them. `recipe_name` is
-# torchao's: Accelerate itself knows the first recipe only, but its launcher exports the key like the others.
+# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them.
+# `recipe_name` is torchao's: Accelerate itself knows the first recipe only, but its launcher
+# exports the key like the others.
 FP8_KEYS = {
     "backend": "ACCELERATE_FP8_BACKEND",
     "recipe_name": "ACCELERATE_FP8_RECIPE_NAME",
@@ -68,14 +75,21 @@ OTHER_BACKEND_KEYS = frozenset(
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
-# Without effect: weights are read in slices, checkpoints sharded, and backward prefetch is torch's default.
-SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
+# Without effect: weights are read in slices, checkpoints sharded, and backward prefetch is torch's
+# default.
+SUPERSEDED = frozenset(
+    {"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"}
+)
 UNSUPPORTED = {
     "ignored_modules": "every module is sharded here; remove the key",
     "activation_checkpointing_offload": "not supported here; remove the key",
 }
-MESH_KEYS = {key: f"PARALLELISM_CONFIG_{key.upper()}" for key in ("dp_replicate_size", "dp_shard_size", *GROUP_KEYS)}
-# Accepted without effect, with Accelerate's defaults: sequences are divided by one method here, whatever a file names.
+MESH_KEYS = {
+    key: f"PARALLELISM_CONFIG_{key.upper()}"
+    for key in ("dp_replicate_size", "dp_shard_size", *GROUP_KEYS)
+}
+# Accepted without effect, with Accelerate's defaults: sequences are divided by one method here,
+# whatever a file names.
 OTHER_MESH_KEYS = {
     "cp_backend": "torch",
     "cp_comm_strategy": "allgather",
@@ -88,7 +102,10 @@ OTHER_MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file or the environment states, before it is interpreted. Keys of `fsdp` and `mesh` have no prefix."""
+    """What a file or the environment states, before it is interpreted.
+
+    Keys of `fsdp` and `mesh` have no prefix.
+    """
 
     source: str
     distributed_type: str
@@ -98,17 +115,24 @@ class Settings:
     mesh: dict[str, Any]
     num_machines: int = 1
     fp8: dict[str, Any] = field(default_factory=dict)  # keys without prefixes
-    translated: tuple[str, ...] = ()  # what was another engine's, and what became of it; what has no effect
-    asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that the file gives for it)
-    places: Mapping[str, str] = field(default_factory=dict)  # of keys without prefixes, with their lines
+    # what was another engine's, and what became of it; what has no effect
+    translated: tuple[str, ...] = ()
+    # (a recipe's key, the number that the file gives for it)
+    asked: tuple[tuple[str, float], ...] = ()
+    # of keys without prefixes, with their lines
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, key: str) -> str:
-        """Returns where `key` is stated, to begin a message with: the file and its line, or the source alone."""
+        """Returns where `key` is stated, to begin a message with: the file and its line, or the
+        source alone.
+        """
         return self.places.get(key, self.source)
 
     @property
     def has_sizes_alone(self) -> bool:
-        """Whether the launcher states the sizes of a mesh and no layout, as variables do that a person has set."""
+        """Whether the launcher states the sizes of a mesh and no layout, as variables do that a
+        person has set.
+        """
         return self.distributed_type == "MULTI_GPU" and bool(self.mesh) and not self.translated
 
 
@@ -120,32 +144,53 @@ def read_file(path: Path) -> Settings:
     values = {entry.key: entry.value for entry in entries}
     where = _list_places(entries)
     _refuse_recipe(path, values)
-    if "zero_optimization" in values or (values and not values.keys() - JSON_KEYS):  # DeepSpeed's own file
+    # DeepSpeed's own file
+    if "zero_optimization" in values or (values and not values.keys() - JSON_KEYS):
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
-        raise UserError(f"{where['compute_environment']}: SageMaker is not supported; use a file for LOCAL_MACHINE")
+        raise UserError(
+            f"{where['compute_environment']}: SageMaker is not supported; use a file for "
+            "LOCAL_MACHINE"
+        )
     unknown = values.keys() - ACCELERATE_KEYS - OTHER_SECTIONS.keys()
     problems += [f"{where[key]}: {key}: {_explain_unknown_key(key)}" for key in unknown]
-    problems += [f"{where[key]}: {key}: {text}" for key, text in OTHER_SECTIONS.items() if values.get(key)]
-    fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
+    problems += [
+        f"{where[key]}: {key}: {text}" for key, text in OTHER_SECTIONS.items() if values.get(key)
+    ]
+    fsdp = _read_section(
+        values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems
+    )
     mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
-    mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)
-    fp8 = _read_section(values, "fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}, where, problems)
+    mesh = _read_section(
+        values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems
+    )
+    fp8 = _read_section(
+        values, "fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}, where, problems
+    )
     if fp8 and values.get("mixed_precision") != "fp8":
         problems.append(
-            f"{where['fp8_config']}: fp8_config: it needs mixed_precision: fp8; set that, or remove the section"
+            f"{where['fp8_config']}: fp8_config: it needs mixed_precision: fp8; set that, or "
+            "remove the section"
         )
-    distributed_type = str(values.get("distributed_type") or "NO").upper()  # YAML 1.1 reads a bare NO as false
+    # YAML 1.1 reads a bare NO as false
+    distributed_type = str(values.get("distributed_type") or "NO").upper()
     if distributed_type not in DISTRIBUTED_TYPES:
-        reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
-        problems.append(f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}")
+        reason = OTHER_TYPES.get(
+            distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
+        )
+        problems.append(
+            f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}"
+        )
     precision = values.get("mixed_precision")
     precision = "no" if precision is False else precision  # YAML 1.1 reads a bare no as false
     section = values.get("deepspeed_config") or {}
     translation = _translate_section(section, distributed_type, precision, path, where, problems)
     machines = values.get("num_machines") or 1
     if isinstance(machines, bool) or not str(machines).isdigit():
-        problems.append(f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is expected")
+        problems.append(
+            f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is "
+            "expected"
+        )
     if problems:
         raise UserError.of(problems)
     settings = Settings(
@@ -172,8 +217,13 @@ def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
-    if values.keys() & {"model_name_or_path", "model_config", "datasets"} and "distributed_type" not in values:
-        raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
+    if (
+        values.keys() & {"model_name_or_path", "model_config", "datasets"}
+        and "distributed_type" not in values
+    ):
+        raise UserError(
+            f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config"
+        )
 
 
 def _translate_section(
@@ -184,14 +234,20 @@ def _translate_section(
     where: Mapping[str, str],
     problems: list[str],
 ) -> Translation | None:
-    """Translates deepspeed_config; None where there is none, or where `problems` says what is wrong with it."""
+    """Translates deepspeed_config; None where there is none, or where `problems` says what is wrong
+    with it.
+    """
     if distributed_type == "DEEPSPEED" and isinstance(section, dict):
         try:
             return translate_deepspeed(section, str(path), precision, path.parent)
         except UserError as error:
             problems.append(str(error))
     elif section:
-        stated = "a mapping is expected" if distributed_type == "DEEPSPEED" else "it needs distributed_type: DEEPSPEED"
+        stated = (
+            "a mapping is expected"
+            if distributed_type == "DEEPSPEED"
+            else "it needs distributed_type: DEEPSPEED"
+        )
         problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
     return None
 
@@ -199,13 +255,18 @@ def _translate_section(
 def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
     """Returns the places of keys by their names without section and prefix.
 
-    >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3", "fsdp_config.fsdp_version": "a.yaml:1"})
+    >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3",
+      "fsdp_config.fsdp_version": "a.yaml:1"})
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
-    """  # noqa: E501
+    """
     plain = {}
     for name, place in where.items():
         section, _, key = name.rpartition(".")
-        prefix = "parallelism_config_" if section == "parallelism_config" else section.removesuffix("config")
+        prefix = (
+            "parallelism_config_"
+            if section == "parallelism_config"
+            else section.removesuffix("config")
+        )
         plain[key.removeprefix(prefix)] = place
     return plain
 
@@ -213,7 +274,9 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
 def _refuse_broken_json(path: Path) -> None:
     try:
         if parse_json(read_bounded(path).decode("utf-8-sig")) == {}:
-            raise UserError(f"{path}: an empty object; DeepSpeed's keys or Accelerate's are expected")
+            raise UserError(
+                f"{path}: an empty object; DeepSpeed's keys or Accelerate's are expected"
+            )
     except JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except (OSError, ValueError):  # reported where the file is read
@@ -235,8 +298,8 @@ def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[s
     gathers = fp8.get("enable_fsdp_float8_all_gather")
     if recipe_name not in (None, "tensorwise") and str(gathers).lower() == "true":
         yield (
-            "without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: "
-            f"{recipe_name}"
+            "without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under "
+            f"recipe_name: {recipe_name}"
         )
 
 
@@ -244,7 +307,10 @@ def _read_deepspeed_file(path: Path) -> Settings:
     """Returns the settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
     translation = translate_deepspeed({"deepspeed_config_file": str(path)}, str(path), None)
     if translation.mixed_precision is None:
-        left = "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it for bf16"
+        left = (
+            "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it "
+            "for bf16"
+        )
         translation = replace(translation, lines=(*translation.lines, left))
     return _with_translation(Settings(str(path), "DEEPSPEED", "no", False, {}, {}), translation)
 
@@ -261,7 +327,12 @@ def _with_translation(settings: Settings, translation: Translation) -> Settings:
 
 
 def _read_section(
-    values: dict[str, Any], name: str, prefix: str, known: set[str], where: dict[str, str], problems: list[str]
+    values: dict[str, Any],
+    name: str,
+    prefix: str,
+    known: set[str],
+    where: dict[str, str],
+    problems: list[str],
 ) -> dict[str, Any]:
     section = values.get(name) or {}
     if not isinstance(section, dict):
@@ -288,15 +359,22 @@ def _explain_unknown_key(key: str) -> str:
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
     close = difflib.get_close_matches(key, ACCELERATE_KEYS, n=1)
-    return f"no such key; did you mean {close[0]}?" if close else "no such key of an Accelerate config; remove it"
+    return (
+        f"no such key; did you mean {close[0]}?"
+        if close
+        else "no such key of an Accelerate config; remove it"
+    )
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """Returns the FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
+    """Returns the FSDP or DeepSpeed settings that the launcher exported; None where it exported
+    none.
 
-    Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
+    Raises `UserError` where it asks for what is not supported: planned as something else, that
+    would be ignored.
     """
-    source = "the launcher's settings"  # of its --config_file, its options, or variables that were set before
+    # of its --config_file, its options, or variables that were set before
+    source = "the launcher's settings"
 
     def asks_for(name: str) -> bool:
         return environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
@@ -309,8 +387,12 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
     mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
     if asks_for("DEEPSPEED"):
-        section = {key: environ[variable] for key, variable in VARIABLES.items() if variable in environ}
-        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=_read_fp8_environment(environ))
+        section = {
+            key: environ[variable] for key, variable in VARIABLES.items() if variable in environ
+        }
+        settings = Settings(
+            source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=_read_fp8_environment(environ)
+        )
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
         divided = [key for key in GROUP_KEYS if str(mesh.get(key, "1")) != "1"]
@@ -322,20 +404,31 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if version == "2":
         fsdp.pop("forward_prefetch", None)
         fsdp.pop("use_orig_params", None)
-    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=_read_fp8_environment(environ))
+    return Settings(
+        source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=_read_fp8_environment(environ)
+    )
 
 
 def _read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Rebuilds the fp8_config section from the launcher's variables. The launcher writes 1 and 0 for true and false."""
+    """Rebuilds the fp8_config section from the launcher's variables.
+
+    The launcher writes 1 and 0 for true and false.
+    """
     section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
     return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 
 
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
 
-LAYOUTS: dict[str, Layout] = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
+LAYOUTS: dict[str, Layout] = {
+    "NO": "single",
+    "MULTI_GPU": "ddp",
+    "MULTI_CPU": "ddp",
+    "FSDP": "fsdp2",
+}
 
-# What a file and the launcher's settings must agree on: by `Sharding`, and by the keys that state it.
+# What a file and the launcher's settings must agree on: by `Sharding`, and by the keys that state
+# it.
 COMPARED = {
     "layout": "the layout",
     "strategy": "the sharding strategy",
@@ -349,13 +442,16 @@ COMPARED = {
 }
 
 
-def read_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
+def read_sharding(
+    config: str | None, accelerate_config: str | None, environ: Mapping[str, str]
+) -> Sharding:
     """Returns the layout of this run.
 
-    `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
-    `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
-    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree. Whether the layout
-    is possible on the launched ranks, `config.compatibility.refuse_problems` says.
+    `config` (the --config of the command) decides; else the FSDP settings that the launcher put in
+    `environ`; else `accelerate_config` (the recipe's key); else what the launch implies: several
+    processes are DDP, one is single. Raises `UserError` where a file is wrong, or where the
+    launcher's settings and `config` disagree. Whether the layout is possible on the launched ranks,
+    `config.compatibility.refuse_problems` says.
     """
     launched = read_environment(environ)
     if config is not None:
@@ -374,7 +470,9 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
         processes = int(environ.get("WORLD_SIZE", "1"))
         precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
         fp8 = _read_fp8_environment(environ)
-        stated = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
+        stated = Settings(
+            PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8
+        )
     return _interpret(stated)
 
 
@@ -390,7 +488,10 @@ def _interpret(settings: Settings) -> Sharding:
     is_fp8 = settings.mixed_precision == "fp8"
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
-        read.refuse("mixed_precision", f"mixed_precision: {precision} is not supported; no, bf16, fp16 or fp8")
+        read.refuse(
+            "mixed_precision",
+            f"mixed_precision: {precision} is not supported; no, bf16, fp16 or fp8",
+        )
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     _refuse_impossible_mesh(read, layout, sizes)
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
@@ -404,7 +505,9 @@ def _interpret(settings: Settings) -> Sharding:
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
         tensor_parallel_size=sizes["tp_size"] or 1,
-        wrapping=cast(Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")),
+        wrapping=cast(
+            Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
+        ),
         wrap_classes=tuple(str(name).strip() for name in classes if str(name).strip()),
         min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
         activation_checkpointing=read.boolean("activation_checkpointing"),
@@ -420,14 +523,20 @@ def _interpret(settings: Settings) -> Sharding:
     if layout == "fsdp2" and sharding.forward_prefetch:
         text = "fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
         read.refuse("forward_prefetch", text)
-    if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
+    if (
+        layout == "fsdp1"
+        and "use_orig_params" in settings.fsdp
+        and not read.boolean("use_orig_params")
+    ):
         read.refuse("use_orig_params", "fsdp_use_orig_params: always true here; remove the key")
     if read.problems:
         raise UserError.of(read.problems)
     return sharding
 
 
-def _refuse_impossible_mesh(read: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]) -> None:
+def _refuse_impossible_mesh(
+    read: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]
+) -> None:
     divided = {key: size for key in GROUP_KEYS if (size := sizes[key] or 1) > 1}
     if layout != "fsdp2":
         advice = "set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
@@ -441,9 +550,13 @@ def _refuse_impossible_mesh(read: "_SettingsReader", layout: Layout, sizes: Mapp
 def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> Strategy:
     fsdp = read.settings.fsdp
     if layout == "fsdp1":
-        # Accelerate's version 1 takes a strategy's name or number under either key, true or false under neither.
+        # Accelerate's version 1 takes a strategy's name or number under either key, true or false
+        # under neither.
         if isinstance(fsdp.get("reshard_after_forward"), bool):
-            text = "fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
+            text = (
+                "fsdp_reshard_after_forward: version 1 takes no true or false; use "
+                "fsdp_sharding_strategy"
+            )
             read.refuse("reshard_after_forward", text)
             return "FULL_SHARD"
         key = "sharding_strategy" if "sharding_strategy" in fsdp else "reshard_after_forward"
@@ -452,12 +565,15 @@ def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> 
         if "sharding_strategy" in fsdp:
             read.refuse(
                 "sharding_strategy",
-                "fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
-                "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding",
+                "fsdp_sharding_strategy: version 1's key; version 2 takes "
+                "fsdp_reshard_after_forward (true: FULL_SHARD, false: SHARD_GRAD_OP) and "
+                "parallelism_config for hybrid sharding",
             )
         if (replicas or 1) > 1:
             return "HYBRID_SHARD"
-        return "FULL_SHARD" if read.boolean("reshard_after_forward", default=True) else "SHARD_GRAD_OP"
+        return (
+            "FULL_SHARD" if read.boolean("reshard_after_forward", default=True) else "SHARD_GRAD_OP"
+        )
     return "FULL_SHARD"
 
 
@@ -472,7 +588,9 @@ class _SettingsReader:
         self.problems.append(f"{self.settings.place_of(key)}: {text}")
 
     def boolean(self, key: str, default: bool = False, is_fp8: bool = False) -> bool:
-        section, prefix = (self.settings.fp8, "fp8_config.") if is_fp8 else (self.settings.fsdp, "fsdp_")
+        section, prefix = (
+            (self.settings.fp8, "fp8_config.") if is_fp8 else (self.settings.fsdp, "fsdp_")
+        )
         value = section.get(key, default)
         if str(value).lower() not in ("true", "false"):
             self.refuse(key, f"{prefix}{key}: {value} does not fit; true or false")
@@ -484,10 +602,14 @@ class _SettingsReader:
             return None
         if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
             return int(value)
-        self.refuse(key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected")
+        self.refuse(
+            key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected"
+        )
         return None
 
-    def one_of(self, key: str, known: Sequence[str], default: str, *, numbered: bool = False) -> str:
+    def one_of(
+        self, key: str, known: Sequence[str], default: str, *, numbered: bool = False
+    ) -> str:
         value = str(self.settings.fsdp.get(key, default)).upper()
         if numbered:  # from 1 on
             value = {str(number): name for number, name in enumerate(known, 1)}.get(value, value)
@@ -502,13 +624,19 @@ class _SettingsReader:
         name = str(section.get("recipe_name") or "tensorwise").lower()
         if backend not in ("AO", "NO"):
             other = OTHER_BACKENDS.get(backend, backend)
-            self.refuse("backend", f"fp8_config.backend: {other} is not supported; set it to AO, which is torchao")
+            self.refuse(
+                "backend",
+                f"fp8_config.backend: {other} is not supported; set it to AO, which is torchao",
+            )
             return Fp8()
         if name not in get_args(Fp8Recipe):
             known = ", ".join(get_args(Fp8Recipe))
             text = f"fp8_config.recipe_name: {name} is not one of torchao's; use one of {known}"
             self.refuse("recipe_name", text)
-        flags = (self.boolean(key, True, is_fp8=True) for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim"))
+        flags = (
+            self.boolean(key, True, is_fp8=True)
+            for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")
+        )
         return Fp8(cast(Fp8Recipe, name), *flags)
 
 
@@ -529,8 +657,9 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
         in_launch = getattr(launched, name)
         if in_config != in_launch:
             problems.append(
-                f"{config.source}: {shown} is {_show(in_config)}, but {launched.source} say {_show(in_launch)}; "
-                "remove --config, give both the same file, or unset the variables that say so"
+                f"{config.source}: {shown} is {_show(in_config)}, but {launched.source} say "
+                f"{_show(in_launch)}; remove --config, give both the same file, or unset the "
+                "variables that say so"
             )
     if problems:
         raise UserError.of(problems)

@@ -1,4 +1,7 @@
-"""The rulebook: what works together, and the only function that refuses a combination. Imports no torch."""
+"""The rulebook: what works together, and the only function that refuses a combination.
+
+Imports no torch.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -16,7 +19,12 @@ from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantize
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
 
-TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+TRACKERS: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
 # The least compute capability: Ada's (L40S, RTX 4090) and MI300's.
 CUDA_FP8 = (8, 9)
 HIP_FP8 = (9, 4)
@@ -48,8 +56,8 @@ def find_problems(
 
     Args:
         recipe: As it was read.
-        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known, so that no rule
-            about it applies.
+        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known,
+            so that no rule about it applies.
         facts: The model's.
         ranks: Number of ranks of the run.
         teacher: The facts of the recipe's teacher.
@@ -75,11 +83,17 @@ def find_problems(
 
 
 def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Problem]:
-    """Lists the problems of a recipe just read, without notes. Skips rules that read an `unusable` key."""
+    """Lists the problems of a recipe just read, without notes.
+
+    Skips rules that read an `unusable` key.
+    """
     unknown: Any = None
     case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
     rules = (*recipe_rules.REQUIRED, *RULES)
-    return _judge(case, (rule for rule in rules if not rule.is_note and not {*unusable}.intersection(rule.keys)))
+    return _judge(
+        case,
+        (rule for rule in rules if not rule.is_note and not {*unusable}.intersection(rule.keys)),
+    )
 
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
@@ -136,14 +150,21 @@ def _rewards_by(name: str, case: Case) -> bool:
 
 def _has_old_gpu(case: Case) -> bool:
     capability = case.machine.capability
-    return has_fp8(case) and capability is not None and capability < (HIP_FP8 if case.machine.is_hip else CUDA_FP8)
+    return (
+        has_fp8(case)
+        and capability is not None
+        and capability < (HIP_FP8 if case.machine.is_hip else CUDA_FP8)
+    )
 
 
 def _describe_old_gpu(case: Case) -> str:
     needed = HIP_FP8 if case.machine.is_hip else CUDA_FP8
     has = ".".join(map(str, case.machine.capability or (0, 0)))
     needs = ".".join(map(str, needed))
-    return f"mixed_precision: fp8: {case.machine.gpu} has compute capability {has}, and FP8 needs {needs}"
+    return (
+        f"mixed_precision: fp8: {case.machine.gpu} has compute capability {has}, and FP8 needs "
+        f"{needs}"
+    )
 
 
 def _lacks_flash_gpu(case: Case) -> bool:
@@ -155,7 +176,11 @@ def _lacks_flash_gpu(case: Case) -> bool:
 def _describe_flash_gpu(case: Case) -> str:
     name = case["attn_implementation"]
     capability = case.machine.capability
-    here = "this is a CPU run" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+    here = (
+        "this is a CPU run"
+        if capability is None
+        else f"this GPU has {capability[0]}.{capability[1]}"
+    )
     needed = " or ".join(f"{major}.x" for major in FLASH_GPUS[name])
     return f"attn_implementation: {name} needs a GPU of compute capability {needed}, and {here}"
 
@@ -163,104 +188,179 @@ def _describe_flash_gpu(case: Case) -> str:
 MACHINE: tuple[Rule, ...] = (
     *(
         _machine_rule(
-            f"report_to: {name}", "report_to",
+            f"report_to: {name}",
+            "report_to",
             when=lambda c, name=name, package=package: (
                 name in (c["report_to"], *c["report_to"]) and not c.machine.has_package(package)
             ),
             message=f"report_to: {name}: its package is not installed",
-            advice=f"{install_command(name)}, or set report_to: none (metrics.jsonl is always written)",
+            advice=(
+                f"{install_command(name)}, or set report_to: none (metrics.jsonl is always written)"
+            ),
             fix={"report_to": "none"},
         )
         for name, package in TRACKERS.items()
     ),
     *(
         _package(
-            f"the package of {name}", ("rewards",), partial(_rewards_by, name), package,
-            f"rewards: {name}", "use number", install=package.replace("_", "-"),
+            f"the package of {name}",
+            ("rewards",),
+            partial(_rewards_by, name),
+            package,
+            f"rewards: {name}",
+            "use number",
+            install=package.replace("_", "-"),
         )
         for name, package in REWARD_PACKAGES.items()
     ),
     _package(
-        "bitsandbytes", LOAD_KEYS, is_quantized, "bitsandbytes", lambda c: c.load_key,
-        "remove it and name an unquantized model", of_teacher=True,
+        "bitsandbytes",
+        LOAD_KEYS,
+        is_quantized,
+        "bitsandbytes",
+        lambda c: c.load_key,
+        "remove it and name an unquantized model",
+        of_teacher=True,
     ),
     _package(
-        "torchao for FP8", ("mixed_precision",), has_fp8, "torchao", "mixed_precision: fp8",
+        "torchao for FP8",
+        ("mixed_precision",),
+        has_fp8,
+        "torchao",
+        "mixed_precision: fp8",
         "set mixed_precision: bf16",
     ),
     _package(
-        "torchao for QAT", (recipe_rules.QAT,), recipe_rules.has_qat, "torchao", recipe_rules.QAT, "remove the key",
+        "torchao for QAT",
+        (recipe_rules.QAT,),
+        recipe_rules.has_qat,
+        "torchao",
+        recipe_rules.QAT,
+        "remove the key",
     ),
     *(
         _package(
-            f"{row.package} for an export", ("export_formats",), recipe_rules.exports(name), row.package,
-            f"export_formats: {name}", "remove it", install=row.install or "",
+            f"{row.package} for an export",
+            ("export_formats",),
+            recipe_rules.exports(name),
+            row.package,
+            f"export_formats: {name}",
+            "remove it",
+            install=row.install or "",
         )
-        for name, row in EXPORT_FORMATS.items() if row.package is not None
+        for name, row in EXPORT_FORMATS.items()
+        if row.package is not None
     ),
     *(
-        _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",
-                 f"set optim: {SMALLEST_WITHOUT_PACKAGE}")
-        for name, facts in OPTIMIZERS.items() if facts.package is not None
+        _package(
+            f"{facts.package} for {name}",
+            ("optim",),
+            is_set("optim", name),
+            facts.package,
+            f"optim: {name}",
+            f"set optim: {SMALLEST_WITHOUT_PACKAGE}",
+        )
+        for name, facts in OPTIMIZERS.items()
+        if facts.package is not None
     ),
     _package(
-        "liger-kernel", ("use_liger_kernel",),
-        lambda c: c["use_liger_kernel"] and c.machine.device == "cuda", "liger_kernel",
-        "use_liger_kernel", "remove it", install="liger-kernel",
+        "liger-kernel",
+        ("use_liger_kernel",),
+        lambda c: c["use_liger_kernel"] and c.machine.device == "cuda",
+        "liger_kernel",
+        "use_liger_kernel",
+        "remove it",
+        install="liger-kernel",
     ),
     _machine_rule(
-        "Liger on a CPU", "use_liger_kernel",
+        "Liger on a CPU",
+        "use_liger_kernel",
         when=lambda c: c["use_liger_kernel"] and c.machine.device == "cpu",
-        message="use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run", advice="remove it",
+        message="use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run",
+        advice="remove it",
         fix={"use_liger_kernel": False},
     ),
     Rule(
-        name="Liger's families", keys=("use_liger_kernel",), needs=("model", "machine"),
-        when=lambda c: c["use_liger_kernel"] and c.machine.liger_families is not None
-        and c.model.model_type not in c.machine.liger_families,
-        message="use_liger_kernel: Liger has no kernels for {model.model_type}", advice="remove it",
+        name="Liger's families",
+        keys=("use_liger_kernel",),
+        needs=("model", "machine"),
+        when=lambda c: (
+            c["use_liger_kernel"]
+            and c.machine.liger_families is not None
+            and c.model.model_type not in c.machine.liger_families
+        ),
+        message="use_liger_kernel: Liger has no kernels for {model.model_type}",
+        advice="remove it",
         fix={"use_liger_kernel": False},
     ),
     _machine_rule(
-        "no compiler", "torch_compile", when=lambda c: c["torch_compile"] and not c.machine.has_compiler,
+        "no compiler",
+        "torch_compile",
+        when=lambda c: c["torch_compile"] and not c.machine.has_compiler,
         message="torch_compile: torch.compile needs a C++ compiler, and none is on the PATH",
-        advice="install one (g++), or set torch_compile: false", fix={"torch_compile": False},
+        advice="install one (g++), or set torch_compile: false",
+        fix={"torch_compile": False},
     ),
     _machine_rule(
-        "activation_offload on a CPU", "activation_offload", when=lambda c: c["activation_offload"]
-        and c.machine.device == "cpu",
+        "activation_offload on a CPU",
+        "activation_offload",
+        when=lambda c: c["activation_offload"] and c.machine.device == "cpu",
         message="activation_offload: on a CPU activations are in host memory already",
         fix={"activation_offload": False},
     ),
     _machine_rule(
-        "flex_attention of padded rows", "attn_implementation", "packing",
-        when=lambda c: c["attn_implementation"] == "flex_attention" and not c["packing"]
-        and c.machine.device == "cpu",
-        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: there "
+        "flex_attention of padded rows",
+        "attn_implementation",
+        "packing",
+        when=lambda c: (
+            c["attn_implementation"] == "flex_attention"
+            and not c["packing"]
+            and c.machine.device == "cpu"
+        ),
+        message="attn_implementation: flex_attention cannot be combined with packing: false on a "
+        "CPU: there "
         "transformers' outputs for padded rows are not finite",
-        advice="remove the key", fix={"attn_implementation": "auto"},
+        advice="remove the key",
+        fix={"attn_implementation": "auto"},
     ),
     _machine_rule(
-        "fp16 on a CPU", "mixed_precision", when=lambda c: c.precision == "fp16" and c.machine.device == "cpu",
-        message="mixed_precision: fp16 does not train on a CPU", advice="use bf16 or no", fix=BF16,
+        "fp16 on a CPU",
+        "mixed_precision",
+        when=lambda c: c.precision == "fp16" and c.machine.device == "cpu",
+        message="mixed_precision: fp16 does not train on a CPU",
+        advice="use bf16 or no",
+        fix=BF16,
     ),
     _machine_rule(
-        "FP8 on an older GPU", "mixed_precision", when=_has_old_gpu, message=_describe_old_gpu, fix=BF16,
+        "FP8 on an older GPU",
+        "mixed_precision",
+        when=_has_old_gpu,
+        message=_describe_old_gpu,
+        fix=BF16,
     ),
     _machine_rule(
-        "flash attention on this GPU", "attn_implementation", when=_lacks_flash_gpu, message=_describe_flash_gpu,
-        advice="remove the key", fix={"attn_implementation": "auto"},
+        "flash attention on this GPU",
+        "attn_implementation",
+        when=_lacks_flash_gpu,
+        message=_describe_flash_gpu,
+        advice="remove the key",
+        fix={"attn_implementation": "auto"},
     ),
     _machine_rule(
-        "state in files without Linux", "optim_offload",
+        "state in files without Linux",
+        "optim_offload",
         when=lambda c: c["optim_offload"] == "nvme" and c.machine.system != "linux",
-        message="optim_offload: nvme needs Linux", advice="remove optim_offload",
+        message="optim_offload: nvme needs Linux",
+        advice="remove optim_offload",
     ),
     _machine_rule(
-        "tf32 on a CPU", "tf32", when=lambda c: c["tf32"] and c.machine.device == "cpu",
-        message="tf32 has no effect on a CPU", is_note=True,
+        "tf32 on a CPU",
+        "tf32",
+        when=lambda c: c["tf32"] and c.machine.device == "cpu",
+        message="tf32 has no effect on a CPU",
+        is_note=True,
     ),
-)  # fmt: skip
+)
 
 # The most important first: problems are reported in this order.
 RULES: tuple[Rule, ...] = (

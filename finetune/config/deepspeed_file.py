@@ -1,4 +1,8 @@
-"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that does the same. Torch-free."""
+"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that does the
+same.
+
+Torch-free.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,13 +58,26 @@ IN_RECIPE = {  # a number in DeepSpeed's JSON -> the recipe's key for it
     "gradient_clipping": "max_grad_norm",
 }
 JSON_KEYS = frozenset(
-    ["zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", *IN_RECIPE, *WITHOUT_EFFECT]
+    [
+        "zero_optimization",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "optimizer",
+        "scheduler",
+        *IN_RECIPE,
+        *WITHOUT_EFFECT,
+    ]
 )
 NO_COUNTERPART = "this part of DeepSpeed has no counterpart here; remove it"
 OTHERS = {
-    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens",
+    "sequence_parallel_size": (
+        "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens"
+    ),
     "compile": "set torch_compile: true in the recipe, and remove this section",
-    "tensor_parallel": f"remove it; parallelism_config_{GROUP_KEYS[0]} of an Accelerate file divides matrices",
+    "tensor_parallel": (
+        f"remove it; parallelism_config_{GROUP_KEYS[0]} of an Accelerate file divides matrices"
+    ),
 }
 OPTIMIZER_IN_RECIPE = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 
@@ -79,7 +96,9 @@ class Translation:
 def translate_deepspeed(
     section: Mapping[str, Any], source: str, mixed_precision: str | None, folder: Path | None = None
 ) -> Translation:
-    """Translates `deepspeed_config`. `folder`: the file's own, from which its JSON file may be named too.
+    """Translates `deepspeed_config`.
+
+    `folder`: the file's own, from which its JSON file may be named too.
 
     Raises `UserError` with every key that asks for what there is not, or contradicts another.
     """
@@ -87,7 +106,9 @@ def translate_deepspeed(
     file = section.get("deepspeed_config_file")
     if file not in (None, "none", ""):
         reader.read_json(str(file), folder)
-    reader.read_section({key: value for key, value in section.items() if key != "deepspeed_config_file"})
+    reader.read_section(
+        {key: value for key, value in section.items() if key != "deepspeed_config_file"}
+    )
     if reader.problems:
         raise UserError.of(reader.problems)
     return reader.translation()
@@ -111,10 +132,17 @@ class _DeepspeedReader:
         lines = [f"zero_stage {self._stage}: {STAGES[self._stage]}"]
         if self._offloaded:
             what = " and ".join(self._offloaded)
-            lines.append(f"{what}: cpu: parameters, gradients and optimizer state stay in host memory, all three")
+            lines.append(
+                f"{what}: cpu: parameters, gradients and optimizer state stay in host memory, all "
+                "three"
+            )
         if self._ignored:
             lines.append(f"without effect here: {', '.join(sorted(self._ignored))}")
-        fsdp = {"version": 2, "reshard_after_forward": self._stage == 3, "offload_params": bool(self._offloaded)}
+        fsdp = {
+            "version": 2,
+            "reshard_after_forward": self._stage == 3,
+            "offload_params": bool(self._offloaded),
+        }
         return Translation(
             distributed_type="FSDP" if self._stage else "MULTI_GPU",
             fsdp=fsdp if self._stage else {},
@@ -137,7 +165,9 @@ class _DeepspeedReader:
             elif key in WITHOUT_EFFECT and value not in (None, False, "none"):
                 self._ignored.append(key)
             elif key.startswith("deepspeed_") and key not in WITHOUT_EFFECT and value:
-                self._refuse(key, "the ranks are started by accelerate launch on each machine; remove it")
+                self._refuse(
+                    key, "the ranks are started by accelerate launch on each machine; remove it"
+                )
             elif key not in WITHOUT_EFFECT and not key.startswith("deepspeed_"):
                 self._refuse(f"deepspeed_config.{key}", "no such key of Accelerate's; remove it")
 
@@ -177,7 +207,10 @@ class _DeepspeedReader:
                 self._read_optimizer(value)
             elif key == "scheduler":
                 if not _is_auto(value):
-                    self._refuse(key, "the recipe's lr_scheduler_type names the schedule; remove this section")
+                    self._refuse(
+                        key,
+                        "the recipe's lr_scheduler_type names the schedule; remove this section",
+                    )
             elif key in WITHOUT_EFFECT:
                 self._ignored.append(key)
             elif not key.startswith("_"):  # a comment
@@ -227,28 +260,39 @@ class _DeepspeedReader:
     def _read_precision(self, name: str, section: Any) -> None:
         enabled = section.get("enabled", True) if isinstance(section, dict) else section
         if enabled is True and self._precision_of_json not in (None, name):
-            self._refuse(name, f"on here, and {self._precision_of_json} too; set one of the two to false")
+            self._refuse(
+                name, f"on here, and {self._precision_of_json} too; set one of the two to false"
+            )
         elif enabled is True and self._precision in (None, name):
             self._precision_of_json = name
         elif enabled is True or (enabled is False and self._precision == name):
             said = "on" if enabled else "off"
             self._refuse(
-                name, f"{said} here, but mixed_precision is {self._precision}; set one to the other, or this to auto"
+                name,
+                (
+                    f"{said} here, but mixed_precision is {self._precision}; set one to the other, "
+                    "or this to auto"
+                ),
             )
 
     def _read_optimizer(self, section: Any) -> None:
         kind = section.get("type", "auto") if isinstance(section, dict) else section
         if kind not in ("auto", "Adam", "AdamW"):
-            self._refuse("optimizer", f"{kind}: the recipe's optim names the optimizer; remove this section")
+            self._refuse(
+                "optimizer", f"{kind}: the recipe's optim names the optimizer; remove this section"
+            )
             return
         for key, value in _parameters(section):
             if key in OPTIMIZER_IN_RECIPE:
                 self._read_number(key, value, OPTIMIZER_IN_RECIPE)
-            elif key == "torch_adam" or (key == "adam_w_mode" and value is True):  # both are torch's AdamW here
+            elif key == "torch_adam" or (
+                key == "adam_w_mode" and value is True
+            ):  # both are torch's AdamW here
                 self._ignored.append(f"optimizer.params.{key}")
             elif not _is_auto(value):
                 self._refuse(
-                    f"optimizer.params.{key}", "the recipe's keys set the optimizer; remove it, or set it to auto"
+                    f"optimizer.params.{key}",
+                    "the recipe's keys set the optimizer; remove it, or set it to auto",
                 )
 
     def _refuse(self, key: str, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""The formats of an export: a row for each, with all that rules, commands, export, card and servers ask about it."""
+"""The formats of an export: a row for each, with all that rules, commands, export, card and servers
+ask about it.
+"""
 
 import importlib.util
 import shlex
@@ -18,9 +20,24 @@ SAFETENSORS = "safetensors"
 COMPRESSED = "compressed-tensors"
 # Of GGUF: those that are written here, and those that llama.cpp makes.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
-GGUF_K_TYPES = ("q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k")
+GGUF_K_TYPES = (
+    "q6_k",
+    "q5_k_m",
+    "q5_k_s",
+    "q4_k_m",
+    "q4_k_s",
+    "q3_k_l",
+    "q3_k_m",
+    "q3_k_s",
+    "q2_k",
+)
 LLAMA_CPP = 'pip install -e ".[llama-cpp]"'
-NO_FORMATS = {"mlx": "MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave mlx out"}
+NO_FORMATS = {
+    "mlx": (
+        "MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave "
+        "mlx out"
+    )
+}
 
 
 def is_installed(package: str) -> bool:
@@ -39,7 +56,10 @@ def refuse_unknown(flag: str, given: tuple[str, ...], known: tuple[str, ...]) ->
     """Raises `UserError` where one of the names that were `given` is not `known`."""
     for each in given:
         if each not in known:
-            raise UserError(f"{flag}: {each}: one or more of {', '.join(known)} are expected, with commas between")
+            raise UserError(
+                f"{flag}: {each}: one or more of {', '.join(known)} are expected, with commas "
+                "between"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +77,33 @@ class ExportKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFormat:
-    """What the package knows about a format. A new one is a row in `EXPORT_FORMATS`, and a file in export/formats/."""
+    """What the package knows about a format.
+
+    A new one is a row in `EXPORT_FORMATS`, and a file in export/formats/.
+    """
 
     title: str  # as people write it
-    plan: str | None = None  # module:function that plans its files; None: the Hugging Face folder itself
+    # module:function that plans its files; None: the Hugging Face folder itself
+    plan: str | None = None
     package: str | None = None  # that writes it, as Python imports it
     install: str | None = None  # what pip calls the package; None: as Python does
     is_folder: bool = False  # which transformers and vLLM open
-    holds_base: bool = False  # has a place for tensors of the base that the model has no parameter for
+    # has a place for tensors of the base that the model has no parameter for
+    holds_base: bool = False
     keys: tuple[ExportKey, ...] = ()
     without: str = ""  # what its keys are refused with where the format is not asked for
-    check: Callable[[Mapping[str, Any], bool], None] = lambda keys, is_model: None  # raises `UserError`
-    refuses: Callable[[Any], object] = lambda case: False  # a condition of the rulebook on model and recipe
+    # raises `UserError`
+    check: Callable[[Mapping[str, Any], bool], None] = lambda keys, is_model: None
+    # a condition of the rulebook on model and recipe
+    refuses: Callable[[Any], object] = lambda case: False
     refused: str = ""  # its message
     suffix: str | None = None  # of its files
     card: str = ""  # the lines of the model card on its use
-    use: Callable[[Path, bool], Mapping[str, str]] = lambda file, is_adapter: {}  # a file -> commands by program
+    # a file -> commands by program
+    use: Callable[[Path, bool], Mapping[str, str]] = lambda file, is_adapter: {}
     server: str | None = None  # the name of the server that is started with it
-    start: Callable[[Path, Path | None, int], list[str]] | None = None  # folder, file, port -> the server's command
+    # folder, file, port -> the server's command
+    start: Callable[[Path, Path | None, int], list[str]] | None = None
 
 
 def _check_gguf(keys: Mapping[str, Any], is_model: bool) -> None:
@@ -83,30 +112,37 @@ def _check_gguf(keys: Mapping[str, Any], is_model: bool) -> None:
     made = [each for each in types if each in GGUF_K_TYPES]
     if made and not is_installed("llama_cpp"):
         raise UserError(
-            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; without it there are "
-            f"{', '.join(GGUF_TYPES)}"
+            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; "
+            f"without it there are {', '.join(GGUF_TYPES)}"
         )
 
 
 def _use_gguf(file: Path, is_adapter: bool) -> Mapping[str, str]:
-    """The commands that use a GGUF file; those of an adapter name the file of its base BASE.gguf."""
+    """The commands that use a GGUF file; those of an adapter name the file of its base
+    BASE.gguf.
+    """
     if is_adapter:
         return {"llama.cpp": f"llama-server -m BASE.gguf --lora {shlex.quote(str(file))}"}
     name = file.stem.lower()
-    made = f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f Modelfile"
+    made = (
+        f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f "
+        "Modelfile"
+    )
     return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": made}
 
 
 def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
     if file is None:
         raise UserError(
-            f"{folder}: holds no GGUF file; write one with finetune export --format gguf, and name it with --gguf"
+            f"{folder}: holds no GGUF file; write one with finetune export --format gguf, and name "
+            "it with --gguf"
         )
     if binary := shutil.which("llama-server"):
         return [binary, "-m", str(file), "--port", str(port), "-c", str(CONTEXT)]
     if not all(is_installed(each) for each in ("llama_cpp", "fastapi", "uvicorn")):
         raise UserError(
-            '--server llama.cpp: not installed; pip install "llama-cpp-python[server]", or put llama-server on PATH'
+            '--server llama.cpp: not installed; pip install "llama-cpp-python[server]", or put '
+            "llama-server on PATH"
         )
     options = ["--port", str(port), "--n_ctx", str(CONTEXT), "--logits_all", "true"]
     return [sys.executable, "-m", "llama_cpp.server", "--model", str(file), *options]
@@ -114,9 +150,13 @@ def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
 
 def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
     if shutil.which("vllm") is None:
-        raise UserError("--server vllm: not installed; pip install vllm, or name a running server by its URL")
+        raise UserError(
+            "--server vllm: not installed; pip install vllm, or name a running server by its URL"
+        )
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder}: vLLM serves exports and adapters; make one with finetune export")
+        raise UserError(
+            f"{folder}: vLLM serves exports and adapters; make one with finetune export"
+        )
     return [*serve_model(folder), *list_server_options(folder, port)]
 
 
@@ -137,7 +177,7 @@ def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:
 
 EXPORT_FORMATS: Mapping[str, ExportFormat] = {
     SAFETENSORS: ExportFormat(
-        title="safetensors", is_folder=True, holds_base=True, server="vllm", start=_start_vllm,
+        title="safetensors", is_folder=True, holds_base=True, server="vllm", start=_start_vllm
     ),
     "gguf": ExportFormat(
         title="GGUF",
@@ -145,13 +185,19 @@ EXPORT_FORMATS: Mapping[str, ExportFormat] = {
         package="gguf",
         keys=(
             ExportKey(
-                name="gguf_types", flag="--gguf-type", metavar="TYPES",
-                help="of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that llama.cpp makes (default: as "
+                name="gguf_types",
+                flag="--gguf-type",
+                metavar="TYPES",
+                help="of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that "
+                "llama.cpp makes (default: as "
                 "--dtype)",
-                default=(), read=lambda text: split_list(text.lower()),  # as q4_k_m or Q4_K_M
+                default=(),
+                read=lambda text: split_list(text.lower()),  # as q4_k_m or Q4_K_M
             ),
             ExportKey(
-                name="gguf_pre_tokenizer", flag="--gguf-pre-tokenizer", metavar="NAME",
+                name="gguf_pre_tokenizer",
+                flag="--gguf-pre-tokenizer",
+                metavar="NAME",
                 help="how a text is cut, by llama.cpp's name (default: found)",
             ),
         ),
@@ -174,18 +220,27 @@ EXPORT_FORMATS: Mapping[str, ExportFormat] = {
         holds_base=True,
         keys=(
             ExportKey(
-                name="quantization", flag="--quantization", metavar="SCHEME",
-                help="of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: what the run was "
+                name="quantization",
+                flag="--quantization",
+                metavar="SCHEME",
+                help="of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: "
+                "what the run was "
                 "trained for)",
                 recipe_key="export_quantization",
             ),
             ExportKey(
-                name="group_size", flag="--group-size", metavar="N",
-                help="numbers of a row under one scale (default: the row)", read=int,
+                name="group_size",
+                flag="--group-size",
+                metavar="N",
+                help="numbers of a row under one scale (default: the row)",
+                read=int,
             ),
             ExportKey(
-                name="max_loss_increase", flag="--max-loss-increase", metavar="NATS",
-                help="export nothing where quantization raises the loss on the run's rows by more", read=float,
+                name="max_loss_increase",
+                flag="--max-loss-increase",
+                metavar="NATS",
+                help="export nothing where quantization raises the loss on the run's rows by more",
+                read=float,
             ),
         ),
         without="nothing is quantized",
@@ -193,7 +248,7 @@ EXPORT_FORMATS: Mapping[str, ExportFormat] = {
         refuses=lambda case: case.model.experts or case.is_whole,
         refused="{name} is a mixture or has a vision tower, which is not quantized",
     ),
-}  # fmt: skip
+}
 if TYPE_CHECKING:
     ExportFormatName = str
 else:
@@ -208,7 +263,9 @@ def list_keys() -> list[ExportKey]:
 def find_format_of(path: Path) -> ExportFormat | None:
     """The format whose files end as the existing file at `path` does; None where there is none."""
     suffix = path.suffix.lower()
-    return next((row for row in EXPORT_FORMATS.values() if row.suffix == suffix and path.is_file()), None)
+    return next(
+        (row for row in EXPORT_FORMATS.values() if row.suffix == suffix and path.is_file()), None
+    )
 
 
 def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model: bool) -> None:
@@ -220,7 +277,8 @@ def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model
         is_model: Whether a model is exported, not an adapter alone.
 
     Raises:
-        UserError: Where a format is unknown, a key has a wrong value or no format to go with, or a package is missing.
+        UserError: Where a format is unknown, a key has a wrong value or no format to go with, or a
+            package is missing.
     """
     for name, advice in NO_FORMATS.items():
         if name in formats:
@@ -232,7 +290,9 @@ def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model
         if name in formats:
             row.check(keys, is_model)
             if row.package is not None and not is_installed(row.package):
-                raise UserError(f"--format {name}: needs the package: pip install {row.install or row.package}")
+                raise UserError(
+                    f"--format {name}: needs the package: pip install {row.install or row.package}"
+                )
             continue
         for key in row.keys:
             if keys[key.name] not in (None, (), []):

@@ -1,4 +1,7 @@
-"""Facts about a model, by its config and by transformers' source, and about the machine. Imports no torch."""
+"""Facts about a model, by its config and by transformers' source, and about the machine.
+
+Imports no torch.
+"""
 
 import importlib.util
 import re
@@ -24,7 +27,8 @@ CHOSEN_COUNTS = (
     "num_experts_per_token",
     "num_selected_experts",
 )
-# Upper bounds of a config's sizes, far above any model: with a larger one, building the model would never end.
+# Upper bounds of a config's sizes, far above any model: with a larger one, building the model would
+# never end.
 LARGEST_SIZES: Mapping[str, int] = {
     "num_hidden_layers": 1000,
     "vocab_size": 1 << 24,
@@ -42,7 +46,10 @@ LARGEST_SIZES: Mapping[str, int] = {
 LARGEST_COUNTS: Mapping[str, int] = {
     "first_k_dense_replace": 1000,
     **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS, "n_shared_experts"), 1 << 14),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 1 << 20),
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        1 << 20,
+    ),
 }
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "hidden_act": ((str,), "a name"),
@@ -67,7 +74,10 @@ ACTIVATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's config says. Returned by `read_model_facts`, for a run and for a plan alike."""
+    """What a model's config says.
+
+    Returned by `read_model_facts`, for a run and for a plan alike.
+    """
 
     model_type: str
     layers: int
@@ -83,7 +93,8 @@ class ModelFacts:
     expert_width: int = 0  # intermediate size of an expert
     layer_types: frozenset[str] = frozenset()
     quantization: Quantization | None = None  # how the files are quantized
-    published: str | None = None  # in which form of `PUBLISHED` the files are, which are read as plain numbers
+    # in which form of `PUBLISHED` the files are, which are read as plain numbers
+    published: str | None = None
     tokens: int | None = None  # of the tokenizer, with added ones; None: it was not read
     vision: bool = False  # whether it is the language model of a vision-language one
 
@@ -94,14 +105,19 @@ class ModelFacts:
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether transformers has a load-balancing loss for the family; DeepSeek V3 has a bias instead."""
+        """Whether transformers has a load-balancing loss for the family; DeepSeek V3 has a bias
+        instead.
+        """
         source = read_family_source(self.model_type)
         return self.experts > 0 and (not source or "load_balancing_loss_func" in source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What the machine of a run has. `capability` is the GPU's compute capability; None on a CPU."""
+    """What the machine of a run has.
+
+    `capability` is the GPU's compute capability; None on a CPU.
+    """
 
     device: Literal["cuda", "cpu"]
     system: str = "linux"  # sys.platform
@@ -116,7 +132,8 @@ class MachineFacts:
 def read_model_facts(
     config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
 ) -> ModelFacts:
-    """Returns the facts of a config: the text model's part of config.json or `to_dict()`, with the family's defaults.
+    """Returns the facts of a config: the text model's part of config.json or `to_dict()`, with the
+    family's defaults.
 
     Args:
         config: Keys as in config.json.
@@ -153,22 +170,30 @@ def read_model_facts(
 
 
 def refuse_wrong_values(config: Any, name: str) -> None:
-    """Raises `UserError` for every size or name in (a part of) a config with which no model can be built."""
+    """Raises `UserError` for every size or name in (a part of) a config with which no model can be
+    built.
+    """
     problems = []
     for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
         value = config.get(key)
         # Under latent attention head_dim is the rotated part of a key, and GLM-5-Next rotates none.
-        may_be_zero = key in LARGEST_COUNTS or (key == "head_dim" and config.get("qk_rope_head_dim") == 0)
+        may_be_zero = key in LARGEST_COUNTS or (
+            key == "head_dim" and config.get("qk_rope_head_dim") == 0
+        )
         least = 0 if may_be_zero else 1
         if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
-            problems.append(f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is expected")
+            problems.append(
+                f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is "
+                "expected"
+            )
     for key, (kinds, expected) in KINDS.items():
         if config.get(key) is not None and not isinstance(config[key], kinds):
             problems.append(f"{name}: {key}: {_shorten(config[key])}: {expected} is expected")
     activation = config.get("hidden_act", config.get("hidden_activation"))
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         problems.append(
-            f"{name}: hidden_act: {_shorten(activation)}: no activation of transformers; for example silu is expected"
+            f"{name}: hidden_act: {_shorten(activation)}: no activation of transformers; for "
+            "example silu is expected"
         )
     if problems:
         raise UserError.of(problems)
@@ -177,11 +202,14 @@ def refuse_wrong_values(config: Any, name: str) -> None:
 def names_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a vision-language model, by the class that it names.
 
-    >>> names_vision_language({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
+    >>> names_vision_language({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config":
+      {}})
     True
     """
     names = config.get("architectures")
-    is_listed = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)
+    is_listed = isinstance(names, list) and any(
+        str(name).endswith("ForConditionalGeneration") for name in names
+    )
     return is_listed and "vision_config" in config
 
 
@@ -202,10 +230,16 @@ def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:
-    """Returns the first of `keys` that has a number; of a list with one for each layer the largest."""
+    """Returns the first of `keys` that has a number; of a list with one for each layer the
+    largest.
+    """
     for key in keys:
         value = config.get(key)
-        if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
+        if (
+            isinstance(value, list | tuple)
+            and value
+            and all(isinstance(each, int) for each in value)
+        ):
             value = max(value)
         if isinstance(value, int | float) and value:
             return int(value)
@@ -214,7 +248,11 @@ def _size(config: Mapping[str, Any], *keys: str) -> int:
 
 def _are_sizes(value: Any) -> bool:
     """Whether it is a list of one size for each layer."""
-    return isinstance(value, list | tuple) and bool(value) and all(_is_whole(each, 0, 1 << 24) for each in value)
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(_is_whole(each, 0, 1 << 24) for each in value)
+    )
 
 
 def _is_whole(value: Any, least: int, largest: int) -> bool:
@@ -233,13 +271,18 @@ def _shorten(value: Any) -> str:
 
 @cache
 def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds."""
+    """Whether torch.compile finds a C compiler.
+
+    Cached: searching the PATH for every parameter takes milliseconds.
+    """
     return shutil.which("cc") is not None
 
 
 def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
     """Adds to `recipe` how its base is quantized, where the files of the base already are."""
-    return recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
+    return (
+        recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
+    )
 
 
 def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
@@ -254,8 +297,11 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
 
 # What transformers' source says of a family.
 HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
-# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next assignment.
-LINEAR = re.compile(r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL)
+# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next
+# assignment.
+LINEAR = re.compile(
+    r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL
+)
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -271,7 +317,8 @@ def read_family_source(model_type: str) -> str:
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
     listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
-    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)  # gemma3_text is in gemma3's file
+    # gemma3_text is in gemma3's file
+    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
     folder = of_another[1] if of_another else model_type
     source = models / folder / f"modeling_{folder}.py"
     return source.read_text(encoding="utf-8") if source.is_file() else ""
@@ -289,12 +336,16 @@ def find_layer_class(model_type: str) -> str:
     >>> find_layer_class("gemma3_text")
     'Gemma3DecoderLayer'
     """
-    return min((name for name in find_classes(model_type) if name.endswith("DecoderLayer")), default="layers")
+    return min(
+        (name for name in find_classes(model_type) if name.endswith("DecoderLayer")),
+        default="layers",
+    )
 
 
 @cache
 def find_linear_layers(model_type: str) -> frozenset[str]:
-    """Returns the names of a family's linear layers, without heads and vision towers; none of an unknown family.
+    """Returns the names of a family's linear layers, without heads and vision towers; none of an
+    unknown family.
 
     >>> sorted(find_linear_layers("phi3"))
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
@@ -305,7 +356,8 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
 
 
 def has_own_attention(model_type: str) -> bool:
-    """Whether a family computes attention in its own code, which ignores document boundaries; False if it is unknown.
+    """Whether a family computes attention in its own code, which ignores document boundaries; False
+    if it is unknown.
 
     >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
     (True, False, False)
@@ -317,7 +369,8 @@ def has_own_attention(model_type: str) -> bool:
 def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
     """Whether a model has layers in which it is not known how packed documents are kept apart.
 
-    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next", ["linear_attention"])
+    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next",
+      ["linear_attention"])
     (True, False)
     """
     family = find_family(model_type)
@@ -326,14 +379,18 @@ def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
 
 
 def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
-    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of documents.
+    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of
+    documents.
 
-    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]), attends_by_mask("mamba", [])
+    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]),
+      attends_by_mask("mamba", [])
     (True, False, False)
     """
     family = find_family(model_type)
     has_own = has_own_attention(model_type) and family.recurrence is None
-    return family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
+    return (
+        family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
+    )
 
 
 def has_fused_experts(model_type: str) -> bool:

@@ -1,8 +1,9 @@
 """Families of models: what the package knows of each by its model_type.
 
-Source: the model and configuration classes of transformers 5; tests/plan builds every family that can be
-planned on the meta device and compares names and shapes, so that a release that changes one is noticed. A family
-without a row trains too, as long as no check of a run finds a fault. Imports no torch.
+Source: the model and configuration classes of transformers 5; tests/plan builds every family that
+can be planned on the meta device and compares names and shapes, so that a release that changes one
+is noticed. A family without a row trains too, as long as no check of a run finds a fault. Imports
+no torch.
 """
 
 from collections.abc import Mapping
@@ -17,70 +18,96 @@ class MixtureKeys:
     experts: str = "num_experts"
     intermediate: str = "moe_intermediate_size"
     shared: str | None = None  # intermediate size of the expert that every token passes
-    shared_count: str | None = None  # the same in intermediate sizes of routed experts, without a gate of its own
-    some_are_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step make some layers dense
+    # the same in intermediate sizes of routed experts, without a gate of its own
+    shared_count: str | None = None
+    # whether mlp_only_layers and decoder_sparse_step make some layers dense
+    some_are_dense: bool = False
     first_are_dense: bool = False  # whether first_k_dense_replace makes the first layers dense
     router: str = "gate"  # its name in the MLP
     routes_in_fp32: bool = False  # whether the router multiplies in fp32
     has_biases: bool = False  # of router and experts, whose weights are [experts, in, out] then
-    gate_tensors: int = 3  # that an expert's gating saves, of its intermediate size, beside the product
+    # that an expert's gating saves, of its intermediate size, beside the product
+    gate_tensors: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaCpp:
-    """How llama.cpp computes a family, and what its code assumes that config.json may say otherwise."""
+    """How llama.cpp computes a family, and what its code assumes that config.json may say
+    otherwise.
+    """
 
     architecture: str
-    rotates_neighbors: bool = False  # RoPE turns neighboring rows of a head, which transformers has half a head apart
-    adds_one_to_norms: bool = False  # transformers multiplies by 1 + weight, llama.cpp by what the file holds
+    # RoPE turns neighboring rows of a head, which transformers has half a head apart
+    rotates_neighbors: bool = False
+    # transformers multiplies by 1 + weight, llama.cpp by what the file holds
+    adds_one_to_norms: bool = False
     activation: str = "silu"
     biases: tuple[str, ...] = ()  # the linear layers whose biases it adds
-    window_every: int | None = None  # layers between two of full attention; None: every layer attends to all tokens
+    # layers between two of full attention; None: every layer attends to all tokens
+    window_every: int | None = None
     rope_skipped_every: int | None = None  # layers between two without RoPE
     has_own_head: bool = True  # else the embedding is the head
-    scales_like_27b: int | None = None  # with so many layers queries are scaled by hidden_size / heads, not head_dim
+    # with so many layers queries are scaled by hidden_size / heads, not head_dim
+    scales_like_27b: int | None = None
     stretches_rope: tuple[str, ...] = ("linear", "yarn")  # the kinds of rope scaling
     rotates_parts: bool = False  # partial_rotary_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """The modules of a family that carry a state from token to token, and what keeps documents apart in them."""
+    """The modules of a family that carry a state from token to token, and what keeps documents
+    apart in them.
+    """
 
     modules: tuple[str, ...]  # the ends of their classes' names
-    # The arguments by which they read the boundaries of packed documents, once these packages are installed. Without
-    # arguments, they would ignore boundaries, and run over one document after the other.
+    # The arguments by which they read the boundaries of packed documents, once these packages are
+    # installed. Without arguments, they would ignore boundaries, and run over one document after
+    # the other.
     arguments: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     steps_through_tokens: bool = False  # in a loop of transformers' own, without the packages
-    # Whether transformers computes from its cache, for padded prompts, what it computes without one.
+    # Whether transformers computes from its cache, for padded prompts, what it computes without
+    # one.
     can_be_sampled: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The facts of one `model_type` that are not in its config.json; without arguments, of a family without a row."""
+    """The facts of one `model_type` that are not in its config.json; without arguments, of a family
+    without a row.
+    """
 
     # What it can do here.
-    tensor_parallel: Literal["heads", "products"] | None = None  # what is sharded: whole heads, or their products
-    unadaptable: tuple[str, ...] = ()  # linear layers that return more, or are read without being called
-    # Attention that knows documents by a mask alone: one that transformers makes from position ids, or one made here.
+    # what is sharded: whole heads, or their products
+    tensor_parallel: Literal["heads", "products"] | None = None
+    # linear layers that return more, or are read without being called
+    unadaptable: tuple[str, ...] = ()
+    # Attention that knows documents by a mask alone: one that transformers makes from position ids,
+    # or one made here.
     masks_documents: Literal["by_transformers", "here"] | None = None
-    drops_arguments: bool = False  # whether its layers do not hand attention the arguments of the model's forward
-    recurrence: Recurrence | None = None  # None: no layer carries a state from token to token, or none that is known
-    is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
-    # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each to transformers' own.
+    # whether its layers do not hand attention the arguments of the model's forward
+    drops_arguments: bool = False
+    # None: no layer carries a state from token to token, or none that is known
+    recurrence: Recurrence | None = None
+    # the language model of a vision-language one, without a class of its own
+    is_of_vision: bool = False
+    # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each
+    # to transformers' own.
     takes_images: bool = False
     images_see_themselves: bool = False  # attention within an image is bidirectional
     # Its sizes and layers.
-    defaults: dict[str, int] = field(default_factory=dict)  # sizes that may be omitted; empty: layers not in the table
+    # sizes that may be omitted; empty: layers not in the table
+    defaults: dict[str, int] = field(default_factory=dict)
     tied: bool = False  # tie_word_embeddings where the config does not say
-    untied_in_files: bool = False  # the class ties, but published files whose config does not say hold a head
+    # the class ties, but published files whose config does not say hold a head
+    untied_in_files: bool = False
     query_key_value_bias: bool | Literal["attention_bias"] = False
-    output_bias: bool | Literal["attention_bias"] | None = None  # None: as the other three of attention
+    # None: as the other three of attention
+    output_bias: bool | Literal["attention_bias"] | None = None
     attention_bias: bool = False  # where the config does not say
     mlp_bias: bool | Literal["mlp_bias"] = False
-    query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
+    # over each head, or over all heads together
+    query_key_norm: Literal["head", "all"] | None = None
     query_key_norm_key: str | None = None  # of config.json, which says whether there are such norms
     latent_attention: bool = False  # queries, keys and values come out of latents (DeepSeek's MLA)
     # What flash attention does not compute: see plan/activations.py.
@@ -88,16 +115,22 @@ class Family:
     caps_scores: bool = False  # attn_logit_softcapping
     fused: bool = False  # one qkv_proj and one gate_up_proj
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
+    # norms stand after attention and MLP only, so these read the residual stream itself
+    norm_after: bool = False
     mixture: MixtureKeys | None = None  # None: dense
-    norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
+    # the weight is multiplied in fp32, so that the normalized input is kept in fp32
+    norm_keeps_fp32: bool = False
     llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
 
     @property
     def opens_in_mlx(self) -> bool:
-        """Whether mlx-lm is known to compute what transformers does (tests/export/test_mlx.py): those of GGUF but
-        Gemma 2, whose logits differ by 0.4%, and Qwen3 MoE, which does not open."""
-        return self.llama_cpp is not None and self.llama_cpp.architecture not in ("gemma2", "qwen3moe")
+        """Whether mlx-lm is known to compute what transformers does (tests/export/test_mlx.py):
+        those of GGUF but Gemma 2, whose logits differ by 0.4%, and Qwen3 MoE, which does not open.
+        """
+        return self.llama_cpp is not None and self.llama_cpp.architecture not in (
+            "gemma2",
+            "qwen3moe",
+        )
 
     @property
     def is_planned(self) -> bool:
@@ -111,12 +144,20 @@ class Family:
 
     @property
     def has_expert_parallelism(self) -> bool:
-        """Whether tests/training/test_expert_parallel.py holds its losses to those of one process."""
+        """Whether tests/training/test_expert_parallel.py holds its losses to those of one
+        process.
+        """
         return self.is_planned and self.mixture is not None
 
 
 def _sizes(
-    hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int | None, vocabulary: int, **others: int
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    key_value_heads: int | None,
+    vocabulary: int,
+    **others: int,
 ) -> dict[str, int]:
     """Returns the sizes that every family has, by the keys of config.json, and `others`."""
     return {
@@ -133,17 +174,30 @@ def _sizes(
 SIZES_7B = _sizes(4096, 11008, 32, 32, None, 32000)
 QWEN_SIZES = _sizes(4096, 22016, 32, 32, 32, 151936)
 SHARED_EXPERTS = MixtureKeys(
-    experts="n_routed_experts", shared_count="n_shared_experts", first_are_dense=True, routes_in_fp32=True
+    experts="n_routed_experts",
+    shared_count="n_shared_experts",
+    first_are_dense=True,
+    routes_in_fp32=True,
 )
 # What several families share.
-LLAMA = Family(tensor_parallel="heads", defaults=SIZES_7B, query_key_value_bias="attention_bias", mlp_bias="mlp_bias")
+LLAMA = Family(
+    tensor_parallel="heads",
+    defaults=SIZES_7B,
+    query_key_value_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
 GEMMA_2 = Family(
     tensor_parallel="heads",
     defaults=_sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256),
     tied=True,
     query_key_value_bias="attention_bias",
     caps_scores=True,
-    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
     norm_keeps_fp32=True,
 )
 OLMO_2 = Family(
@@ -155,7 +209,11 @@ OLMO_2 = Family(
     norm_keeps_fp32=True,
 )
 QWEN_2 = Family(defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
-QWEN_3 = Family(defaults=QWEN_SIZES | {"head_dim": 128}, query_key_value_bias="attention_bias", query_key_norm="head")
+QWEN_3 = Family(
+    defaults=QWEN_SIZES | {"head_dim": 128},
+    query_key_value_bias="attention_bias",
+    query_key_norm="head",
+)
 WITH_IMAGES = Family(takes_images=True)
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 GGUF_LLAMA = LlamaCpp(
@@ -175,7 +233,9 @@ BY_MASK = Family(masks_documents="by_transformers")
 BY_OUR_MASK = Family(masks_documents="here")
 DELTA_NET = Family(
     recurrence=Recurrence(
-        modules=("GatedDeltaNet",), arguments=("cu_seq_lens_q", "seq_idx"), packages=("fla", "causal_conv1d")
+        modules=("GatedDeltaNet",),
+        arguments=("cu_seq_lens_q", "seq_idx"),
+        packages=("fla", "causal_conv1d"),
     )
 )
 # Their kernels read these weights without calling the layers, and would pass by an adapter.
@@ -185,7 +245,9 @@ MAMBA = Family(
 )
 MAMBA_2 = Family(
     recurrence=Recurrence(
-        modules=("Mixer", "MambaLayer"), arguments=("seq_idx",), packages=("mamba_ssm", "causal_conv1d")
+        modules=("Mixer", "MambaLayer"),
+        arguments=("seq_idx",),
+        packages=("mamba_ssm", "causal_conv1d"),
     ),
     unadaptable=("conv1d", "out_proj"),
 )
@@ -196,35 +258,58 @@ def _unsampled(family: Family) -> Family:
     return replace(family, recurrence=replace(family.recurrence, can_be_sampled=False))
 
 
-CONVOLUTION = Family(recurrence=Recurrence(modules=("ShortConv",), arguments=("seq_idx",), packages=("causal_conv1d",)))
+CONVOLUTION = Family(
+    recurrence=Recurrence(
+        modules=("ShortConv",), arguments=("seq_idx",), packages=("causal_conv1d",)
+    )
+)
 DELTA_ATTENTION = Family(recurrence=Recurrence(modules=("DeltaAttention",)))
 
 FAMILIES: Mapping[str, Family] = {
     "llama": replace(LLAMA, llama_cpp=GGUF_LLAMA),
     "mistral": Family(
-        tensor_parallel="heads", defaults=_sizes(4096, 14336, 32, 32, 8, 32000),
+        tensor_parallel="heads",
+        defaults=_sizes(4096, 14336, 32, 32, 8, 32000),
         llama_cpp=replace(GGUF_LLAMA, biases=()),
     ),
-    "qwen2": replace(QWEN_2, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen2", biases=QUERY_KEY_VALUE)),
+    "qwen2": replace(
+        QWEN_2,
+        tensor_parallel="heads",
+        llama_cpp=LlamaCpp(architecture="qwen2", biases=QUERY_KEY_VALUE),
+    ),
     "qwen3": replace(QWEN_3, tensor_parallel="heads", llama_cpp=LlamaCpp(architecture="qwen3")),
     "gemma": Family(
-        tensor_parallel="heads", defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256), tied=True,
-        query_key_value_bias="attention_bias", norm_keeps_fp32=True, llama_cpp=GGUF_GEMMA,
+        tensor_parallel="heads",
+        defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
+        tied=True,
+        query_key_value_bias="attention_bias",
+        norm_keeps_fp32=True,
+        llama_cpp=GGUF_GEMMA,
     ),
     "gemma2": replace(
-        GEMMA_2, llama_cpp=replace(GGUF_GEMMA, architecture="gemma2", window_every=2, scales_like_27b=46)
+        GEMMA_2,
+        llama_cpp=replace(GGUF_GEMMA, architecture="gemma2", window_every=2, scales_like_27b=46),
     ),
     "gemma3_text": replace(
-        GEMMA_2, defaults=GEMMA_2.defaults | {"vocab_size": 262208}, caps_scores=False, query_key_norm="head",
-        llama_cpp=replace(GGUF_GEMMA, architecture="gemma3", window_every=6, scales_like_27b=62, has_own_head=True),
+        GEMMA_2,
+        defaults=GEMMA_2.defaults | {"vocab_size": 262208},
+        caps_scores=False,
+        query_key_norm="head",
+        llama_cpp=replace(
+            GGUF_GEMMA, architecture="gemma3", window_every=6, scales_like_27b=62, has_own_head=True
+        ),
     ),
     "phi3": Family(
-        tensor_parallel="products", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True,
+        tensor_parallel="products",
+        defaults=_sizes(3072, 8192, 32, 32, None, 32064),
+        fused=True,
         llama_cpp=LlamaCpp(architecture="phi3", stretches_rope=("longrope",), rotates_parts=True),
     ),
     "granite": LLAMA,
     "smollm3": replace(
-        LLAMA, defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True,
+        LLAMA,
+        defaults=_sizes(2048, 11008, 36, 16, 4, 128256),
+        tied=True,
         llama_cpp=LlamaCpp(architecture="smollm3", rotates_neighbors=True, rope_skipped_every=4),
     ),
     "olmo2": replace(OLMO_2, tensor_parallel="products"),
@@ -236,7 +321,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
-        query_key_value_bias="attention_bias", query_key_norm="all",
+        query_key_value_bias="attention_bias",
+        query_key_norm="all",
         mixture=MixtureKeys(intermediate="intermediate_size"),
     ),
     "qwen2_moe": replace(
@@ -249,24 +335,37 @@ FAMILIES: Mapping[str, Family] = {
         QWEN_3,
         defaults=_sizes(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8)
         | {"moe_intermediate_size": 768},
-        mixture=MixtureKeys(some_are_dense=True), llama_cpp=LlamaCpp(architecture="qwen3moe"),
+        mixture=MixtureKeys(some_are_dense=True),
+        llama_cpp=LlamaCpp(architecture="qwen3moe"),
     ),
     "glm4_moe": Family(
         defaults=_sizes(4096, 10944, 46, 96, 8, 151552, n_routed_experts=128, n_shared_experts=1)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
-        query_key_value_bias="attention_bias", output_bias=False, query_key_norm="head",
-        query_key_norm_key="use_qk_norm", mixture=SHARED_EXPERTS,
+        query_key_value_bias="attention_bias",
+        output_bias=False,
+        query_key_norm="head",
+        query_key_norm_key="use_qk_norm",
+        mixture=SHARED_EXPERTS,
     ),
     "deepseek_v3": Family(
-        defaults=_sizes(7168, 18432, 61, 128, None, 129280, n_routed_experts=256, n_shared_experts=1)
+        defaults=_sizes(
+            7168, 18432, 61, 128, None, 129280, n_routed_experts=256, n_shared_experts=1
+        )
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"q_lora_rank": 1536, "kv_lora_rank": 512}
         | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
-        query_key_value_bias="attention_bias", latent_attention=True, mixture=SHARED_EXPERTS,
+        query_key_value_bias="attention_bias",
+        latent_attention=True,
+        mixture=SHARED_EXPERTS,
     ),
     "gpt_oss": Family(
-        defaults=_sizes(2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4),
-        query_key_value_bias="attention_bias", attention_bias=True, sinks=True, norm_keeps_fp32=True,
+        defaults=_sizes(
+            2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4
+        ),
+        query_key_value_bias="attention_bias",
+        attention_bias=True,
+        sinks=True,
+        norm_keeps_fp32=True,
         mixture=MixtureKeys(
             experts="num_local_experts",
             intermediate="intermediate_size",
@@ -275,10 +374,13 @@ FAMILIES: Mapping[str, Family] = {
             gate_tensors=6,
         ),
     ),
-    "qwen2_5_vl_text": replace(QWEN_2, is_of_vision=True, defaults=_sizes(8192, 29568, 80, 64, 8, 152064)),
+    "qwen2_5_vl_text": replace(
+        QWEN_2, is_of_vision=True, defaults=_sizes(8192, 29568, 80, 64, 8, 152064)
+    ),
     "qwen3_vl_text": replace(QWEN_3, is_of_vision=True),
     "qwen3_vl_moe_text": replace(
-        QWEN_3, is_of_vision=True,
+        QWEN_3,
+        is_of_vision=True,
         defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
         | {"moe_intermediate_size": 1408},
         mixture=MixtureKeys(some_are_dense=True),
@@ -286,9 +388,13 @@ FAMILIES: Mapping[str, Family] = {
     # Those whose layers the plan does not know.
     **dict.fromkeys(("nemotron", "stablelm"), Family(drops_arguments=True)),
     **dict.fromkeys(("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj", "phimoe"), BY_MASK),
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),  # and by an index
+    # and by an index
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),
     **dict.fromkeys(("falcon", "mpt", "xglm"), BY_OUR_MASK),
-    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), BY_OUR_MASK),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
+        BY_OUR_MASK,
+    ),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
     **dict.fromkeys(("mamba2", "nemotron_h", "zamba2"), _unsampled(MAMBA_2)),
@@ -297,21 +403,30 @@ FAMILIES: Mapping[str, Family] = {
     "zamba": replace(MAMBA, unadaptable=("conv1d",)),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), DELTA_ATTENTION),
-    "recurrent_gemma": replace(BY_MASK, recurrence=Recurrence(modules=("RecurrentBlock",), can_be_sampled=False)),
+    "recurrent_gemma": replace(
+        BY_MASK, recurrence=Recurrence(modules=("RecurrentBlock",), can_be_sampled=False)
+    ),
     "minimax": Family(recurrence=Recurrence(modules=("LightningAttention",), can_be_sampled=False)),
     "zaya": Family(recurrence=Recurrence(modules=("CCAProjection",))),
-    "rwkv": Family(recurrence=Recurrence(modules=("SelfAttention", "FeedForward"), can_be_sampled=False)),
+    "rwkv": Family(
+        recurrence=Recurrence(modules=("SelfAttention", "FeedForward"), can_be_sampled=False)
+    ),
     "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",), can_be_sampled=False)),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
-    "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),
+    "granitemoe": Family(
+        mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")
+    ),
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
     **dict.fromkeys(("llava_next", "smolvlm"), WITH_IMAGES),
     "mistral3": replace(WITH_IMAGES, untied_in_files=True),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), WITH_IMAGES),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        WITH_IMAGES,
+    ),
+}
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]
 PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 

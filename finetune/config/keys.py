@@ -1,4 +1,6 @@
-"""A key of the recipe: its marks beside type and help, and the keys that a class of the schema has."""
+"""A key of the recipe: its marks beside type and help, and the keys that a class of the schema
+has.
+"""
 
 import typing
 from collections.abc import Iterator
@@ -11,23 +13,32 @@ from pydantic import Field
 
 Positive = Annotated[int, Gt(0)]
 FileName = Annotated[str, Field(pattern=r"^[^\x00]+$")]
-StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]  # a share of the run's steps; see constants.count_steps
+# a share of the run's steps; see constants.count_steps
+StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]
 
 
 class FileOrName:
-    """Marks a key whose value may be a local path, from the working directory or else the recipe's folder."""
+    """Marks a key whose value may be a local path, from the working directory or else the recipe's
+    folder.
+    """
 
 
 class PythonName:
-    """Marks a key whose value, or each of a list, names a function or a class in a file: see user_code.py."""
+    """Marks a key whose value, or each of a list, names a function or a class in a file: see
+    user_code.py.
+    """
 
 
 class ModulePatterns:
-    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see module_names.py."""
+    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see
+    module_names.py.
+    """
 
 
 class SameOnResume:
-    """Marks a key that decides the course of a run (data, model, batch, seed), which a resumed run must keep."""
+    """Marks a key that decides the course of a run (data, model, batch, seed), which a resumed run
+    must keep.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,8 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values inside mappings and lists of mappings, under names such as `datasets[0].path`.
+    """Yields the values inside mappings and lists of mappings, under names such as
+    `datasets[0].path`.
 
     >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
     {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}

@@ -15,7 +15,17 @@ from finetune.config.methods import (
     RolloutKeys,
     name_of_reward,
 )
-from finetune.config.rule import Case, Rule, all_of, has_ep, has_fp8, has_sp, is_fsdp1, is_set, no_effect
+from finetune.config.rule import (
+    Case,
+    Rule,
+    all_of,
+    has_ep,
+    has_fp8,
+    has_sp,
+    is_fsdp1,
+    is_set,
+    no_effect,
+)
 
 
 def _method_key(key: str) -> Rule:
@@ -24,7 +34,9 @@ def _method_key(key: str) -> Rule:
         name=f"{key} with another method",
         keys=(key, "method"),
         when=all_of(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
-        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
+        message=lambda case: (
+            f"{key} has no effect with method: {case['method']}; it is for {users}"
+        ),
     )
 
 
@@ -39,7 +51,9 @@ def _column_key(entry: str, key: str) -> Rule:
         name=f"{key} of {entry} with another method",
         keys=(entry, "method"),
         when=is_unused,
-        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
+        message=lambda case: (
+            f"{key} has no effect with method: {case['method']}; it is for {users}"
+        ),
     )
 
 
@@ -72,7 +86,9 @@ def _names_apart(key: str) -> Rule:
         name=f"two {key} of one name",
         keys=(key,),
         when=find,
-        message=lambda case: f"{key}: two are named {find(case)}, under which metrics and calls know both",
+        message=lambda case: (
+            f"{key}: two are named {find(case)}, under which metrics and calls know both"
+        ),
         advice="rename one of them",
     )
 
@@ -80,8 +96,12 @@ def _names_apart(key: str) -> Rule:
 SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
 
 
-def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], object] | None = None) -> Rule:
-    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a method that samples."""
+def _refused(
+    name: str, why: str, advice: str = "", *, when: Callable[[Case], object] | None = None
+) -> Rule:
+    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a method
+    that samples.
+    """
     is_so = when or is_set(name)
     return Rule(
         name=f"{name} with sampled completions",
@@ -93,8 +113,12 @@ def _refused(name: str, why: str, advice: str = "", *, when: Callable[[Case], ob
     )
 
 
-def _unwritten(name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = "") -> Rule:
-    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with what writes no text."""
+def _unwritten(
+    name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = ""
+) -> Rule:
+    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with what
+    writes no text.
+    """
     key = name.partition(":")[0]
     is_so = when or is_set(name)
     return Rule(
@@ -108,7 +132,9 @@ def _unwritten(name: str, why: str, when: Callable[[Case], object] | None = None
 
 
 def _unembedded(name: str, why: str, is_so: Callable[[Case], object]) -> Rule:
-    """A rule: a key, or a layout, cannot be combined with embeddings, whose loss is one of the whole step."""
+    """A rule: a key, or a layout, cannot be combined with embeddings, whose loss is one of the
+    whole step.
+    """
     key = name.partition(":")[0]
     return Rule(
         name=f"{name} with embeddings",
@@ -119,7 +145,10 @@ def _unembedded(name: str, why: str, is_so: Callable[[Case], object]) -> Rule:
     )
 
 
-TWICE = "each document is computed twice, once for the loss of the whole step and once for its own gradient, and "
+TWICE = (
+    "each document is computed twice, once for the loss of the whole step and once for its own "
+    "gradient, and "
+)
 NOT_EMBEDDED: Mapping[str, tuple[str, Callable[[Case], object]]] = {
     "streaming": ("the documents of a step are drawn from all rows", is_set("streaming")),
     "neftune_noise_alpha": (f"{TWICE}the noise would be another", is_set("neftune_noise_alpha")),
@@ -156,113 +185,179 @@ def _names_student(case: Case) -> bool:
     student = case["model_name_or_path"]
     if not case.recipe.method_facts.needs_teacher or None in (teacher, student):
         return False
-    is_one_folder = Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
+    is_one_folder = (
+        Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
+    )
     is_one_name = teacher == student and case["teacher_model_revision"] == case["model_revision"]
     return is_one_folder or is_one_name
 
 
 def _differs_from_teacher(case: Case) -> bool:
-    """Whether a student with its teacher's weights learns all the same: what rounding costs, or something else."""
-    is_rounded = case["load_in_4bit"] or case["load_in_8bit"] or case["quantization_aware_training"] is not None
+    """Whether a student with its teacher's weights learns all the same: what rounding costs, or
+    something else.
+    """
+    is_rounded = (
+        case["load_in_4bit"]
+        or case["load_in_8bit"]
+        or case["quantization_aware_training"] is not None
+    )
     learns_more = case["distill_alpha"] < 1 or bool(case["rewards"])
-    return bool(is_rounded or learns_more or case["adapter_name_or_path"] or case["teacher_load_in_4bit"])
+    return bool(
+        is_rounded or learns_more or case["adapter_name_or_path"] or case["teacher_load_in_4bit"]
+    )
 
 
-OFF_POLICY = "the model that learns would not be the one that was sampled, and the probability ratio is no longer 1"
+OFF_POLICY = (
+    "the model that learns would not be the one that was sampled, and the probability ratio is no "
+    "longer 1"
+)
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="no teacher", keys=("teacher_model_name_or_path", "method"),
+        name="no teacher",
+        keys=("teacher_model_name_or_path", "method"),
         when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
-        message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
+        message="method: {method} learns from a teacher",
+        advice="set teacher_model_name_or_path",
     ),
     Rule(
-        name="a teacher that is the student", keys=("teacher_model_name_or_path", "model_name_or_path"),
+        name="a teacher that is the student",
+        keys=("teacher_model_name_or_path", "model_name_or_path"),
         when=lambda c: _names_student(c) and not _differs_from_teacher(c),
-        message="teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is trained, so that there "
-        "is nothing to learn from it", advice="name another model",
+        message="teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is "
+        "trained, so that there "
+        "is nothing to learn from it",
+        advice="name another model",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
     *(_method_key(key.name) for key in fields(RolloutKeys)),
     *map(_method_key, LABEL_KEYS),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     Rule(
-        name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
+        name="label_smoothing with another loss",
+        keys=("label_smoothing", "loss_type", "method"),
         when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
         message="label_smoothing has no effect with loss_type: {loss_type}",
         advice="remove it",
     ),
     Rule(
-        name="label_smoothing of half the pairs", keys=("label_smoothing", "method"),
+        name="label_smoothing of half the pairs",
+        keys=("label_smoothing", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
-        message="label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose order is wrong",
+        message=(
+            "label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose "
+            "order is wrong"
+        ),
         advice="a number below 0.5 is expected",
     ),
     *(
         Rule(
-            name=f"{key} without labels", keys=(key, "distill_alpha", "method"),
-            when=all_of(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
+            name=f"{key} without labels",
+            keys=(key, "distill_alpha", "method"),
+            when=all_of(
+                lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1,
+                is_set(key),
+            ),
             message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
             advice="set distill_alpha below 1, or remove it",
         )
         for key in LABEL_KEYS
     ),
     Rule(
-        name="label_smoothing of weighted tokens", keys=("label_smoothing", "token_loss"),
+        name="label_smoothing of weighted tokens",
+        keys=("label_smoothing", "token_loss"),
         when=lambda c: c["label_smoothing"] > 0 and c["token_loss"] != "cross_entropy",
-        message="label_smoothing cannot be combined with token_loss: {token_loss}", advice="remove one of the two",
+        message="label_smoothing cannot be combined with token_loss: {token_loss}",
+        advice="remove one of the two",
     ),
-    no_effect("eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"),
+    no_effect(
+        "eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"
+    ),
     Rule(
         name="streaming with a reference",
-        keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
-        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base,
-        message="streaming: {method} needs the reference's log-probabilities of all data before training, unless "
+        keys=(
+            "streaming",
+            "method",
+            "use_peft",
+            "modules_to_save",
+            "added_tokens",
+            "adapter_name_or_path",
+        ),
+        when=lambda c: (
+            c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base
+        ),
+        message="streaming: {method} needs the reference's log-probabilities of all data before "
+        "training, unless "
         "only new adapters are trained",
-        advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",
+        advice=(
+            "remove streaming, or set use_peft without modules_to_save, added_tokens and "
+            "adapter_name_or_path"
+        ),
         fix={"streaming": False},
     ),
     Rule(
-        name="streaming with stored teachers", keys=("streaming", "distill_top_k"),
+        name="streaming with stored teachers",
+        keys=("streaming", "distill_top_k"),
         when=lambda c: c["streaming"] and c["distill_top_k"] is not None,
-        message="streaming cannot be combined with distill_top_k: the teacher is asked of all data before training",
+        message=(
+            "streaming cannot be combined with distill_top_k: the teacher is asked of all data "
+            "before training"
+        ),
         advice="remove one of the two",
     ),
     Rule(
-        name="stored teachers of parts of rows", keys=("distill_top_k", "cp_size"), needs=("layout",),
+        name="stored teachers of parts of rows",
+        keys=("distill_top_k", "cp_size"),
+        needs=("layout",),
         when=lambda c: has_sp(c) and c["distill_top_k"] is not None,
-        message="distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of a row's tokens, and "
-        "what the teacher has said is stored by whole examples", advice="set cp_size (or sp_size) to 1",
+        message="distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of "
+        "a row's tokens, and "
+        "what the teacher has said is stored by whole examples",
+        advice="set cp_size (or sp_size) to 1",
     ),
     Rule(
-        name="split answers that are compared", keys=("overlength", "method"),
+        name="split answers that are compared",
+        keys=("overlength", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
-        message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "
+        message="overlength: split would cut up the answers that method: {method} compares; set "
+        "truncate, drop or "
         "error",
     ),
     Rule(
-        name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
+        name="assistant_only_loss of pairs",
+        keys=("assistant_only_loss", "method"),
         when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
-        message="assistant_only_loss: false has no effect with method: {method}, which compares answers to one "
+        message="assistant_only_loss: false has no effect with method: {method}, which compares "
+        "answers to one "
         "prompt",
         advice="remove it",
     ),
     *(
         no_effect(
             key,
-            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
-            "is whole",
-            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
+            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with "
+            "assistant_only_loss: false: a row is whole",
+            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"],
+            "method",
         )
         for key in ("turns", "train_on_reasoning")
     ),
     # Sampled completions
     Rule(
-        name="no classes", keys=("labels", "method"),
-        when=lambda c: c.recipe.method_facts.rows == "classes" and len(set(c["labels"])) < max(2, len(c["labels"])),
+        name="no classes",
+        keys=("labels", "method"),
+        when=lambda c: (
+            c.recipe.method_facts.rows == "classes"
+            and len(set(c["labels"])) < max(2, len(c["labels"]))
+        ),
         message="labels: method: {method} learns which of several classes a row has",
         advice="name two or more, each once, such as [negative, positive]",
     ),
-    no_effect("labels", "with method: {method}", lambda c: c.recipe.method_facts.rows != "classes", "method"),
+    no_effect(
+        "labels",
+        "with method: {method}",
+        lambda c: c.recipe.method_facts.rows != "classes",
+        "method",
+    ),
     *(
         _unwritten(key, "it trains a model that writes no text")
         for key in ("sample_prompts", "exact_match_samples", "eot_tokens", "train_mtp")
@@ -272,193 +367,339 @@ RULES: tuple[Rule, ...] = (
         for key in ("assistant_only_loss", "turns", "train_on_reasoning")
     ),
     _unwritten(
-        "overlength", "a document that is cut has lost the token that is read",
-        lambda c: c["overlength"] in ("truncate", "split"), "set drop or error",
+        "overlength",
+        "a document that is cut has lost the token that is read",
+        lambda c: c["overlength"] in ("truncate", "split"),
+        "set drop or error",
     ),
     _unwritten(
-        "export_formats", "other formats have neither a head of scores nor pooling",
-        lambda c: c["export_formats"] != ("safetensors",), "set [safetensors]",
+        "export_formats",
+        "other formats have neither a head of scores nor pooling",
+        lambda c: c["export_formats"] != ("safetensors",),
+        "set [safetensors]",
     ),
     _unwritten(
-        "tp_size", "it divides the head by its vocabulary", lambda c: c.layout.divides_matrices, "set tp_size to 1"
+        "tp_size",
+        "it divides the head by its vocabulary",
+        lambda c: c.layout.divides_matrices,
+        "set tp_size to 1",
     ),
+    *(_unembedded(key, why, is_so) for key, (why, is_so) in NOT_EMBEDDED.items()),
     *(
-        _unembedded(key, why, is_so)
-        for key, (why, is_so) in NOT_EMBEDDED.items()
-    ),
-    *(
-        no_effect(key, "with method: {method}", lambda c: not c.recipe.method_facts.embeds, "method")
+        no_effect(
+            key, "with method: {method}", lambda c: not c.recipe.method_facts.embeds, "method"
+        )
         for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")
     ),
     Rule(
-        name="scores of a vision-language model", keys=("method", "drop_vision"), needs=("model",),
+        name="scores of a vision-language model",
+        keys=("method", "drop_vision"),
+        needs=("model",),
         when=lambda c: not c.recipe.method_facts.writes_text and c.is_whole,
-        message="method: {method} cannot be combined with a vision-language model: it reads text alone",
+        message=(
+            "method: {method} cannot be combined with a vision-language model: it reads text alone"
+        ),
         advice="name a language model",
     ),
     Rule(
-        name="no rewards", keys=("rewards", "method"),
+        name="no rewards",
+        keys=("rewards", "method"),
         when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
-        advice="set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a reward model",
+        advice=(
+            "set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a "
+            "reward model"
+        ),
     ),
     Rule(
-        name="held-out prompts without rewards", keys=("rewards", "eval_datasets", "eval_split_size"),
-        when=lambda c: samples(c) and not c["rewards"] and (c["eval_datasets"] or c["eval_split_size"]),
+        name="held-out prompts without rewards",
+        keys=("rewards", "eval_datasets", "eval_split_size"),
+        when=lambda c: (
+            samples(c) and not c["rewards"] and (c["eval_datasets"] or c["eval_split_size"])
+        ),
         message="held-out prompts are answered and rewarded, but there are no rewards",
-        advice="set rewards, such as [exact_answer], which have no part in the loss unless completions are compared",
+        advice=(
+            "set rewards, such as [exact_answer], which have no part in the loss unless "
+            "completions are compared"
+        ),
     ),
     Rule(
-        name="nothing to compare", keys=("num_generations", "method"),
-        when=lambda c: samples(c) and c["num_generations"] == 1 and not c.recipe.method_facts.needs_teacher,
+        name="nothing to compare",
+        keys=("num_generations", "method"),
+        when=lambda c: (
+            samples(c) and c["num_generations"] == 1 and not c.recipe.method_facts.needs_teacher
+        ),
         message="num_generations: 1: {method} compares the completions of a prompt with each other",
         advice="set 2 or more; 8 is usual",
     ),
     Rule(
-        name="a reference without files", keys=("beta", "model_config", "added_tokens"),
-        when=lambda c: _has_reference(c) and c.recipe.trains_base
-        and (c["model_config"] is not None or c["added_tokens"]),
-        message="beta: the reference is read from files, which have neither random weights nor added_tokens",
+        name="a reference without files",
+        keys=("beta", "model_config", "added_tokens"),
+        when=lambda c: (
+            _has_reference(c)
+            and c.recipe.trains_base
+            and (c["model_config"] is not None or c["added_tokens"])
+        ),
+        message=(
+            "beta: the reference is read from files, which have neither random weights nor "
+            "added_tokens"
+        ),
         advice="set beta: 0",
     ),
     Rule(
-        name="beta of sums", keys=("beta", "loss_type"),
+        name="beta of sums",
+        keys=("beta", "loss_type"),
         when=lambda c: _has_reference(c) and _averages_sums(c),
-        message="beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a completion",
+        message=(
+            "beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a "
+            "completion"
+        ),
         advice="set beta: 0, or another loss_type",
     ),
     no_effect("max_tool_calling_iterations", "without tools", lambda c: not c["tools"], "tools"),
     Rule(
-        name="a weight for each reward", keys=("reward_weights", "rewards"),
-        when=lambda c: samples(c) and c["reward_weights"] is not None
-        and len(c["reward_weights"]) != len(c["rewards"]),
-        message=lambda c: f"reward_weights: {len(c['reward_weights'])} numbers for {len(c['rewards'])} rewards",
+        name="a weight for each reward",
+        keys=("reward_weights", "rewards"),
+        when=lambda c: (
+            samples(c)
+            and c["reward_weights"] is not None
+            and len(c["reward_weights"]) != len(c["rewards"])
+        ),
+        message=lambda c: (
+            f"reward_weights: {len(c['reward_weights'])} numbers for {len(c['rewards'])} rewards"
+        ),
         advice="give one for each",
     ),
     Rule(
-        name="loss_type of another method", keys=("loss_type", "method"),
-        when=lambda c: "loss_type" in c.recipe.method_facts.keys
-        and c["loss_type"] not in c.recipe.method_facts.losses,
+        name="loss_type of another method",
+        keys=("loss_type", "method"),
+        when=lambda c: (
+            "loss_type" in c.recipe.method_facts.keys
+            and c["loss_type"] not in c.recipe.method_facts.losses
+        ),
         message="loss_type: {loss_type} is not for method: {method}",
         advice=lambda c: f"set one of {', '.join(c.recipe.method_facts.losses)}",
     ),
     Rule(
-        name="beta of nothing", keys=("beta", "method"),
+        name="beta of nothing",
+        keys=("beta", "method"),
         when=lambda c: not samples(c) and "beta" in c.recipe.method_facts.keys and c["beta"] == 0,
-        message="beta: 0: method: {method} would learn nothing", advice="set a number above 0",
+        message="beta: 0: method: {method} would learn nothing",
+        advice="set a number above 0",
     ),
     Rule(
-        name="no room for a prompt", keys=("max_completion_length", "max_length"),
+        name="no room for a prompt",
+        keys=("max_completion_length", "max_length"),
         when=lambda c: samples(c) and c["max_completion_length"] >= c["max_length"],
-        message="max_completion_length: {max_completion_length} leaves no room for a prompt in {max_length} tokens",
+        message=(
+            "max_completion_length: {max_completion_length} leaves no room for a prompt in "
+            "{max_length} tokens"
+        ),
         advice="raise max_length, or lower max_completion_length",
     ),
     Rule(
-        name="prompts that are cut", keys=("overlength", "method"),
+        name="prompts that are cut",
+        keys=("overlength", "method"),
         when=lambda c: samples(c) and c["overlength"] in ("truncate", "split"),
-        message="overlength: {overlength} would cut the question that {method} asks", advice="set drop or error",
+        message="overlength: {overlength} would cut the question that {method} asks",
+        advice="set drop or error",
     ),
     Rule(
-        name="the largest ratio", keys=("epsilon_high", "loss_type"),
-        when=lambda c: samples(c) and c["loss_type"] in POLICY_LOSSES
-        and POLICY_LOSSES[c["loss_type"]].bound == "weight" and (c["epsilon_high"] or 0) < 1,
-        message="loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is to be above 1",
+        name="the largest ratio",
+        keys=("epsilon_high", "loss_type"),
+        when=lambda c: (
+            samples(c)
+            and c["loss_type"] in POLICY_LOSSES
+            and POLICY_LOSSES[c["loss_type"]].bound == "weight"
+            and (c["epsilon_high"] or 0) < 1
+        ),
+        message=(
+            "loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is "
+            "to be above 1"
+        ),
         advice="set epsilon_high: 5",
     ),
     Rule(
-        name="scale_rewards without groups", keys=("scale_rewards", "loss_type"),
+        name="scale_rewards without groups",
+        keys=("scale_rewards", "loss_type"),
         when=lambda c: samples(c) and is_set("scale_rewards")(c) and _baseline(c) != "group",
-        message="scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its own",
+        message=(
+            "scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its "
+            "own"
+        ),
         advice="remove it",
     ),
     Rule(
-        name="a correction of tokens in sums", keys=("importance_sampling_correction", "loss_type"),
-        when=lambda c: samples(c) and c["importance_sampling_correction"].startswith("token")
-        and _averages_sums(c),
-        message="importance_sampling_correction: {importance_sampling_correction} cannot be combined with loss_type: "
+        name="a correction of tokens in sums",
+        keys=("importance_sampling_correction", "loss_type"),
+        when=lambda c: (
+            samples(c)
+            and c["importance_sampling_correction"].startswith("token")
+            and _averages_sums(c)
+        ),
+        message="importance_sampling_correction: {importance_sampling_correction} cannot be "
+        "combined with loss_type: "
         "{loss_type}, which has one ratio for a completion",
         advice=lambda c: f"set {c['importance_sampling_correction'].replace('token', 'sequence')}",
     ),
     Rule(
-        name="bounds of a correction", keys=("importance_sampling_clip_min", "importance_sampling_clip_max"),
-        when=lambda c: samples(c) and c["importance_sampling_clip_min"] is not None
-        and c["importance_sampling_clip_min"] >= c["importance_sampling_clip_max"],
+        name="bounds of a correction",
+        keys=("importance_sampling_clip_min", "importance_sampling_clip_max"),
+        when=lambda c: (
+            samples(c)
+            and c["importance_sampling_clip_min"] is not None
+            and c["importance_sampling_clip_min"] >= c["importance_sampling_clip_max"]
+        ),
         message="importance_sampling_clip_min: {importance_sampling_clip_min} is not below "
-        "importance_sampling_clip_max: {importance_sampling_clip_max}", advice="lower it",
+        "importance_sampling_clip_max: {importance_sampling_clip_max}",
+        advice="lower it",
     ),
     Rule(
-        name="bounds of no correction", keys=("importance_sampling_clip_max", "importance_sampling_correction"),
-        when=lambda c: samples(c) and c["importance_sampling_correction"] == "none"
-        and (is_set("importance_sampling_clip_max")(c) or is_set("importance_sampling_clip_min")(c)),
-        message="importance_sampling_clip_max and importance_sampling_clip_min have no effect without a correction",
+        name="bounds of no correction",
+        keys=("importance_sampling_clip_max", "importance_sampling_correction"),
+        when=lambda c: (
+            samples(c)
+            and c["importance_sampling_correction"] == "none"
+            and (
+                is_set("importance_sampling_clip_max")(c)
+                or is_set("importance_sampling_clip_min")(c)
+            )
+        ),
+        message=(
+            "importance_sampling_clip_max and importance_sampling_clip_min have no effect without "
+            "a correction"
+        ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
     Rule(
-        name="a punishment without its tokens", keys=("soft_punish_cache", "rewards"),
-        when=lambda c: samples(c) and ((c["soft_punish_cache"] is None) == (SOFT_OVERLONG in c["rewards"])
-        or (c["soft_punish_cache"] or 0) > c["max_completion_length"]),
+        name="a punishment without its tokens",
+        keys=("soft_punish_cache", "rewards"),
+        when=lambda c: (
+            samples(c)
+            and (
+                (c["soft_punish_cache"] is None) == (SOFT_OVERLONG in c["rewards"])
+                or (c["soft_punish_cache"] or 0) > c["max_completion_length"]
+            )
+        ),
         message=f"the reward {SOFT_OVERLONG} and soft_punish_cache go together: the last tokens of "
         "max_completion_length, over which it falls from 0 to -1",
         advice="set both, such as soft_punish_cache: 64, or none of them",
     ),
     Rule(
-        name="dynamic sampling without groups", keys=("max_num_gen_batches", "loss_type", "method"),
-        when=lambda c: samples(c) and c["max_num_gen_batches"] > 1
-        and (_baseline(c) == "step" or c.recipe.method_facts.needs_teacher),
-        message=lambda c: f"max_num_gen_batches drops groups whose rewards are all alike, from which "
-        f"{'a teacher' if c.recipe.method_facts.needs_teacher else c['loss_type']} still teaches",
+        name="dynamic sampling without groups",
+        keys=("max_num_gen_batches", "loss_type", "method"),
+        when=lambda c: (
+            samples(c)
+            and c["max_num_gen_batches"] > 1
+            and (_baseline(c) == "step" or c.recipe.method_facts.needs_teacher)
+        ),
+        message=lambda c: (
+            "max_num_gen_batches drops groups whose rewards are all alike, from which "
+            f"{'a teacher' if c.recipe.method_facts.needs_teacher else c['loss_type']} still "
+            "teaches"
+        ),
         advice="set 1",
     ),
     Rule(
-        name="importance_sampling_level of sums", keys=("importance_sampling_level", "loss_type"),
+        name="importance_sampling_level of sums",
+        keys=("importance_sampling_level", "loss_type"),
         when=lambda c: samples(c) and is_set("importance_sampling_level")(c) and _averages_sums(c),
-        message="importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is the sequence's",
+        message=(
+            "importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is "
+            "the sequence's"
+        ),
         advice="remove it",
     ),
     Rule(
-        name="a scale beside Dr. GRPO", keys=("scale_rewards", "loss_type"),
-        when=lambda c: samples(c) and c["loss_type"] in POLICY_LOSSES
-        and POLICY_LOSSES[c["loss_type"]].average == "budget" and c["scale_rewards"] != "none",
-        message="loss_type: {loss_type} without scale_rewards: none: its paper divides by no standard deviation",
+        name="a scale beside Dr. GRPO",
+        keys=("scale_rewards", "loss_type"),
+        when=lambda c: (
+            samples(c)
+            and c["loss_type"] in POLICY_LOSSES
+            and POLICY_LOSSES[c["loss_type"]].average == "budget"
+            and c["scale_rewards"] != "none"
+        ),
+        message=(
+            "loss_type: {loss_type} without scale_rewards: none: its paper divides by no standard "
+            "deviation"
+        ),
         is_note=True,
     ),
     Rule(
-        name="dropout of sampled completions", keys=("lora_dropout", "attention_dropout", "method"),
+        name="dropout of sampled completions",
+        keys=("lora_dropout", "attention_dropout", "method"),
         when=lambda c: samples(c) and (c["lora_dropout"] or c["attention_dropout"]),
-        message="dropout cannot be combined with method: {method}: " + OFF_POLICY, advice="set it to 0",
+        message="dropout cannot be combined with method: {method}: " + OFF_POLICY,
+        advice="set it to 0",
     ),
     *map(_names_apart, ("rewards", "tools")),
     _refused("neftune_noise_alpha", OFF_POLICY),
     _refused("streaming", "a step draws its prompts by number"),
-    _refused("exact_match_samples", "held-out prompts are answered and rewarded at every evaluation anyway"),
-    _refused("optim_in_backward", "how many micro-batches completions fill is known only once they are sampled"),
+    _refused(
+        "exact_match_samples",
+        "held-out prompts are answered and rewarded at every evaluation anyway",
+    ),
+    _refused(
+        "optim_in_backward",
+        "how many micro-batches completions fill is known only once they are sampled",
+    ),
     _refused("assistant_only_loss", "completions are all that is trained on"),
     _refused("turns", "completions are all that is trained on"),
     _refused("train_on_reasoning", "completions are all that is trained on"),
-    _refused("fsdp_version: 1", "it cannot keep the model gathered while it samples",
-             "set fsdp_version: 2, use ddp, or set vllm_server_base_url", when=_itself(is_fsdp1)),
-    _refused("cp_size", "the ratio of a sequence is not summed over its ranks",
-             "set cp_size (or sp_size) to 1", when=has_sp),
-    _refused("expert_parallel_size",
-             "ranks sample completions of different lengths, and would wait for each other's tokens",
-             "set expert_parallel_size: 1, or vllm_server_base_url", when=_itself(has_ep)),
-    _refused("mixed_precision: fp8", "one token at a time has too few rows for FP8's products",
-             "set mixed_precision: bf16, or vllm_server_base_url", when=_itself(has_fp8)),
+    _refused(
+        "fsdp_version: 1",
+        "it cannot keep the model gathered while it samples",
+        "set fsdp_version: 2, use ddp, or set vllm_server_base_url",
+        when=_itself(is_fsdp1),
+    ),
+    _refused(
+        "cp_size",
+        "the ratio of a sequence is not summed over its ranks",
+        "set cp_size (or sp_size) to 1",
+        when=has_sp,
+    ),
+    _refused(
+        "expert_parallel_size",
+        "ranks sample completions of different lengths, and would wait for each other's tokens",
+        "set expert_parallel_size: 1, or vllm_server_base_url",
+        when=_itself(has_ep),
+    ),
+    _refused(
+        "mixed_precision: fp8",
+        "one token at a time has too few rows for FP8's products",
+        "set mixed_precision: bf16, or vllm_server_base_url",
+        when=_itself(has_fp8),
+    ),
     Rule(
-        name="layers that are sampled otherwise", keys=("method", "model_name_or_path", "vllm_server_base_url"),
+        name="layers that are sampled otherwise",
+        keys=("method", "model_name_or_path", "vllm_server_base_url"),
         needs=("model",),
         when=lambda c: samples(c) and _itself(_has_other_states)(c),
-        message="method: {method} cannot sample {name} here: with a cache, transformers computes other states of "
+        message="method: {method} cannot sample {name} here: with a cache, transformers computes "
+        "other states of "
         "{model.model_type} than without one",
         advice="set vllm_server_base_url",
     ),
     Rule(
-        name="a server's address", keys=("vllm_server_base_url",),
-        when=lambda c: not (c["vllm_server_base_url"] or "http://").startswith(("http://", "https://")),
-        message="vllm_server_base_url: {vllm_server_base_url} is no address; write it as http://localhost:8000",
+        name="a server's address",
+        keys=("vllm_server_base_url",),
+        when=lambda c: (
+            not (c["vllm_server_base_url"] or "http://").startswith(("http://", "https://"))
+        ),
+        message=(
+            "vllm_server_base_url: {vllm_server_base_url} is no address; write it as "
+            "http://localhost:8000"
+        ),
     ),
-    _refused_by_server("model_config", "it starts from a model's files; save the model with its random weights first",
-                       lambda c: c["model_config"] is not None),
-    *(_refused_by_server(key, "vLLM loads no such adapters", all_of(is_set("use_peft"), is_set(key)))
-      for key in ("use_dora", "modules_to_save", "added_tokens", "lora_target_parameters")),
-)  # fmt: skip
+    _refused_by_server(
+        "model_config",
+        "it starts from a model's files; save the model with its random weights first",
+        lambda c: c["model_config"] is not None,
+    ),
+    *(
+        _refused_by_server(
+            key, "vLLM loads no such adapters", all_of(is_set("use_peft"), is_set(key))
+        )
+        for key in ("use_dora", "modules_to_save", "added_tokens", "lora_target_parameters")
+    ),
+)

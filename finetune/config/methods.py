@@ -1,4 +1,6 @@
-"""What the model learns from: the methods, the losses and rewards of sampled completions, and their recipe sections."""
+"""What the model learns from: the methods, the losses and rewards of sampled completions, and their
+recipe sections.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,17 +13,24 @@ from finetune.constants import EXPORT
 
 # Rewards that ship: name -> what it gives. The functions are in rollout/shipped_rewards.py.
 SHIPPED_REWARDS: Mapping[str, str] = {
-    "exact_answer": "1 where the completion, without the white space around it, is the row's answer",
+    "exact_answer": (
+        "1 where the completion, without the white space around it, is the row's answer"
+    ),
     "number": "1 where the last number of the completion is that of the row's answer",
-    "math_verify": "1 where math-verify finds the completion equal to the row's answer, a number or a formula",
+    "math_verify": (
+        "1 where math-verify finds the completion equal to the row's answer, a number or a formula"
+    ),
     "format": "1 where the completion is <think>...</think><answer>...</answer>",
     "think_format": "1 where the completion begins with <think>...</think>",
     "length": "the share of max_completion_length that the completion leaves unused",
-    "soft_overlong_punishment": "0 up to max_completion_length less soft_punish_cache tokens, then down to -1 (DAPO)",
+    "soft_overlong_punishment": (
+        "0 up to max_completion_length less soft_punish_cache tokens, then down to -1 (DAPO)"
+    ),
 }
 
 
-REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}  # what a reward that ships imports
+# what a reward that ships imports
+REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +38,12 @@ class PolicyLoss:
     """What distinguishes a loss of sampled completions."""
 
     paper: str
-    # What the loss is averaged over: sequences, each the mean of its tokens; all tokens of the step; sequences times
-    # max_completion_length; or sequences, each with one ratio for the sum of its tokens.
+    # What the loss is averaged over: sequences, each the mean of its tokens; all tokens of the
+    # step; sequences times max_completion_length; or sequences, each with one ratio for the sum of
+    # its tokens.
     average: Literal["sequences", "tokens", "budget", "sums"]
-    # What a reward is compared with: the mean of its group; that of the others in its group; or of the whole step.
+    # What a reward is compared with: the mean of its group; that of the others in its group; or of
+    # the whole step.
     baseline: Literal["group", "others", "step"] = "group"
     # How the probability ratio is bounded: as PPO's surrogate, or as a weight without a gradient.
     bound: Literal["surrogate", "weight"] = "surrogate"
@@ -42,9 +53,15 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "grpo": PolicyLoss(paper="Shao et al. 2024, arXiv:2402.03300, eq. 3", average="sequences"),
     "dapo": PolicyLoss(paper="Yu et al. 2025, arXiv:2503.14476, eq. 8", average="tokens"),
     "dr_grpo": PolicyLoss(paper="Liu et al. 2025, arXiv:2503.20783, listing 1", average="budget"),
-    "cispo": PolicyLoss(paper="MiniMax 2025, arXiv:2506.13585, eq. 4 and 5", average="tokens", bound="weight"),
-    "rloo": PolicyLoss(paper="Ahmadian et al. 2024, arXiv:2402.14740, sec. 3.4", average="sums", baseline="others"),
-    "reinforce++": PolicyLoss(paper="Hu et al. 2025, arXiv:2501.03262", average="tokens", baseline="step"),
+    "cispo": PolicyLoss(
+        paper="MiniMax 2025, arXiv:2506.13585, eq. 4 and 5", average="tokens", bound="weight"
+    ),
+    "rloo": PolicyLoss(
+        paper="Ahmadian et al. 2024, arXiv:2402.14740, sec. 3.4", average="sums", baseline="others"
+    ),
+    "reinforce++": PolicyLoss(
+        paper="Hu et al. 2025, arXiv:2501.03262", average="tokens", baseline="step"
+    ),
 }
 DEFAULT_POLICY_LOSS = "dapo"
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -53,16 +70,19 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 def is_reward_model(name: str) -> bool:
     """Whether an entry of `rewards` is a model, and no function.
 
-    >>> [name for name in ("number", "my_rewards.py:short", "runs/reward/export") if is_reward_model(name)]
+    >>> [name for name in ("number", "my_rewards.py:short", "runs/reward/export") if
+      is_reward_model(name)]
     ['runs/reward/export']
     """
     return name not in SHIPPED_REWARDS and ".py:" not in name
 
 
 def name_of_reward(name: str) -> str:
-    """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or its run's.
+    """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or
+    its run's.
 
-    >>> [name_of_reward(name) for name in ("my_rewards.py:short", "runs/helpful/export", "org/Skywork-Reward")]
+    >>> [name_of_reward(name) for name in ("my_rewards.py:short", "runs/helpful/export",
+      "org/Skywork-Reward")]
     ['short', 'helpful', 'Skywork-Reward']
     """
     if not is_reward_model(name):
@@ -72,76 +92,165 @@ def name_of_reward(name: str) -> str:
 
 
 # A key: its type and marks, then its help and default.
-# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
 
-    rewards: Annotated[tuple[str, ...], PythonName, FileOrName, SameOnResume,
-        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, with TRL's arguments; "
-        "reward models, by folder or hub name, which score the conversation; and these names: "
-        + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items()) + "."] = ()
-    tools: Annotated[tuple[str, ...], PythonName, SameOnResume,
-        "What the model may call before it answers: functions of files of yours, such as my_tools.py:multiply, with "
-        "type hints and a docstring that describes each argument, as TRL's. What they answer is part of the completion "
-        "and is not trained on."] = ()
-    max_tool_calling_iterations: Annotated[Positive | None, SameOnResume,
-        "How many turns of a completion may call tools; null: as many as max_completion_length has room for."] = None
-    reward_weights: Annotated[tuple[float, ...] | None, SameOnResume,
-        "A number for each of rewards, which are summed with it; null: 1."] = None
-    num_generations: Annotated[Positive, SameOnResume,
-        "Completions of each prompt, which are compared with each other: a group. A step samples them for "
-        "global_batch_size prompts."] = 8
-    max_completion_length: Annotated[Positive, SameOnResume,
-        "Tokens of a completion, at most. With its prompt it has at most max_length; longer prompts are dropped, and "
-        "counted."] = 256
-    num_iterations: Annotated[Positive, SameOnResume,
-        "How often the completions of a step are trained on, an optimizer step each time (mu in the GRPO paper)."] = 1
-    steps_per_generation: Annotated[Positive, SameOnResume,
-        "The steps whose completions are sampled together, from the same weights; each trains on its own share."] = 1
-    max_num_gen_batches: Annotated[Positive, SameOnResume,
-        "How often a step may sample until it has global_batch_size groups whose rewards differ: groups without signal "
-        "are dropped, and other prompts take their places (DAPO's dynamic sampling). 1: none is dropped."] = 1
-    per_device_generation_batch_size: Annotated[Positive,
-        "Completions that a rank samples at once; the next begin when all of these have ended. Sets the memory of the "
-        "key-value cache."] = 64
-    vllm_server_base_url: Annotated[str | None,
-        "A vLLM server that samples in place of the model in training, such as http://localhost:8000. It reads the "
-        "weights of each step from output_dir, so that both see the same files; docs/online.md has its command."] = None
-    vllm_server_timeout: Annotated[float, Gt(0),
-        "How many seconds the server may take for a completion, or to load weights."] = 600.0
-    scale_rewards: Annotated[Literal["group", "batch", "none"], SameOnResume,
-        "What the difference of a reward from its baseline is divided by: the standard deviation in its group, in the "
-        "step, or nothing."] = "group"
-    epsilon: Annotated[float, Gt(0), SameOnResume,
-        "How far below 1 the probability ratio is followed, and above where epsilon_high is null."] = 0.2
-    epsilon_high: Annotated[float | None, Gt(0), SameOnResume,
-        "How far above 1; with loss_type: cispo the largest ratio itself."] = None
-    importance_sampling_level: Annotated[Literal["token", "sequence"], SameOnResume,
-        "What has a probability ratio: each token, or the sequence, as the geometric mean of its tokens' (GSPO)."
-    ] = "token"
-    importance_sampling_correction: Annotated[Correction, SameOnResume,
-        "How the loss is corrected where sampling and training compute different probabilities: it is multiplied by "
-        "their ratio, of each token or of the sequence, truncated at importance_sampling_clip_max, or 0 beyond it."
-    ] = "none"
-    importance_sampling_clip_max: Annotated[float, Gt(0), SameOnResume,
-        "The largest ratio that importance_sampling_correction follows."] = 3.0
-    importance_sampling_clip_min: Annotated[float | None, Gt(0), SameOnResume,
-        "The smallest; null: there is none."] = None
-    soft_punish_cache: Annotated[int | None, Gt(0), SameOnResume,
-        "The last tokens before max_completion_length, over which the reward soft_overlong_punishment falls to -1."
+    rewards: Annotated[
+        tuple[str, ...],
+        PythonName,
+        FileOrName,
+        SameOnResume,
+        "What a completion is worth: functions of files of yours, such as my_rewards.py:right, "
+        "with TRL's arguments; reward models, by folder or hub name, which score the "
+        "conversation; and these names: "
+        + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items())
+        + ".",
+    ] = ()
+    tools: Annotated[
+        tuple[str, ...],
+        PythonName,
+        SameOnResume,
+        "What the model may call before it answers: functions of files of yours, such as "
+        "my_tools.py:multiply, with type hints and a docstring that describes each argument, as "
+        "TRL's. What they answer is part of the completion and is not trained on.",
+    ] = ()
+    max_tool_calling_iterations: Annotated[
+        Positive | None,
+        SameOnResume,
+        (
+            "How many turns of a completion may call tools; null: as many as max_completion_length "
+            "has "
+            "room for."
+        ),
     ] = None
-    mask_truncated_completions: Annotated[bool, SameOnResume,
-        "Learn nothing from completions that max_completion_length has cut (DAPO)."] = False
-    log_completions: Annotated[int, Ge(0),
-        "The number of prompts in a step whose completions are written to completions.jsonl, with their rewards."] = 1
-    reward_timeout_seconds: Annotated[float, Gt(0),
-        "How long each reward may take for what is sampled together, and the tools of a turn; they run in a process "
-        "of their own."] = 60.0
-    on_bad_reward: Annotated[Literal["error", "zero"], SameOnResume,
-        "What is done where a reward raises, takes too long, ends its process or is no finite number: the run ends, or "
-        "it is 0 and counted. Where a tool takes too long or ends its process: the run ends, or the model reads so in "
-        "place of a result."
+    reward_weights: Annotated[
+        tuple[float, ...] | None,
+        SameOnResume,
+        "A number for each of rewards, which are summed with it; null: 1.",
+    ] = None
+    num_generations: Annotated[
+        Positive,
+        SameOnResume,
+        "Completions of each prompt, which are compared with each other: a group. A step samples "
+        "them for global_batch_size prompts.",
+    ] = 8
+    max_completion_length: Annotated[
+        Positive,
+        SameOnResume,
+        "Tokens of a completion, at most. With its prompt it has at most max_length; longer "
+        "prompts are dropped, and counted.",
+    ] = 256
+    num_iterations: Annotated[
+        Positive,
+        SameOnResume,
+        (
+            "How often the completions of a step are trained on, an optimizer step each time (mu "
+            "in the GRPO paper)."
+        ),
+    ] = 1
+    steps_per_generation: Annotated[
+        Positive,
+        SameOnResume,
+        (
+            "The steps whose completions are sampled together, from the same weights; each trains "
+            "on its own share."
+        ),
+    ] = 1
+    max_num_gen_batches: Annotated[
+        Positive,
+        SameOnResume,
+        "How often a step may sample until it has global_batch_size groups whose rewards differ: "
+        "groups without signal are dropped, and other prompts take their places (DAPO's dynamic "
+        "sampling). 1: none is dropped.",
+    ] = 1
+    per_device_generation_batch_size: Annotated[
+        Positive,
+        "Completions that a rank samples at once; the next begin when all of these have ended. "
+        "Sets the memory of the key-value cache.",
+    ] = 64
+    vllm_server_base_url: Annotated[
+        str | None,
+        "A vLLM server that samples in place of the model in training, such as "
+        "http://localhost:8000. It reads the weights of each step from output_dir, so that both "
+        "see the same files; docs/online.md has its command.",
+    ] = None
+    vllm_server_timeout: Annotated[
+        float, Gt(0), "How many seconds the server may take for a completion, or to load weights."
+    ] = 600.0
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        SameOnResume,
+        "What the difference of a reward from its baseline is divided by: the standard deviation "
+        "in its group, in the step, or nothing.",
+    ] = "group"
+    epsilon: Annotated[
+        float,
+        Gt(0),
+        SameOnResume,
+        "How far below 1 the probability ratio is followed, and above where epsilon_high is null.",
+    ] = 0.2
+    epsilon_high: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "How far above 1; with loss_type: cispo the largest ratio itself.",
+    ] = None
+    importance_sampling_level: Annotated[
+        Literal["token", "sequence"],
+        SameOnResume,
+        (
+            "What has a probability ratio: each token, or the sequence, as the geometric mean of "
+            "its tokens' (GSPO)."
+        ),
+    ] = "token"
+    importance_sampling_correction: Annotated[
+        Correction,
+        SameOnResume,
+        "How the loss is corrected where sampling and training compute different probabilities: "
+        "it is multiplied by their ratio, of each token or of the sequence, truncated at "
+        "importance_sampling_clip_max, or 0 beyond it.",
+    ] = "none"
+    importance_sampling_clip_max: Annotated[
+        float, Gt(0), SameOnResume, "The largest ratio that importance_sampling_correction follows."
+    ] = 3.0
+    importance_sampling_clip_min: Annotated[
+        float | None, Gt(0), SameOnResume, "The smallest; null: there is none."
+    ] = None
+    soft_punish_cache: Annotated[
+        int | None,
+        Gt(0),
+        SameOnResume,
+        (
+            "The last tokens before max_completion_length, over which the reward "
+            "soft_overlong_punishment falls to -1."
+        ),
+    ] = None
+    mask_truncated_completions: Annotated[
+        bool,
+        SameOnResume,
+        "Learn nothing from completions that max_completion_length has cut (DAPO).",
+    ] = False
+    log_completions: Annotated[
+        int,
+        Ge(0),
+        (
+            "The number of prompts in a step whose completions are written to completions.jsonl, "
+            "with their rewards."
+        ),
+    ] = 1
+    reward_timeout_seconds: Annotated[
+        float,
+        Gt(0),
+        "How long each reward may take for what is sampled together, and the tools of a turn; "
+        "they run in a process of their own.",
+    ] = 60.0
+    on_bad_reward: Annotated[
+        Literal["error", "zero"],
+        SameOnResume,
+        "What is done where a reward raises, takes too long, ends its process or is no finite "
+        "number: the run ends, or it is 0 and counted. Where a tool takes too long or ends its "
+        "process: the run ends, or the model reads so in place of a result.",
     ] = "error"
 
     @property
@@ -156,15 +265,17 @@ class RolloutKeys:
 
     @property
     def updates_per_generation(self) -> int:
-        """The optimizer steps on what is sampled together; after the first, the model is not the sampled one."""
+        """The optimizer steps on what is sampled together; after the first, the model is not the
+        sampled one.
+        """
         return self.num_iterations * self.steps_per_generation
-# fmt: on
 
 
 DEFAULT_METHOD = "sft"
 RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes", "retrieval"]
-# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one;
-# a document with its class; a query with its document, to which negatives come (`Recipe.group_size`).
+# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer
+# and a mismatched one; a document with its class; a query with its document, to which negatives
+# come (`Recipe.group_size`).
 GROUP_SIZES: Mapping[RowKind, int] = {
     "answers": 1,
     "pairs": 2,
@@ -174,7 +285,8 @@ GROUP_SIZES: Mapping[RowKind, int] = {
     "classes": 1,
     "retrieval": 2,
 }
-SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")  # whose documents have one label, at their last token
+# whose documents have one label, at their last token
+SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +295,12 @@ class MethodFacts:
 
     says: str  # what the model learns, for the recipe that `finetune init` writes
     rows: RowKind = "answers"  # what it reads of the data
-    keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
+    # the recipe's keys, beside `method`, that it uses and another method does not
+    keys: tuple[str, ...] = ()
     needs_reference: bool = False  # the log-probabilities of the model before training
     needs_teacher: bool = False  # another model's probabilities
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that have another default under this method
+    # of keys that have another default under this method
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[str, ...] = ()  # the values of loss_type
 
     @property
@@ -201,12 +315,16 @@ class MethodFacts:
 
     @property
     def scores(self) -> bool:
-        """Whether a head of scores is trained in place of the vocabulary's, which reads a document's last token."""
+        """Whether a head of scores is trained in place of the vocabulary's, which reads a
+        document's last token.
+        """
         return self.rows in SCORED
 
     @property
     def embeds(self) -> bool:
-        """Whether each document becomes one vector, which is compared with those of all others in the step."""
+        """Whether each document becomes one vector, which is compared with those of all others in
+        the step.
+        """
         return self.rows == "retrieval"
 
     @property
@@ -224,54 +342,93 @@ TEACHER_KEYS = ("teacher_model_name_or_path", "teacher_model_revision", "teacher
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
 METHODS: Mapping[str, MethodFacts] = {
-    DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS),
+    DEFAULT_METHOD: MethodFacts(
+        says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS
+    ),
     "dpo": MethodFacts(
-        says="learns from pairs which answer is the better one, against the model before training", rows="pairs",
-        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True, losses=PAIR_LOSSES,
+        says="learns from pairs which answer is the better one, against the model before training",
+        rows="pairs",
+        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
+        needs_reference=True,
+        losses=PAIR_LOSSES,
     ),
     "orpo": MethodFacts(
-        says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
+        says="learns the chosen answers, and to prefer them to the rejected ones",
+        rows="pairs",
+        keys=("beta",),
     ),
     "simpo": MethodFacts(
-        says="learns from pairs which answer is the better one, without a reference", rows="pairs",
+        says="learns from pairs which answer is the better one, without a reference",
+        rows="pairs",
         keys=("beta", "simpo_gamma"),
     ),
     "kto": MethodFacts(
-        says="learns from answers that are rated good or bad", rows="ratings",
-        keys=("beta", "desirable_weight", "undesirable_weight"), needs_reference=True,
+        says="learns from answers that are rated good or bad",
+        rows="ratings",
+        keys=("beta", "desirable_weight", "undesirable_weight"),
+        needs_reference=True,
     ),
     "distill": MethodFacts(
         says="learns a larger model's probabilities for every token of the answers",
-        keys=(*TEACHER_KEYS, "distill_beta", "temperature", "distill_top_k", "distill_alpha", *LABEL_KEYS),
+        keys=(
+            *TEACHER_KEYS,
+            "distill_beta",
+            "temperature",
+            "distill_top_k",
+            "distill_alpha",
+            *LABEL_KEYS,
+        ),
         needs_teacher=True,
     ),
     "grpo": MethodFacts(
-        says="samples completions of prompts, and learns which of them get the larger reward", rows="prompts",
+        says="samples completions of prompts, and learns which of them get the larger reward",
+        rows="prompts",
         keys=("loss_type", "beta", "temperature", *(key.name for key in fields(RolloutKeys))),
-        defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0}, losses=tuple(POLICY_LOSSES),
+        defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0},
+        losses=tuple(POLICY_LOSSES),
     ),
     "on_policy_distill": MethodFacts(
-        says="samples completions of prompts, and learns a larger model's probabilities for their tokens",
-        rows="prompts", keys=("loss_type", "temperature", *TEACHER_KEYS, *(key.name for key in fields(RolloutKeys))),
-        needs_teacher=True, defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
+        says=(
+            "samples completions of prompts, and learns a larger model's probabilities for their "
+            "tokens"
+        ),
+        rows="prompts",
+        keys=(
+            "loss_type",
+            "temperature",
+            *TEACHER_KEYS,
+            *(key.name for key in fields(RolloutKeys)),
+        ),
+        needs_teacher=True,
+        defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
         losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
     ),
     "reward": MethodFacts(
-        says="learns to score answers from pairs: a reward model", rows="scored_pairs",
-        keys=("center_rewards_coefficient",), defaults={"overlength": "drop"},
+        says="learns to score answers from pairs: a reward model",
+        rows="scored_pairs",
+        keys=("center_rewards_coefficient",),
+        defaults={"overlength": "drop"},
     ),
     "classify": MethodFacts(
-        says="learns which of the classes a text or a conversation belongs to", rows="classes",
+        says="learns which of the classes a text or a conversation belongs to",
+        rows="classes",
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
     ),
     "embed": MethodFacts(
-        says="learns embeddings, in which a query lies near its document and far from all others of the step",
-        rows="retrieval", keys=("temperature", "matryoshka_dims"), defaults={"overlength": "drop", "temperature": 0.05},
+        says=(
+            "learns embeddings, in which a query lies near its document and far from all others of "
+            "the step"
+        ),
+        rows="retrieval",
+        keys=("temperature", "matryoshka_dims"),
+        defaults={"overlength": "drop", "temperature": 0.05},
     ),
-}  # fmt: skip
+}
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
-REWARDED = tuple(name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher)
+REWARDED = tuple(
+    name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher
+)
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
 if TYPE_CHECKING:
     MethodName = str
@@ -282,49 +439,111 @@ else:
 
 
 # A key: its type and marks, then its help and default.
-# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """What the model learns from: answers, pairs of answers, rated answers, or another model."""
 
-    method: Annotated[MethodName, SameOnResume,
-        "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + "."] = DEFAULT_METHOD
-    beta: Annotated[float, Ge(0), SameOnResume,
-        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the "
-        "scale of the rewards; grpo: the weight of the KL divergence from the reference, 0 unless it is given."] = 0.1
-    loss_type: Annotated[LossName, SameOnResume,
-        "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled completions, "
-        f"{DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers."] = "sigmoid"
-    rpo_alpha: Annotated[float | None, Gt(0), SameOnResume,
-        "dpo: add the cross entropy of the chosen answers, times this (RPO)."] = None
-    simpo_gamma: Annotated[float, Ge(0), SameOnResume,
-        "simpo: how much larger the reward of the chosen answer should be."] = 0.5
-    desirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated good."] = 1.0
-    undesirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."] = 1.0
-    teacher_model_name_or_path: Annotated[str | None, FileOrName, SameOnResume,
-        "The teacher of a distillation, with the same tokenizer and vocabulary."] = None
-    teacher_model_revision: Annotated[str | None, SameOnResume,
-        "The hub revision of teacher_model_name_or_path."] = None
-    teacher_load_in_4bit: Annotated[bool, SameOnResume,
-        "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes."] = False
-    distill_beta: Annotated[float, Ge(0), Le(1), SameOnResume,
-        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon "
-        "divergence."] = 0.5
-    temperature: Annotated[float, Gt(0), SameOnResume,
-        "What logits are divided by: distill: those of teacher and student; grpo, on_policy_distill: all, in sampling "
-        "and in training; embed: the cosines of a query and the documents, by 0.05 unless it is given."] = 1.0
-    distill_top_k: Annotated[int | None, Gt(0), SameOnResume,
-        "distill: ask the teacher once, before training: at each trained token its k likeliest tokens are stored in "
-        "files, and the divergence is over them and all others together. null: ask it in each step."] = None
-    distill_alpha: Annotated[float, Gt(0), Le(1), SameOnResume,
-        "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy."] = 1.0
-    center_rewards_coefficient: Annotated[float | None, Gt(0), SameOnResume,
+    method: Annotated[
+        MethodName,
+        SameOnResume,
+        "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + ".",
+    ] = DEFAULT_METHOD
+    beta: Annotated[
+        float,
+        Ge(0),
+        SameOnResume,
+        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds "
+        "ratio; simpo: the scale of the rewards; grpo: the weight of the KL divergence from the "
+        "reference, 0 unless it is given.",
+    ] = 0.1
+    loss_type: Annotated[
+        LossName,
+        SameOnResume,
+        "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled "
+        f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers.",
+    ] = "sigmoid"
+    rpo_alpha: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "dpo: add the cross entropy of the chosen answers, times this (RPO).",
+    ] = None
+    simpo_gamma: Annotated[
+        float,
+        Ge(0),
+        SameOnResume,
+        "simpo: how much larger the reward of the chosen answer should be.",
+    ] = 0.5
+    desirable_weight: Annotated[
+        float, Ge(0), SameOnResume, "kto: the weight of answers rated good."
+    ] = 1.0
+    undesirable_weight: Annotated[
+        float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."
+    ] = 1.0
+    teacher_model_name_or_path: Annotated[
+        str | None,
+        FileOrName,
+        SameOnResume,
+        "The teacher of a distillation, with the same tokenizer and vocabulary.",
+    ] = None
+    teacher_model_revision: Annotated[
+        str | None, SameOnResume, "The hub revision of teacher_model_name_or_path."
+    ] = None
+    teacher_load_in_4bit: Annotated[
+        bool,
+        SameOnResume,
+        (
+            "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs "
+            "bitsandbytes."
+        ),
+    ] = False
+    distill_beta: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        SameOnResume,
+        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized "
+        "Jensen-Shannon divergence.",
+    ] = 0.5
+    temperature: Annotated[
+        float,
+        Gt(0),
+        SameOnResume,
+        "What logits are divided by: distill: those of teacher and student; grpo, "
+        "on_policy_distill: all, in sampling and in training; embed: the cosines of a query and "
+        "the documents, by 0.05 unless it is given.",
+    ] = 1.0
+    distill_top_k: Annotated[
+        int | None,
+        Gt(0),
+        SameOnResume,
+        "distill: ask the teacher once, before training: at each trained token its k likeliest "
+        "tokens are stored in files, and the divergence is over them and all others together. "
+        "null: ask it in each step.",
+    ] = None
+    distill_alpha: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        SameOnResume,
+        (
+            "distill: the weight of the divergence; the rest is the weight of the labels' cross "
+            "entropy."
+        ),
+    ] = 1.0
+    center_rewards_coefficient: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
-        "(Eisenstein et al. 2023)."] = None
-    matryoshka_dims: Annotated[tuple[Positive, ...], SameOnResume,
-        "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, 256, 64] (Kusupati "
-        "et al. 2022). Empty: of whole ones."] = ()
-# fmt: on
+        "(Eisenstein et al. 2023).",
+    ] = None
+    matryoshka_dims: Annotated[
+        tuple[Positive, ...],
+        SameOnResume,
+        "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, "
+        "256, 64] (Kusupati et al. 2022). Empty: of whole ones.",
+    ] = ()
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
@@ -349,13 +568,18 @@ UNSHOWN = (
 def describe_method(values: Mapping[str, Any]) -> str:
     """Returns the method of a recipe with these `values`, and its keys, where they are set.
 
-    >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
+    >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None,
+      "label_smoothing": 0.0})
     'dpo: beta 0.1, loss_type sigmoid'
-    """  # noqa: E501
+    """
     method = values.get("method", DEFAULT_METHOD)
     if method == DEFAULT_METHOD:
         return "supervised fine-tuning"
-    used = [f"{key} {_show(values[key])}" for key in METHODS[method].keys if key not in UNSHOWN and values.get(key)]
+    used = [
+        f"{key} {_show(values[key])}"
+        for key in METHODS[method].keys
+        if key not in UNSHOWN and values.get(key)
+    ]
     return f"{method}: {', '.join(used)}" if used else method
 
 

@@ -1,4 +1,7 @@
-"""The rules on a model: what its family and sizes allow, which of its layers pack, and images. Imports no torch."""
+"""The rules on a model: what its family and sizes allow, which of its layers pack, and images.
+
+Imports no torch.
+"""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +38,8 @@ from finetune.config.rule import (
 from finetune.config.schema import Quantization
 from finetune.constants import LARGEST_FLASH_HEAD
 
-TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
+# that are in models of every family
+TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")
 
 
 def list_divisors(number: int, least: int = 2) -> str:
@@ -67,11 +71,15 @@ def count_local_heads(case: Case) -> int:
 def describe_local_heads(case: Case) -> str:
     local = count_local_heads(case)
     tensors = case.layout.tensor_parallel_size
-    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
+    left = (
+        f", of which tp_size {tensors} leaves {local} on a rank"
+        if local != case.model.heads
+        else ""
+    )
     return (
-        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads of "
-        f"{case.model.model_type}, whose scores are computed in blocks of whole rows, but the model has "
-        f"{case.model.heads}{left}"
+        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention "
+        f"heads of {case.model.model_type}, whose scores are computed in blocks of whole rows, but "
+        f"the model has {case.model.heads}{left}"
     )
 
 
@@ -79,16 +87,23 @@ def trains_experts(case: Case) -> bool:
     """Whether the weights of a mixture's routed experts get an update of their own."""
     model = case.model
     recipe = case.recipe
-    names = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(model.layers if model.experts else 0)]
+    names = [
+        f"model.layers.{layer}.mlp.experts.down_proj"
+        for layer in range(model.layers if model.experts else 0)
+    ]
     if recipe.lora.use_peft:
         return any(is_within(name, recipe.lora.modules_to_save) for name in names)
     trained = recipe.model.trainable_modules
     frozen = recipe.model.frozen_modules
-    return any((not trained or is_within(name, trained)) and not is_within(name, frozen) for name in names)
+    return any(
+        (not trained or is_within(name, trained)) and not is_within(name, frozen) for name in names
+    )
 
 
 def _find_uneven(case: Case) -> dict[str, int]:
-    """Returns the sizes of the model that tp_size does not divide, by their names in config.json."""
+    """Returns the sizes of the model that tp_size does not divide, by their names in
+    config.json.
+    """
     model = case.model
     ranks = case.layout.tensor_parallel_size
     sizes = {"intermediate_size": model.intermediate}
@@ -114,17 +129,23 @@ def _describe_uneven(case: Case) -> str:
     uneven = []
     for key, size in _find_uneven(case).items():
         if size % ranks:
-            uneven.append(f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}")
+            uneven.append(
+                f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}"
+            )
     return f"tp_size {ranks}: {case.name} has {'; '.join(uneven)}"
 
 
 def is_uneven_vocabulary(case: Case) -> bool:
-    """Whether the ranks of a tensor parallel group have different numbers of rows of the vocabulary."""
+    """Whether the ranks of a tensor parallel group have different numbers of rows of the
+    vocabulary.
+    """
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
 
 
 def _has_unsharded_experts(case: Case) -> bool:
-    """Whether neither the experts of a group nor the rows of their matrices divide over the ranks that share them."""
+    """Whether neither the experts of a group nor the rows of their matrices divide over the ranks
+    that share them.
+    """
     model = case.model
     size = case.layout.expert_parallel_size
     shards = case.shards // size
@@ -132,24 +153,35 @@ def _has_unsharded_experts(case: Case) -> bool:
     mixture = model.family.mixture
     if mixture is not None and mixture.has_biases:  # [experts, in, out]
         rows.add(model.expert_width)
-    return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
+    return shards > 1 and any(
+        shard_experts((model.experts, each), size, shards) is None for each in rows
+    )
 
 
 def _names_unadaptable(case: Case) -> bool:
     targets = case["lora_target_modules"]
     modules = case.model.family.unadaptable
-    return targets != "all-linear" and any(target.rpartition(".")[2] in modules for target in targets)
+    return targets != "all-linear" and any(
+        target.rpartition(".")[2] in modules for target in targets
+    )
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
-    """Lists the names in `lora_target_modules` of no linear layer of a family that transformers has the source of."""
+    """Lists the names in `lora_target_modules` of no linear layer of a family that transformers has
+    the source of.
+    """
     lora = case.recipe.lora
     layers = find_linear_layers(case.model.model_type)
-    if not lora.use_peft or case.recipe.model.trust_remote_code or not read_family_source(case.model.model_type):
+    if (
+        not lora.use_peft
+        or case.recipe.model.trust_remote_code
+        or not read_family_source(case.model.model_type)
+    ):
         return []
     if lora.lora_target_modules == "all-linear":
         return [] if layers or lora.lora_target_parameters else ["all-linear"]
-    kept = {name.rpartition(".")[2] for name in lora.modules_to_save}  # a head that is trained whole may be named
+    # a head that is trained whole may be named
+    kept = {name.rpartition(".")[2] for name in lora.modules_to_save}
     names = ((target, target.rpartition(".")[2]) for target in lora.lora_target_modules)
     known = layers | kept | HEADS | find_expert_layers(case.model.model_type).keys()
     return [target for target, name in names if name not in known]
@@ -157,10 +189,19 @@ def _find_unknown_targets(case: Case) -> list[str]:
 
 def _describe_unknown_targets(case: Case) -> str:
     known = ", ".join(sorted(find_linear_layers(case.model.model_type)))
-    layers = f"it has {known}" if known else "its layers are transformers' Conv1D, which have no adapters here"
-    experts = "; routed experts are adapted with lora_target_parameters" if case.model.experts else ""
+    layers = (
+        f"it has {known}"
+        if known
+        else "its layers are transformers' Conv1D, which have no adapters here"
+    )
+    experts = (
+        "; routed experts are adapted with lora_target_parameters" if case.model.experts else ""
+    )
     targets = ", ".join(_find_unknown_targets(case))
-    return f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; {layers}{experts}"
+    return (
+        f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; "
+        f"{layers}{experts}"
+    )
 
 
 def _find_unknown_wraps(case: Case) -> list[str]:
@@ -168,12 +209,19 @@ def _find_unknown_wraps(case: Case) -> list[str]:
     is_read = case.layout.is_fsdp and case.layout.wrapping == "TRANSFORMER_BASED_WRAP"
     if not known or not is_read or case.recipe.model.trust_remote_code:
         return []
-    return [name for name in case.layout.wrap_classes if name not in known and name not in TORCH_CLASSES]
+    return [
+        name for name in case.layout.wrap_classes if name not in known and name not in TORCH_CLASSES
+    ]
 
 
 def _describe_unknown_wraps(case: Case) -> str:
-    layers = sorted(name for name in find_classes(case.model.model_type) if name.endswith(("Layer", "Block")))
-    return f"wraps {', '.join(_find_unknown_wraps(case))}, but {case.name} is made of {', '.join(layers)}"
+    layers = sorted(
+        name for name in find_classes(case.model.model_type) if name.endswith(("Layer", "Block"))
+    )
+    return (
+        f"wraps {', '.join(_find_unknown_wraps(case))}, but {case.name} is made of "
+        f"{', '.join(layers)}"
+    )
 
 
 def _other_quantization(case: Case) -> Iterator[str]:
@@ -190,7 +238,10 @@ def _describe_other_quantization(case: Case) -> list[str]:
     stored = describe_quantization(case.quantization)
     reason = f"the weights of {case.name} are stored as {stored}"
     keys = _other_quantization(case)
-    return [f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model" for key in keys]
+    return [
+        f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model"
+        for key in keys
+    ]
 
 
 def _describe_dequantized(case: Case) -> str:
@@ -205,10 +256,14 @@ SMALLEST_FP8_HIDDEN = 4096  # the smallest at which FP8 was seen to be faster; d
 
 
 def _has_fp8_layer(case: Case) -> bool:
-    """Whether a linear layer beside the first can be multiplied in FP8: its sizes are multiples of 16."""
+    """Whether a linear layer beside the first can be multiplied in FP8: its sizes are multiples of
+    16.
+    """
     m = case.model
     widths = (m.heads * m.head_size, m.key_value_heads * m.head_size, m.intermediate)
-    return m.hidden % FP8_MULTIPLE == 0 and any(width and width % FP8_MULTIPLE == 0 for width in widths)
+    return m.hidden % FP8_MULTIPLE == 0 and any(
+        width and width % FP8_MULTIPLE == 0 for width in widths
+    )
 
 
 def _list(trait: str) -> str:
@@ -221,7 +276,9 @@ def _has_text_class(model_type: str) -> bool:
 
 
 def _has_unfit_attention(case: Case) -> bool:
-    """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
+    """Whether the family computes attention in its own code, and the recipe asks for what that does
+    not do.
+    """
     family = case.model.model_type
     keys = case.recipe.model
     traits = case.model.family
@@ -245,323 +302,524 @@ def _lacks_kernels(case: Case) -> bool:
     """Whether a GPU computes one document of a packed row after the other, which it need not."""
     recurrence = case.model.family.recurrence
     is_slow = recurrence is not None and case.machine.device == "cuda" and case.recipe.data.packing
-    return is_slow and not all(map(case.machine.has_package, recurrence.packages if recurrence else ()))
+    return is_slow and not all(
+        map(case.machine.has_package, recurrence.packages if recurrence else ())
+    )
 
 
 def _describe_kernels(case: Case) -> str:
     packages = case.model.family.recurrence.packages if case.model.family.recurrence else ()
-    names = " ".join(DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package))
+    names = " ".join(
+        DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package)
+    )
     return (
-        f"{case.name}: without {names.replace(' ', ' and ')} the layers of {case.model.model_type} that carry a state "
-        f"run over one document after the other, by slow reference code; pip install {names}"
+        f"{case.name}: without {names.replace(' ', ' and ')} the layers of {case.model.model_type} "
+        "that carry a state run over one document after the other, by slow reference code; pip "
+        f"install {names}"
     )
 
 
 def _needs_blocks(case: Case) -> bool:
-    """Whether attention is computed in blocks of whole rows, which more ranks than heads have no part of."""
+    """Whether attention is computed in blocks of whole rows, which more ranks than heads have no
+    part of.
+    """
     family = case.model.family
     return family.caps_scores or family.sinks or case.model.head_size > LARGEST_FLASH_HEAD
 
 
 # A package as it is imported -> as it is installed.
-DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+DISTRIBUTIONS = {
+    "fla": "flash-linear-attention",
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
+}
 RULES: tuple[Rule, ...] = (
     model_rule(
-        "more tokens than rows", "tokenizer_name_or_path", "model_name_or_path", "model_config",
+        "more tokens than rows",
+        "tokenizer_name_or_path",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
-        message="{name}: its embedding has {model.vocabulary} rows, but the tokenizer has {model.tokens} tokens",
-        advice="use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config",
+        message=(
+            "{name}: its embedding has {model.vocabulary} rows, but the tokenizer has "
+            "{model.tokens} tokens"
+        ),
+        advice=(
+            "use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in "
+            "model_config"
+        ),
         of_teacher=True,
     ),
     # Stored quantization
     model_rule(
-        "stored quantization in full", "use_peft", "model_name_or_path",
+        "stored quantization in full",
+        "use_peft",
+        "model_name_or_path",
         when=lambda c: c.model.quantization is not None and not c["use_peft"],
-        message="{name}: its weights are stored in {quantization.bits} bits, so they cannot be fine-tuned in full",
-        advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
+        message=(
+            "{name}: its weights are stored in {quantization.bits} bits, so they cannot be "
+            "fine-tuned in full"
+        ),
+        advice="set use_peft: true, or name the unquantized model",
+        fix={"use_peft": True},
     ),
     model_rule(
-        "a base that is dequantized", "model_name_or_path", when=lambda c: c.model.published is not None,
+        "a base that is dequantized",
+        "model_name_or_path",
+        when=lambda c: c.model.published is not None,
         message=_describe_dequantized,
-        is_note=True, of_teacher=True,
+        is_note=True,
+        of_teacher=True,
     ),
     model_rule(
-        "another quantization than the stored one", *keys_of(Quantization),
+        "another quantization than the stored one",
+        *keys_of(Quantization),
         when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
         message=_describe_other_quantization,
     ),
     model_rule(
-        "quantized experts", *LOAD_KEYS, "model_name_or_path",
-        when=lambda c: c.quantization.bits is not None
-        and c.model.experts and not has_fused_experts(c.model.model_type),
-        message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts are not quantized "
+        "quantized experts",
+        *LOAD_KEYS,
+        "model_name_or_path",
+        when=lambda c: (
+            c.quantization.bits is not None
+            and c.model.experts
+            and not has_fused_experts(c.model.model_type)
+        ),
+        message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts "
+        "are not quantized "
         "here",
-        advice="remove it, and name the unquantized model", of_teacher=True,
+        advice="remove it, and name the unquantized model",
+        of_teacher=True,
     ),
     model_rule(
-        "experts that are stored quantized", "model_name_or_path",
+        "experts that are stored quantized",
+        "model_name_or_path",
         when=lambda c: c.model.quantization is not None and c.model.experts,
-        message="{name}: its experts are stored in {quantization.bits} bits, which is not supported for a mixture "
+        message="{name}: its experts are stored in {quantization.bits} bits, which is not "
+        "supported for a mixture "
         "({model.model_type})",
-        advice="name the unquantized model, which is quantized as it is loaded", of_teacher=True,
+        advice="name the unquantized model, which is quantized as it is loaded",
+        of_teacher=True,
     ),
     model_layout_rule(
-        "quantized experts over ranks", "expert_parallel_size", "load_in_4bit",
-        when=lambda c: has_ep(c) and c.quantization.bits == 4 and c.model.experts
-        and c.model.experts // c.layout.expert_parallel_size * c.model.hidden * c.model.expert_width % BLOCK,
-        message="expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not begin with a block "
+        "quantized experts over ranks",
+        "expert_parallel_size",
+        "load_in_4bit",
+        when=lambda c: (
+            has_ep(c)
+            and c.quantization.bits == 4
+            and c.model.experts
+            and c.model.experts
+            // c.layout.expert_parallel_size
+            * c.model.hidden
+            * c.model.expert_width
+            % BLOCK
+        ),
+        message="expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not "
+        "begin with a block "
         f"of {BLOCK} numbers, which load_in_4bit keeps under one scale",
-        advice="set it to 1, and FSDP shards the experts", fix={"expert_parallel_size": 1},
+        advice="set it to 1, and FSDP shards the experts",
+        fix={"expert_parallel_size": 1},
     ),
     model_rule(
-        "layers that cannot be adapted", "lora_target_modules", "use_peft",
+        "layers that cannot be adapted",
+        "lora_target_modules",
+        "use_peft",
         when=lambda c: c["use_peft"] and _names_unadaptable(c),
-        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(c.model.family.unadaptable)} of "
-        f"{c.model.model_type}",
+        message=lambda c: (
+            f"lora_target_modules: peft cannot adapt {' and '.join(c.model.family.unadaptable)} of "
+            f"{c.model.model_type}"
+        ),
         advice="name other linear layers",
     ),
     model_rule(
-        "layers that all-linear leaves out", "lora_target_modules", "use_peft",
-        when=lambda c: c["use_peft"] and c["lora_target_modules"] == "all-linear" and c.model.family.unadaptable,
-        message=lambda c: f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
-        f"{c.model.model_type}, which peft cannot adapt",
+        "layers that all-linear leaves out",
+        "lora_target_modules",
+        "use_peft",
+        when=lambda c: (
+            c["use_peft"]
+            and c["lora_target_modules"] == "all-linear"
+            and c.model.family.unadaptable
+        ),
+        message=lambda c: (
+            f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
+            f"{c.model.model_type}, which peft cannot adapt"
+        ),
         is_note=True,
     ),
     model_rule(
-        "names of published files", "lora_target_modules", "trainable_modules", "frozen_modules",
-        when=lambda c: c.recipe.renamed, message=lambda c: list(c.recipe.renamed), is_note=True,
+        "names of published files",
+        "lora_target_modules",
+        "trainable_modules",
+        "frozen_modules",
+        when=lambda c: c.recipe.renamed,
+        message=lambda c: list(c.recipe.renamed),
+        is_note=True,
     ),
     model_rule(
-        "layers that the family does not have", "lora_target_modules", "use_peft",
-        when=_find_unknown_targets, message=_describe_unknown_targets,
+        "layers that the family does not have",
+        "lora_target_modules",
+        "use_peft",
+        when=_find_unknown_targets,
+        message=_describe_unknown_targets,
     ),
     # Vision-language models
     model_rule(
-        "no tower to drop", "drop_vision", when=lambda c: c["drop_vision"] and not c.model.vision,
-        message="drop_vision: {name} is no vision-language model", fix={"drop_vision": False},
-    ),
-    model_rule(
-        "no text class", "drop_vision",
-        when=lambda c: c["drop_vision"] and c.model.vision and not _has_text_class(c.model.model_type),
-        message="drop_vision: transformers has no class for {model.model_type}, the language model of {name}, alone",
+        "no tower to drop",
+        "drop_vision",
+        when=lambda c: c["drop_vision"] and not c.model.vision,
+        message="drop_vision: {name} is no vision-language model",
         fix={"drop_vision": False},
     ),
     model_rule(
-        "Liger of a vision-language model", "use_liger_kernel", when=lambda c: c["use_liger_kernel"] and c.is_whole,
-        message="use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels were not tried",
+        "no text class",
+        "drop_vision",
+        when=lambda c: (
+            c["drop_vision"] and c.model.vision and not _has_text_class(c.model.model_type)
+        ),
+        message=(
+            "drop_vision: transformers has no class for {model.model_type}, the language model of "
+            "{name}, alone"
+        ),
+        fix={"drop_vision": False},
+    ),
+    model_rule(
+        "Liger of a vision-language model",
+        "use_liger_kernel",
+        when=lambda c: c["use_liger_kernel"] and c.is_whole,
+        message=(
+            "use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels "
+            "were not tried"
+        ),
         fix={"use_liger_kernel": False},
     ),
     model_layout_rule(
-        "frozen tower without shards", "fsdp_sharding_strategy",
-        when=lambda c: c.is_whole
-        and is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
-        message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a vision-language "
+        "frozen tower without shards",
+        "fsdp_sharding_strategy",
+        when=lambda c: (
+            c.is_whole and is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1)
+        ),
+        message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of "
+        "a vision-language "
         "model",
         advice="use FSDP2, or DDP",
     ),
     model_layout_rule(
-        "tensor parallelism of a vision-language model", "tp_size",
+        "tensor parallelism of a vision-language model",
+        "tp_size",
         when=lambda c: has_tp(c) and c.is_whole,
-        message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
+        message=(
+            "tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language "
+            "model"
+        ),
         fix={"tp_size": 1},
     ),
     model_layout_rule(
-        "sequence parallelism of a vision-language model", "cp_size", "sp_size",
+        "sequence parallelism of a vision-language model",
+        "cp_size",
+        "sp_size",
         when=lambda c: has_sp(c) and c.is_whole,
-        message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
+        message="cp_size, sp_size: not supported for {name}, a vision-language model",
+        fix={"cp_size": 1},
     ),
     # Mixtures
     model_rule(
-        "projections of a mixture kept", "activation_checkpointing_keeps",
-        when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts,
-        message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} multiply "
+        "projections of a mixture kept",
+        "activation_checkpointing_keeps",
+        when=lambda c: (
+            c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts
+        ),
+        message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} "
+        "multiply "
         "matrices of the same sizes as attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     model_rule(
-        "embeddings cut beyond their length", "matryoshka_dims",
+        "embeddings cut beyond their length",
+        "matryoshka_dims",
         when=lambda c: max(c["matryoshka_dims"], default=0) > c.model.hidden,
-        message=lambda c: f"matryoshka_dims: {max(c['matryoshka_dims'])}: the model's states have {c.model.hidden} "
-        "numbers",
+        message=lambda c: (
+            f"matryoshka_dims: {max(c['matryoshka_dims'])}: the model's states have "
+            f"{c.model.hidden} numbers"
+        ),
         advice="name smaller lengths",
     ),
     model_rule(
-        "auxiliary loss of a dense model", "router_aux_loss_coef",
+        "auxiliary loss of a dense model",
+        "router_aux_loss_coef",
         when=lambda c: c["router_aux_loss_coef"] and not c.model.experts,
         message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",
-        advice="remove it", fix={"router_aux_loss_coef": None},
+        advice="remove it",
+        fix={"router_aux_loss_coef": None},
     ),
     model_rule(
-        "no auxiliary loss in the family", "router_aux_loss_coef",
-        when=lambda c: c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss,
-        message="router_aux_loss_coef: {name} is a mixture of experts whose routers have no auxiliary loss "
+        "no auxiliary loss in the family",
+        "router_aux_loss_coef",
+        when=lambda c: (
+            c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss
+        ),
+        message="router_aux_loss_coef: {name} is a mixture of experts whose routers have no "
+        "auxiliary loss "
         "({model.model_type})",
-        advice="remove it", fix={"router_aux_loss_coef": None},
+        advice="remove it",
+        fix={"router_aux_loss_coef": None},
     ),
     model_layout_rule(
-        "family of a pipeline", "pipeline_parallel_size",
+        "family of a pipeline",
+        "pipeline_parallel_size",
         when=lambda c: has_pp(c) and (not c.model.family.has_pipeline or c.model.vision),
-        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for {model.model_type}, the "
+        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for "
+        "{model.model_type}, the "
         f"family of {{name}}; it is tested with {_list('has_pipeline')}",
-        advice="remove it", fix={"pipeline_parallel_size": 1},
+        advice="remove it",
+        fix={"pipeline_parallel_size": 1},
     ),
     model_layout_rule(
-        "layers of a pipeline", "pipeline_parallel_size", "pipeline_schedule",
+        "layers of a pipeline",
+        "pipeline_parallel_size",
+        "pipeline_schedule",
         when=lambda c: c.layout.pipeline_chunks > c.model.layers and has_pp(c),
-        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has {model.layers} layers, and "
+        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has "
+        "{model.layers} layers, and "
         "{layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups",
-        advice="choose a smaller size", fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
+        advice="choose a smaller size",
+        fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
     ),
     model_layout_rule(
-        "expert parallelism of a dense model", "expert_parallel_size",
+        "expert parallelism of a dense model",
+        "expert_parallel_size",
         when=lambda c: has_ep(c) and not c.model.experts,
-        message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",
-        advice="remove it", fix={"expert_parallel_size": 1},
-    ),
-    model_layout_rule(
-        "family of expert parallelism", "expert_parallel_size",
-        when=lambda c: has_ep(c) and c.model.experts
-        and not c.model.family.has_expert_parallelism,
-        message="expert_parallel_size: {layout.expert_parallel_size}: not supported for {model.model_type}, the family "
-        f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
-        advice="remove it", fix={"expert_parallel_size": 1},
-    ),
-    model_layout_rule(
-        "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
-        message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
-        "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
-        advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts,
-        c.shards)),
+        message=(
+            "expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model "
+            "({model.model_type})"
+        ),
+        advice="remove it",
         fix={"expert_parallel_size": 1},
     ),
     model_layout_rule(
-        "experts over shards", "expert_parallel_size",
+        "family of expert parallelism",
+        "expert_parallel_size",
+        when=lambda c: has_ep(c) and c.model.experts and not c.model.family.has_expert_parallelism,
+        message="expert_parallel_size: {layout.expert_parallel_size}: not supported for "
+        "{model.model_type}, the family "
+        f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
+        advice="remove it",
+        fix={"expert_parallel_size": 1},
+    ),
+    model_layout_rule(
+        "experts over ranks",
+        "expert_parallel_size",
+        when=lambda c: c.model.experts % c.layout.expert_parallel_size,
+        message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has "
+        "{model.experts} "
+        "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
+        advice=lambda c: set_to_divisor(
+            "expert_parallel_size", math.gcd(c.model.experts, c.shards)
+        ),
+        fix={"expert_parallel_size": 1},
+    ),
+    model_layout_rule(
+        "experts over shards",
+        "expert_parallel_size",
         when=lambda c: has_ep(c) and c.model.experts and _has_unsharded_experts(c),
-        message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
-        f"{c.model.experts // c.layout.expert_parallel_size} experts of a rank's group nor the rows of their matrices "
-        "divide over the ranks that share them",
-        advice="choose another size", fix={"expert_parallel_size": 1},
+        message=lambda c: (
+            f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
+            f"{c.model.experts // c.layout.expert_parallel_size} experts of a rank's group nor the "
+            "rows of their matrices divide over the ranks that share them"
+        ),
+        advice="choose another size",
+        fix={"expert_parallel_size": 1},
     ),
     # Tensor parallelism
     model_layout_rule(
-        "family of tensor parallelism", "tp_size",
+        "family of tensor parallelism",
+        "tp_size",
         when=lambda c: has_tp(c) and not c.model.family.tensor_parallel,
-        message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
+        message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the "
+        "family of {name}; "
         f"only for {_list('tensor_parallel')}",
         fix={"tp_size": 1},
     ),
     model_layout_rule(
-        "sizes under tensor parallelism", "tp_size",
-        when=lambda c: has_tp(c) and c.model.family.tensor_parallel
-        and _find_uneven(c),
-        message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
+        "sizes under tensor parallelism",
+        "tp_size",
+        when=lambda c: has_tp(c) and c.model.family.tensor_parallel and _find_uneven(c),
+        message=_describe_uneven,
+        advice=_advise_tp_size,
+        fix={"tp_size": 1},
     ),
     model_layout_rule(
-        "rows of the vocabulary under tensor parallelism", "tp_size",
-        when=lambda c: c.model.family.tensor_parallel and (ranks := c.layout.tensor_parallel_size) > 1
-        and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary,  # a rank would have no row
-        message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, too few rows for "
+        "rows of the vocabulary under tensor parallelism",
+        "tp_size",
+        when=lambda c: (
+            c.model.family.tensor_parallel
+            and (ranks := c.layout.tensor_parallel_size) > 1
+            # a rank would have no row
+            and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary
+        ),
+        message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, "
+        "too few rows for "
         "{layout.tensor_parallel_size} ranks",
-        advice="set a smaller tp_size", fix={"tp_size": 1},
+        advice="set a smaller tp_size",
+        fix={"tp_size": 1},
     ),
     model_layout_rule(
-        "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap",
-        when=_find_unknown_wraps, message=_describe_unknown_wraps,
+        "classes that are wrapped",
+        "fsdp_transformer_layer_cls_to_wrap",
+        when=_find_unknown_wraps,
+        message=_describe_unknown_wraps,
         advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
     model_layout_rule(
-        "FP8 of a mixture", "mixed_precision", when=lambda c: has_fp8(c) and c.model.experts,
-        message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
+        "FP8 of a mixture",
+        "mixed_precision",
+        when=lambda c: has_fp8(c) and c.model.experts,
+        message=(
+            "mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply "
+            "in FP8"
+        ),
         fix=BF16,
     ),
     model_layout_rule(
-        "FP8 without a layer", "mixed_precision",
+        "FP8 without a layer",
+        "mixed_precision",
         when=lambda c: has_fp8(c) and not c.model.experts and not _has_fp8_layer(c),
-        message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "
+        message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: "
+        "their sizes must be "
         f"multiples of {FP8_MULTIPLE}",
         fix=BF16,
     ),
     model_layout_rule(
-        "FP8 of narrow layers", "mixed_precision",
+        "FP8 of narrow layers",
+        "mixed_precision",
         when=lambda c: has_fp8(c) and _has_fp8_layer(c) and c.model.hidden < SMALLEST_FP8_HIDDEN,
-        message="mixed_precision: fp8: {name} has hidden_size {model.hidden}, at which the casts to FP8 cost more than "
-        "its products save: with 2,048 an H100 trained 9% slower than in bf16, with 4,096 an H200 17% faster",
-        advice="set bf16 for speed", is_note=True,
+        message="mixed_precision: fp8: {name} has hidden_size {model.hidden}, at which the casts "
+        "to FP8 cost more than "
+        "its products save: with 2,048 an H100 trained 9% slower than in bf16, with 4,096 an H200 "
+        "17% faster",
+        advice="set bf16 for speed",
+        is_note=True,
     ),
     # Layers across tokens: which keep documents apart, which ranks can share
     model_layout_rule(
-        "heads under sequence parallelism", "cp_size", "sp_size",
+        "heads under sequence parallelism",
+        "cp_size",
+        "sp_size",
         when=lambda c: _needs_blocks(c) and count_local_heads(c) % c.layout.sequence_parallel_size,
         message=describe_local_heads,
         advice=lambda c: f"set it to {list_divisors(count_local_heads(c), 1)}",
-        fix={"cp_size": 1}, of_teacher=True,
+        fix={"cp_size": 1},
+        of_teacher=True,
     ),
     model_layout_rule(
-        "layers under sequence parallelism", "cp_size", "sp_size",
+        "layers under sequence parallelism",
+        "cp_size",
+        "sp_size",
         when=lambda c: has_sp(c) and (c.model.family.recurrence or _attends_by_mask(c)),
-        message="cp_size, sp_size: not supported for {model.model_type}, the family of {name}, whose layers need the "
+        message="cp_size, sp_size: not supported for {model.model_type}, the family of {name}, "
+        "whose layers need the "
         "whole row on a rank",
-        fix={"cp_size": 1}, of_teacher=True,
+        fix={"cp_size": 1},
+        of_teacher=True,
     ),
     model_rule(
-        "layers with a state", "packing", "model_name_or_path",
+        "layers with a state",
+        "packing",
+        "model_name_or_path",
         when=lambda c: c["packing"] and has_unknown_layers(c.model.model_type, c.model.layer_types),
-        message=lambda c: f"{c.name}: {c.model.model_type} has "
-        f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
-        "kept apart",
-        fix={"packing": False}, of_teacher=True,
+        message=lambda c: (
+            f"{c.name}: {c.model.model_type} has "
+            f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which "
+            "packed documents cannot be kept apart"
+        ),
+        fix={"packing": False},
+        of_teacher=True,
     ),
     model_rule(
-        "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
-        message="{name}: {model.model_type} computes attention in its own code and cannot be trained on packed "
+        "attention of its own",
+        "attn_implementation",
+        "packing",
+        "model_name_or_path",
+        when=_has_unfit_attention,
+        message="{name}: {model.model_type} computes attention in its own code and cannot be "
+        "trained on packed "
         "documents",
         advice="set packing: false and remove attn_implementation",
-        fix={"packing": False, "attn_implementation": "auto"}, of_teacher=True,
+        fix={"packing": False, "attn_implementation": "auto"},
+        of_teacher=True,
     ),
     model_rule(
-        "attention over a mask", "attn_implementation", "model_name_or_path",
+        "attention over a mask",
+        "attn_implementation",
+        "model_name_or_path",
         when=lambda c: c["attn_implementation"] == "auto" and _attends_by_mask(c),
-        message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; transformers' own is "
+        message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; "
+        "transformers' own is "
         "used, whose memory grows with the square of a row",
-        is_note=True, of_teacher=True,
+        is_note=True,
+        of_teacher=True,
     ),
     Rule(
-        name="kernels of layers with a state", keys=("model_name_or_path",), needs=("model", "machine"),
-        when=_lacks_kernels, message=_describe_kernels, is_note=True, of_teacher=True,
+        name="kernels of layers with a state",
+        keys=("model_name_or_path",),
+        needs=("model", "machine"),
+        when=_lacks_kernels,
+        message=_describe_kernels,
+        is_note=True,
+        of_teacher=True,
     ),
     # Rows with images, which are known once the data has been read.
     Rule(
-        name="images of the family", keys=("model_name_or_path", "model_config"),
+        name="images of the family",
+        keys=("model_name_or_path", "model_config"),
         when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
-        message="{name}: rows hold images, and training on images is not supported for {images}; it is tested with "
+        message="{name}: rows hold images, and training on images is not supported for {images}; "
+        "it is tested with "
         f"{', '.join(IMAGE_FAMILIES)}",
         advice="remove these rows",
     ),
     Rule(
-        name="images without the tower", keys=("drop_vision",), when=lambda c: c.images and c["drop_vision"],
-        message="drop_vision: rows hold images, which need the vision tower", fix={"drop_vision": False},
+        name="images without the tower",
+        keys=("drop_vision",),
+        when=lambda c: c.images and c["drop_vision"],
+        message="drop_vision: rows hold images, which need the vision tower",
+        fix={"drop_vision": False},
     ),
     Rule(
-        name="images in packed rows", keys=("attn_implementation", "packing"),
+        name="images in packed rows",
+        keys=("attn_implementation", "packing"),
         when=lambda c: c.images and c["packing"] and c["attn_implementation"] != "auto",
-        message="attn_implementation: {attn_implementation}: does not keep packed documents with images apart",
+        message=(
+            "attn_implementation: {attn_implementation}: does not keep packed documents with "
+            "images apart"
+        ),
         fix={"packing": False},
     ),
     Rule(
-        name="images of a method", keys=("method",),
-        when=lambda c: c.images and (c.recipe.method_facts.rows == "ratings" or c.recipe.teacher is not None),
+        name="images of a method",
+        keys=("method",),
+        when=lambda c: (
+            c.images and (c.recipe.method_facts.rows == "ratings" or c.recipe.teacher is not None)
+        ),
         message="method: {method}: rows hold images, which it does not support",
         advice="use method: sft, or one that learns from pairs",
     ),
     Rule(
-        name="images in compiled layers", keys=("torch_compile",), when=lambda c: c.images and c["torch_compile"],
-        message="torch_compile: rows hold images, with which it was not tried", fix={"torch_compile": False},
+        name="images in compiled layers",
+        keys=("torch_compile",),
+        when=lambda c: c.images and c["torch_compile"],
+        message="torch_compile: rows hold images, with which it was not tried",
+        fix={"torch_compile": False},
     ),
     Rule(
-        name="images beyond the plan", keys=("datasets",), when=lambda c: c.images,
-        message="rows hold images: the plan counts their tokens with the row's, and not what the vision tower needs "
+        name="images beyond the plan",
+        keys=("datasets",),
+        when=lambda c: c.images,
+        message="rows hold images: the plan counts their tokens with the row's, and not what the "
+        "vision tower needs "
         "while it runs, or keeps where it is trained",
         is_note=True,
     ),
-)  # fmt: skip
+)

@@ -1,9 +1,12 @@
-"""Modules of a model by name: patterns of them, and their names in published files. Imports no torch.
+"""Modules of a model by name: patterns of them, and their names in published files.
 
-A pattern is a regular expression for the end of a module's name, in whole parts of it: `mlp` names every MLP,
-`layers.[0-3].mlp` those of four layers, `lm_head` the head. The rule is peft's (`peft.utils.other.get_pattern_key`).
-Published files have other names for some modules than transformers 5: its own table of conversions says both. Its text
-is read, since importing it would take seconds, and torch.
+Imports no torch.
+
+A pattern is a regular expression for the end of a module's name, in whole parts of it: `mlp` names
+every MLP, `layers.[0-3].mlp` those of four layers, `lm_head` the head. The rule is peft's
+(`peft.utils.other.get_pattern_key`). Published files have other names for some modules than
+transformers 5: its own table of conversions says both. Its text is read, since importing it would
+take seconds, and torch.
 """
 
 import ast
@@ -29,7 +32,8 @@ def find_problem(pattern: str) -> str | None:
     """Says what is wrong with a pattern by itself; None where it is one.
 
     >>> find_problem("*.mlp")
-    '*.mlp: not a regular expression (nothing to repeat at position 0); any text is .*, as in layers.*.mlp'
+    '*.mlp: not a regular expression (nothing to repeat at position 0); any text is .*, as in
+    layers.*.mlp'
     """
     try:
         re.compile(pattern)
@@ -50,7 +54,8 @@ def is_named(module: str, pattern: str) -> bool:
 def is_within(parameter: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter is in a module that one of `patterns` names, or is itself what it names.
 
-    >>> is_within("model.layers.11.mlp.up_proj.weight", ["layers.1.mlp"]), is_within("lm_head.weight", ["lm_head"])
+    >>> is_within("model.layers.11.mlp.up_proj.weight", ["layers.1.mlp"]),
+      is_within("lm_head.weight", ["lm_head"])
     (False, True)
     """
     parts = parameter.split(".")
@@ -59,24 +64,38 @@ def is_within(parameter: str, patterns: Iterable[str]) -> bool:
 
 
 def find_value(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
-    """Returns the value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
-    return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
+    """Returns the value of the first pattern that names `module`, as in peft's rank_pattern and
+    alpha_pattern.
+    """
+    return next(
+        (value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)),
+        default,
+    )
 
 
-def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)) -> set[str]:
-    """Returns the tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
+def find_trained(
+    tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)
+) -> set[str]:
+    """Returns the tensors that `trainable_modules` and `frozen_modules` leave trained, each by its
+    first name.
 
-    `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of the names that text
-    reaches; only a pattern that names none of these reaches the vision tower.
+    `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of
+    the names that text reaches; only a pattern that names none of these reaches the vision tower.
 
-    Raises `UserError` where a pattern names no part of the model, where tied weights would be trained under one name
-    and frozen under another, or where nothing is trained.
+    Raises `UserError` where a pattern names no part of the model, where tied weights would be
+    trained under one name and frozen under another, or where nothing is trained.
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
     of_text = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
-    beside = [each for each in model.trainable_modules if not any(is_within(name, [each]) for name in of_text)]
-    tensors = [names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)]
+    beside = [
+        each
+        for each in model.trainable_modules
+        if not any(is_within(name, [each]) for name in of_text)
+    ]
+    tensors = [
+        names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)
+    ]
     trained = set()
     for names in tensors:
         chosen = [name for name in names if is_within(name, model.trainable_modules)] or (
@@ -85,80 +104,105 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str
         frozen = [name for name in names if is_within(name, model.frozen_modules)]
         if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
             raise UserError(
-                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are one "
-                "tensor; remove one of the two"
+                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules "
+                "names: they are one tensor; remove one of the two"
             )
         if chosen and not frozen:
             trained.add(names[0])
     if not trained:
-        raise UserError("trainable_modules, frozen_modules: no parameter is left to train; freeze fewer modules")
+        raise UserError(
+            "trainable_modules, frozen_modules: no parameter is left to train; freeze fewer modules"
+        )
     return trained
 
 
 def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
-    """Whether a parameter of the base, by any of its `names`, is trained whole beside adapters (modules_to_save)."""
+    """Whether a parameter of the base, by any of its `names`, is trained whole beside adapters
+    (modules_to_save).
+    """
     return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
 
 
 def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the end of a parameter's name, in whole parts: peft's rule for target_parameters.
+    """Whether one of `targets` is the end of a parameter's name, in whole parts: peft's rule for
+    target_parameters.
 
-    >>> is_parameter_named("layers.0.mlp.experts.down_proj", ["experts.down_proj"]), is_parameter_named("mlp.x_proj", ["proj"])
+    >>> is_parameter_named("layers.0.mlp.experts.down_proj", ["experts.down_proj"]),
+      is_parameter_named("mlp.x_proj", ["proj"])
     (True, False)
-    """  # noqa: E501
+    """
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool) -> None:
+def refuse_unknown_layers(
+    lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool
+) -> None:
     """Raises `UserError` if a name in `lora_target_modules` matches no linear layer in `layers`.
 
     model: Its name in the message. has_experts: The message also gives the key for routed experts.
     """
     targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
-    wrong = [target for target in targets if not any(is_parameter_named(layer, [target]) for layer in layers)]
+    wrong = [
+        target
+        for target in targets
+        if not any(is_parameter_named(layer, [target]) for layer in layers)
+    ]
     if wrong:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
         experts = "; routed experts are adapted with lora_target_parameters" if has_experts else ""
         raise UserError(
-            f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has {known}{experts}"
+            f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has "
+            f"{known}{experts}"
         )
 
 
-def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], parameters: Sequence[str]) -> None:
-    """Raises `UserError` where one of `lora_target_parameters` names anything but `experts`, parameters that each hold
-    all experts of a layer. `parameters`: all names of the model's."""
+def refuse_other_parameters(
+    targets: Iterable[str], experts: Sequence[str], parameters: Sequence[str]
+) -> None:
+    """Raises `UserError` where one of `lora_target_parameters` names anything but `experts`,
+    parameters that each hold all experts of a layer.
+
+    `parameters`: all names of the model's.
+    """
     known = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts}))
     for target in targets:
         named = [name for name in parameters if is_parameter_named(name, [target])]
         if not experts:
             raise UserError(
-                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; leave "
-                "the key out, and name linear layers in lora_target_modules"
+                f"lora_target_parameters: {target}: the model has no parameters that hold a "
+                "layer's experts; leave the key out, and name linear layers in lora_target_modules"
             )
         if not named:
             raise UserError(
-                f"lora_target_parameters: {target}: names no parameter of the model; those of its experts are {known}"
+                f"lora_target_parameters: {target}: names no parameter of the model; those of its "
+                f"experts are {known}"
             )
         if others := [name for name in named if name not in experts]:
             raise UserError(
-                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} do; adapt "
-                "linear layers with lora_target_modules, and train others whole with modules_to_save"
+                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, "
+                f"as {known} do; adapt linear layers with lora_target_modules, and train others "
+                "whole with modules_to_save"
             )
 
 
 def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
-    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers and
-    parameters, and where one of these is trained whole as well."""
+    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the
+    `adapted` layers and parameters, and where one of these is trained whole as well.
+    """
     layers = list(adapted)
     for layer in layers:
         if is_saved_whole([layer], lora):
             raise UserError(
-                f"modules_to_save: trains {layer} whole, and lora_target_parameters adapts it; remove one of the two"
+                f"modules_to_save: trains {layer} whole, and lora_target_parameters adapts it; "
+                "remove one of the two"
             )
     for key, values in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in values or {}:
             if not any(is_named(layer, pattern) for layer in layers):
-                raise UserError(f"{key}: {pattern}: names no adapted layer of the model; see lora_target_modules")
+                raise UserError(
+                    f"{key}: {pattern}: names no adapted layer of the model; see "
+                    "lora_target_modules"
+                )
 
 
 def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
@@ -171,16 +215,21 @@ def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
     for target in lora.lora_target_modules:
         if f".{head}".endswith(f".{target}"):
             raise UserError(
-                f"lora_target_modules: {target}: names the output head, which cannot have an adapter: its "
-                "product is computed "
-                f"with the loss, in chunks; remove it, or train the head whole with modules_to_save: [{target}]"
+                f"lora_target_modules: {target}: names the output head, which cannot have an "
+                "adapter: its product is computed with the loss, in chunks; remove it, or train "
+                f"the head whole with modules_to_save: [{target}]"
             )
 
 
 def refuse_unmatched(
-    key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: tuple[str, ...] = ("",)
+    key: str,
+    patterns: Iterable[str],
+    tensors: Collection[Sequence[str]],
+    text: tuple[str, ...] = ("",),
 ) -> None:
-    """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see `find_trained`)."""
+    """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see
+    `find_trained`).
+    """
     parameters = list(chain.from_iterable(tensors))
     reached = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
     for pattern in patterns:
@@ -189,12 +238,13 @@ def refuse_unmatched(
             short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
             more = f" and {len(short) - SHOWN_MODULES} more" if len(short) > SHOWN_MODULES else ""
             raise UserError(
-                f"{key}: {pattern}: names no module of the model; it has {', '.join(short[:SHOWN_MODULES])}{more}"
+                f"{key}: {pattern}: names no module of the model; it has "
+                f"{', '.join(short[:SHOWN_MODULES])}{more}"
             )
         if not any(is_within(name, [pattern]) for name in reached):
             raise UserError(
-                f"{key}: {pattern}: names nothing of the language model, and text trains no other part of a "
-                "vision-language model; leave it out"
+                f"{key}: {pattern}: names nothing of the language model, and text trains no other "
+                "part of a vision-language model; leave it out"
             )
 
 
@@ -203,32 +253,46 @@ NAMED = ("lora_target_modules", "lora_target_parameters")  # beside the keys tha
 
 
 def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
-    """Replaces names of published modules by those of the modules that hold them, with a line for each.
+    """Replaces names of published modules by those of the modules that hold them, with a line for
+    each.
 
-    A layer of each routed expert (Mixtral's `w1`) is part of one parameter in transformers 5, which is adapted.
+    A layer of each routed expert (Mixtral's `w1`) is part of one parameter in transformers 5, which
+    is adapted.
     """
     lines: list[str] = []
     keys = [key for key in recipe_keys().values() if key.is_patterns or key.name in NAMED]
     for key in keys:
         section = getattr(recipe, key.section)
         value = getattr(section, key.name)
-        renamed = _rename(value, find_renames(model_type)) if isinstance(value, tuple | Mapping) else value
+        renamed = (
+            _rename(value, find_renames(model_type))
+            if isinstance(value, tuple | Mapping)
+            else value
+        )
         if renamed != value:
-            pairs = (f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new)
+            pairs = (
+                f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new
+            )
             lines += [f"{key.name}: {pair} in transformers 5" for pair in pairs]
             recipe = replace(recipe, **{key.section: replace(section, **{key.name: renamed})})
     lora = recipe.lora
     experts = find_expert_layers(model_type)
-    moved = [each for each in lora.lora_target_modules if each in experts and lora.lora_target_modules != "all-linear"]
+    moved = [
+        each
+        for each in lora.lora_target_modules
+        if each in experts and lora.lora_target_modules != "all-linear"
+    ]
     if moved:
         parameters = dict.fromkeys(experts[each] for each in moved)
         lines.append(
-            f"lora_target_modules: {', '.join(moved)}: the experts of a layer are one parameter in transformers 5; "
-            f"{' and '.join(parameters)} get adapters, as by lora_target_parameters"
+            f"lora_target_modules: {', '.join(moved)}: the experts of a layer are one parameter in "
+            f"transformers 5; {' and '.join(parameters)} get adapters, as by lora_target_parameters"
         )
         kept = tuple(each for each in lora.lora_target_modules if each not in moved)
         both = tuple(dict.fromkeys([*lora.lora_target_parameters, *parameters]))
-        recipe = replace(recipe, lora=replace(lora, lora_target_modules=kept, lora_target_parameters=both))
+        recipe = replace(
+            recipe, lora=replace(lora, lora_target_modules=kept, lora_target_parameters=both)
+        )
     return replace(recipe, renamed=tuple(lines)) if lines else recipe
 
 
@@ -257,10 +321,20 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
     layers: dict[str, str] = {}
     for sources, target in _find_conversions(model_type, "WeightConverter"):
         listed = [sources] if isinstance(sources, str) else sources or []
-        if isinstance(target, str) and ".experts." in f".{target}" and all(EXPERTS in each for each in listed):
+        if (
+            isinstance(target, str)
+            and ".experts." in f".{target}"
+            and all(EXPERTS in each for each in listed)
+        ):
             parameter = f"experts.{target.rpartition('experts.')[2]}"
-            layers |= {each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed}
-    return {name: parameter for name, parameter in layers.items() if name not in find_linear_layers(model_type)}
+            layers |= {
+                each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed
+            }
+    return {
+        name: parameter
+        for name, parameter in layers.items()
+        if name not in find_linear_layers(model_type)
+    }
 
 
 def _rename(value: Any, renames: Mapping[str, str]) -> Any:
@@ -277,23 +351,39 @@ def _rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
 
 
 def _as_name(part: Any) -> str | None:
-    """Returns the parts of a module's name that transformers' pattern spells out; None where it stands for more."""
-    name = str(part).replace("\\.", ".").strip("^.").removesuffix(".weight") if isinstance(part, str) else ""
+    """Returns the parts of a module's name that transformers' pattern spells out; None where it
+    stands for more.
+    """
+    name = (
+        str(part).replace("\\.", ".").strip("^.").removesuffix(".weight")
+        if isinstance(part, str)
+        else ""
+    )
     return name if re.fullmatch(r"\w+(\.\w+)*", name) else None
 
 
 @cache
 def _find_conversions(model_type: str, kind: str) -> tuple[tuple[Any, Any], ...]:
-    """Returns the (source, target) of each conversion of a kind that transformers lists for a family."""
+    """Returns the (source, target) of each conversion of a kind that transformers lists for a
+    family.
+    """
     listed, aliases = _read_table()
-    return tuple(_read_calls(listed.get(model_type) or listed.get(aliases.get(model_type, "")), kind))
+    return tuple(
+        _read_calls(listed.get(model_type) or listed.get(aliases.get(model_type, "")), kind)
+    )
 
 
 @cache
 def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
-    """Reads (family -> the list of its conversions, family -> the one whose conversions it shares)."""
+    """Reads (family -> the list of its conversions, family -> the one whose conversions it
+    shares).
+    """
     spec = importlib.util.find_spec("transformers")
-    path = Path(spec.origin).parent / "conversion_mapping.py" if spec is not None and spec.origin else Path()
+    path = (
+        Path(spec.origin).parent / "conversion_mapping.py"
+        if spec is not None and spec.origin
+        else Path()
+    )
     tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
     listed: dict[str, ast.List] = {}
     aliases: dict[str, str] = {}
@@ -308,10 +398,17 @@ def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
 
 def _read_calls(conversions: ast.List | None, kind: str) -> Iterator[tuple[Any, Any]]:
     for call in conversions.elts if conversions is not None else ():
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != kind:
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Name)
+            or call.func.id != kind
+        ):
             continue
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        nodes = [*call.args[:2], *(named[key] for key in ("source_patterns", "target_patterns") if key in named)]
+        nodes = [
+            *call.args[:2],
+            *(named[key] for key in ("source_patterns", "target_patterns") if key in named),
+        ]
         with suppress(ValueError):  # a pattern that is computed
             source, target = map(ast.literal_eval, nodes)
             yield source, target
@@ -322,7 +419,8 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Returns a parameter's name in the base's files: peft moves an adapted layer's own into one or more `base_layer`.
+    """Returns a parameter's name in the base's files: peft moves an adapted layer's own into one or
+    more `base_layer`.
 
     >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
     'layers.0.mlp.experts.down_proj'
@@ -331,10 +429,16 @@ def base_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """Returns PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of ours named.
+    """Returns PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of
+    ours named.
 
-    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
+    >>> peft_name("a.lora_magnitude_vector.default.weight"),
+      peft_name("base_model.model.a.lora_A.weight")
     ('a.lora_magnitude_vector', 'a.lora_A.weight')
     """
-    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
-    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    short = re.sub(
+        r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX)
+    )
+    return short.replace(".modules_to_save.", ".").replace(
+        ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+    )

@@ -1,6 +1,9 @@
-"""Multi-token prediction: layers that guess the tokens after the next, by which servers draft. No torch.
+"""Multi-token prediction: layers that guess the tokens after the next, by which servers draft.
 
-No model class of transformers trains them: each leaves them in the files (tests/export/test_carried.py asks them all).
+No torch.
+
+No model class of transformers trains them: each leaves them in the files
+(tests/export/test_carried.py asks them all).
 """
 
 import copy
@@ -8,15 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# DeepSeek, GLM and MiMo: num_nextn_predict_layers; Qwen: mtp_num_hidden_layers; MiniMax: num_mtp_modules.
+# DeepSeek, GLM and MiMo: num_nextn_predict_layers; Qwen: mtp_num_hidden_layers; MiniMax:
+# num_mtp_modules.
 OF_PREDICTION = re.compile(r"mtp|nextn")
 NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
 def count_predicting_layers(config: Mapping[str, Any]) -> int:
-    """Counts the layers for multi-token prediction that a config promises, whichever key its family has for them.
+    """Counts the layers for multi-token prediction that a config promises, whichever key its family
+    has for them.
 
-    >>> count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}), count_predicting_layers({})
+    >>> count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}),
+      count_predicting_layers({})
     (1, 0)
     """
     return max((section[key] for section, key in _find_counts(config)), default=0)
@@ -39,22 +45,31 @@ def list_promising_keys(config: Mapping[str, Any]) -> list[str]:
     return sorted({key for _, key in _find_counts(config)})
 
 
-def _find_counts(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+def _find_counts(
+    config: Mapping[str, Any], above: str = ""
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Lists (section, key) of each such count above 0."""
     for key, value in list(config.items()):
         if isinstance(value, dict):
             yield from _find_counts(value, str(key))
-        elif type(value) is int and value > 0 and "num" in str(key) and OF_PREDICTION.search(f"{above}.{key}"):
+        elif (
+            type(value) is int
+            and value > 0
+            and "num" in str(key)
+            and OF_PREDICTION.search(f"{above}.{key}")
+        ):
             assert isinstance(config, dict)
             yield config, key
 
 
 def predicts_further(name: str, layers: int, predicting_layers: int) -> bool:
-    """Whether the tensor `name` belongs to a layer for multi-token prediction, of a model with `layers` decoder layers.
+    """Whether the tensor `name` belongs to a layer for multi-token prediction, of a model with
+    `layers` decoder layers.
 
     Some families name them so, others number them on after the decoder's.
 
-    >>> predicts_further("mtp.fc.weight", 4, 1), predicts_further("model.layers.4.eh_proj.weight", 4, 1)
+    >>> predicts_further("mtp.fc.weight", 4, 1), predicts_further("model.layers.4.eh_proj.weight",
+      4, 1)
     (True, True)
     >>> predicts_further("model.layers.3.mlp.up_proj.weight", 4, 1)
     False

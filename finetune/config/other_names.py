@@ -1,6 +1,9 @@
-"""What names that are no keys mean in a recipe, and values that have another name here. Imports no torch.
+"""What names that are no keys mean in a recipe, and values that have another name here.
 
-Other tools' own keys are in finetune/convert, whose hints the reader adds to these (`reader.add_hints`).
+Imports no torch.
+
+Other tools' own keys are in finetune/convert, whose hints the reader adds to these
+(`reader.add_hints`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,10 +14,12 @@ from finetune.config.schema import NESTED
 
 PRECISION = "mixed_precision belongs in the Accelerate file"
 TRUNCATED = (
-    "completions are sampled from all of the vocabulary: a truncated distribution is not the one that is trained"
+    "completions are sampled from all of the vocabulary: a truncated distribution is not the one "
+    "that is trained"
 )
 
-# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
+# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher
+# alone.
 ACCELERATE_KEYS = frozenset(
     """
     distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config
@@ -37,7 +42,12 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
 IN_RECIPE: Mapping[str, str] = {
     **dict.fromkeys(("ep_size", "expert_parallel_degree"), "expert_parallel_size"),
     **dict.fromkeys(
-        ("pp_size", "parallelism_config_pp_size", "pipeline_parallel_degree", "pipeline_model_parallel_size"),
+        (
+            "pp_size",
+            "parallelism_config_pp_size",
+            "pipeline_parallel_degree",
+            "pipeline_model_parallel_size",
+        ),
         "pipeline_parallel_size",
     ),
     "pp_schedule": "pipeline_schedule",
@@ -46,8 +56,12 @@ IN_RECIPE: Mapping[str, str] = {
 OFTEN_MEANT: Mapping[str, str] = {
     "model_name_or_path": "model model_name model_path model_id pretrained_model",
     "tokenizer_name_or_path": "tokenizer tokenizer_path",
-    "datasets": "data data_path data_files dataset_path train_data train_file train_files train_dataset",
-    "eval_datasets": "eval_data eval_file val_data val_file validation_file validation_data test_data",
+    "datasets": (
+        "data data_path data_files dataset_path train_data train_file train_files train_dataset"
+    ),
+    "eval_datasets": (
+        "eval_data eval_file val_data val_file validation_file validation_data test_data"
+    ),
     "lora_r": "r rank lora_dim",
     "lora_alpha": "alpha",
     "lora_target_modules": "target_modules",
@@ -55,7 +69,9 @@ OFTEN_MEANT: Mapping[str, str] = {
     "max_length": "seq_len sequence_length context_length max_seq_len max_tokens block_size",
     "eval_split_size": "validation_split val_split test_size validation_size",
     "per_device_train_batch_size": "per_device_batch_size train_batch_size device_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accum_steps accumulation_steps",
+    "gradient_accumulation_steps": (
+        "gradient_accumulation grad_accum grad_accum_steps accumulation_steps"
+    ),
     "max_grad_norm": "grad_clip clip clip_grad_norm gradient_clipping clip_grad",
     "max_steps": "steps num_steps total_steps train_steps num_train_steps",
     "lr_scheduler_type": "scheduler schedule",
@@ -76,24 +92,40 @@ OFTEN_MEANT: Mapping[str, str] = {
     "max_completion_length": "max_new_tokens max_response_length response_length",
     "teacher_model_name_or_path": "teacher teacher_model teacher_model_path",
     "method": "trainer algorithm objective",
-    "assistant_only_loss": "completion_only mask_prompt response_template instruction_part response_part",
+    "assistant_only_loss": (
+        "completion_only mask_prompt response_template instruction_part response_part"
+    ),
     "chat_template": "prompt_template",
 }
-OTHER_POLICY_METHODS = ("dapo", "dr_grpo", "cispo", "rloo", "reinforce++")  # which are losses of grpo here
+# which are losses of grpo here
+OTHER_POLICY_METHODS = ("dapo", "dr_grpo", "cispo", "rloo", "reinforce++")
 UNSLOTH_PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
-ADAPTERS = "no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits (QLoRA)"
-QUANTIZED = "no such key; load_in_4bit: true keeps the frozen base of adapters in 4 bits, load_in_8bit: true in 8"
+ADAPTERS = (
+    "no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits "
+    "(QLoRA)"
+)
+QUANTIZED = (
+    "no such key; load_in_4bit: true keeps the frozen base of adapters in 4 bits, load_in_8bit: "
+    "true in 8"
+)
 RECOMPUTED = (
-    "no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP ddp_checkpointing; in an "
-    "Accelerate file of your own it is fsdp_activation_checkpointing: true"
+    "no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP "
+    "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: "
+    "true"
 )
-ATTENTION = "no such key: packed attention is built in; attn_implementation: flash_attention_2 asks for the package"
+ATTENTION = (
+    "no such key: packed attention is built in; attn_implementation: flash_attention_2 asks for "
+    "the package"
+)
 PARTS_TRAINED = (
-    "Unsloth's name; no such key: trainable_modules names what is trained by patterns, and lora_target_modules what is "
-    "adapted; a vision tower is frozen without them"
+    "Unsloth's name; no such key: trainable_modules names what is trained by patterns, and "
+    "lora_target_modules what is adapted; a vision tower is frozen without them"
 )
-SERVED = "Unsloth's name; no such key: the model in training samples itself, or the server of vllm_server_base_url does"
+SERVED = (
+    "Unsloth's name; no such key: the model in training samples itself, or the server of "
+    "vllm_server_base_url does"
+)
 SOURCES_FORM = "[{path: FILE_OR_NAME}]"
 
 
@@ -103,16 +135,27 @@ def _list_often_meant() -> Iterator[tuple[str, tuple[str, str]]]:
         yield from ((name, (ours, f"no such key; here it is {shown}")) for name in names.split())
 
 
-# Names whose nearest spelling is something else, or that are no key: name -> (the key that is meant, what to write).
+# Names whose nearest spelling is something else, or that are no key: name -> (the key that is
+# meant, what to write).
 MEANT: Mapping[str, tuple[str, str]] = {
     **dict(_list_often_meant()),
-    **dict.fromkeys(("use_lora", "lora", "use_qlora", "qlora", "peft", "lora_enable"), ("use_peft", ADAPTERS)),
-    "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
+    **dict.fromkeys(
+        ("use_lora", "lora", "use_qlora", "qlora", "peft", "lora_enable"), ("use_peft", ADAPTERS)
+    ),
+    "peft_type": (
+        "use_peft",
+        "peft's name; use_peft: true trains LoRA adapters, the only kind here",
+    ),
     "full_finetuning": (
         "use_peft",
-        "Unsloth's name; no such key: all parameters are trained, unless use_peft: true adds adapters",
+        (
+            "Unsloth's name; no such key: all parameters are trained, unless use_peft: true adds "
+            "adapters"
+        ),
     ),
-    **dict.fromkeys(("bits", "quantization", "quantize", "int4", "nf4", "4bit"), ("load_in_4bit", QUANTIZED)),
+    **dict.fromkeys(
+        ("bits", "quantization", "quantize", "int4", "nf4", "4bit"), ("load_in_4bit", QUANTIZED)
+    ),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing"),
         ("accelerate_config", RECOMPUTED),
@@ -123,19 +166,43 @@ MEANT: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys([f"finetune_{part}" for part in UNSLOTH_PARTS], ("", PARTS_TRAINED)),
     **dict.fromkeys(("fast_inference", "gpu_memory_utilization", "max_lora_rank"), ("", SERVED)),
-    "bias": ("", "peft's name; no such key: biases are frozen beside adapters, as with peft's bias: none"),
-    "embedding_learning_rate": ("", "Unsloth's name; no such key: all that is trained has one learning_rate"),
-    "load_in_16bit": ("", "Unsloth's name; no such key: the files' own precision is read, and dtype says what is kept"),
-    "token": ("", "no such key: HF_TOKEN in the environment, or `hf auth login`, opens gated models"),
+    "bias": (
+        "",
+        "peft's name; no such key: biases are frozen beside adapters, as with peft's bias: none",
+    ),
+    "embedding_learning_rate": (
+        "",
+        "Unsloth's name; no such key: all that is trained has one learning_rate",
+    ),
+    "load_in_16bit": (
+        "",
+        (
+            "Unsloth's name; no such key: the files' own precision is read, and dtype says what is "
+            "kept"
+        ),
+    ),
+    "token": (
+        "",
+        "no such key: HF_TOKEN in the environment, or `hf auth login`, opens gated models",
+    ),
     "precision": ("", f"no such key: {PRECISION}, as accelerate_config: fsdp_full_shard has it"),
     "reward_model": (
         "rewards",
         "no such key; here it is rewards, such as [my_rewards.py:right], which may ask a model",
     ),
-    "system_prompt": ("", "no such key: a system message is read from the rows, as the first of their messages"),
-    **{name: ("report_to", f"no such key; here it is report_to: {name}") for name in ("wandb", "tensorboard")},
+    "system_prompt": (
+        "",
+        "no such key: a system message is read from the rows, as the first of their messages",
+    ),
+    **{
+        name: ("report_to", f"no such key; here it is report_to: {name}")
+        for name in ("wandb", "tensorboard")
+    },
     "warmup": ("", "no such key; here it is warmup_steps, or the share warmup_ratio"),
-    **dict.fromkeys(("images", "image_column"), ("", "no such key: images are read from the column images or image")),
+    **dict.fromkeys(
+        ("images", "image_column"),
+        ("", "no such key: images are read from the column images or image"),
+    ),
     "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),
     "batch_size": (
         "per_device_train_batch_size",
@@ -152,7 +219,10 @@ MEANT: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("top_p", "top_k", "min_p"), ("", f"no such key: {TRUNCATED}")),
     "reward_funcs": ("rewards", "TRL's name; here it is rewards, such as [my_rewards.py:right]"),
-    **dict.fromkeys(("num_gpus", "n_gpus", "ngpus", "gpus", "nproc", "nproc_per_node", "world_size"), ("", LAUNCHED)),
+    **dict.fromkeys(
+        ("num_gpus", "n_gpus", "ngpus", "gpus", "nproc", "nproc_per_node", "world_size"),
+        ("", LAUNCHED),
+    ),
 }
 
 
@@ -187,17 +257,27 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
 # Key -> their name -> why there is none.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "method": dict.fromkeys(
-        ("ppo", "rlhf"), "needs a model of values, which is not supported; grpo learns from rewards without one"
+        ("ppo", "rlhf"),
+        "needs a model of values, which is not supported; grpo learns from rewards without one",
     ),
     "dtype": dict.fromkeys(
         ("fp16", "float16"),
-        "parameters are kept in float32 or bfloat16; mixed_precision: fp16 computes in half precision",
+        (
+            "parameters are kept in float32 or bfloat16; mixed_precision: fp16 computes in half "
+            "precision"
+        ),
     ),
     "optim": REFUSED_OPTIMIZERS,
     "lr_scheduler_type": {
-        "cosine_with_restarts": "a rate that jumps back is not supported; cosine, or warmup_stable_decay",
-        "reduce_lr_on_plateau": "the rate is a function of the step here; cosine, or warmup_stable_decay",
+        "cosine_with_restarts": (
+            "a rate that jumps back is not supported; cosine, or warmup_stable_decay"
+        ),
+        "reduce_lr_on_plateau": (
+            "the rate is a function of the step here; cosine, or warmup_stable_decay"
+        ),
     },
     "save_strategy": {"best": "every new best is saved with keep_best_checkpoint: true"},
-    "eval_strategy": {"best": "it is for save_strategy in Transformers; here see keep_best_checkpoint"},
+    "eval_strategy": {
+        "best": "it is for save_strategy in Transformers; here see keep_best_checkpoint"
+    },
 }

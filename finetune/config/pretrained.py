@@ -1,6 +1,8 @@
-"""The model that a recipe starts from and the LoRA adapter that it trains further: where they are, and their configs.
+"""The model that a recipe starts from and the LoRA adapter that it trains further: where they are,
+and their configs.
 
-No torch at import: `load_config` and what reads a transformers config import transformers when a run calls them.
+No torch at import: `load_config` and what reads a transformers config import transformers when a
+run calls them.
 """
 
 import json
@@ -19,33 +21,46 @@ from finetune.files.network import download_file, download_folder
 
 
 def refuse_other_path(path: Path) -> None:
-    """Raises `UserError` if `path`, which is named as a model, is a file of a format, or holds an adapter or a run."""
+    """Raises `UserError` if `path`, which is named as a model, is a file of a format, or holds an
+    adapter or a run.
+    """
     if file_format := find_format_of(path):
         raise UserError(
-            f"{path}: a {file_format.title} file, which inference engines read and nothing trains; name the original "
-            "model, a folder or hub name with safetensors"
+            f"{path}: a {file_format.title} file, which inference engines read and nothing trains; "
+            "name the original model, a folder or hub name with safetensors"
         )
     if (path / ADAPTER_CONFIG).is_file():
         base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
         raise UserError(
-            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: "
-            f"true and adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
-            "--output FOLDER`"
+            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: "
+            f"{base}, use_peft: true and adapter_name_or_path: {path}; to train the merged model, "
+            f"make it with `finetune export {path} --output FOLDER`"
         )
     if (path / "checkpoints").is_dir():
         raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
 
 
 def find_config_file(name: str, revision: str | None) -> Path:
-    """Returns the config.json of a model in a folder, or of the hub. Raises `UserError` where there is none."""
+    """Returns the config.json of a model in a folder, or of the hub.
+
+    Raises `UserError` where there is none.
+    """
     folder = Path(name)
     refuse_other_path(folder)
     if folder.is_file():
-        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
+        raise UserError(
+            f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name"
+        )
     if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
-        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
+        raise UserError(
+            f"{name}: no such folder; name one that holds config.json and safetensors, or a hub "
+            "name"
+        )
     if folder.exists() and not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
+        raise UserError(
+            f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a "
+            "hub name"
+        )
     return folder / CONFIG_FILE if folder.exists() else download_file(name, CONFIG_FILE, revision)
 
 
@@ -56,11 +71,13 @@ class Vocabulary:
     known: int  # tokens of the tokenizer as it is
     tokens: int  # with those that are added
     rows: int  # of the embedding and the head that hold them
-    token_ids: Mapping[str, int] = field(default_factory=dict)  # what config.json is to say, such as eos_token_id
+    # what config.json is to say, such as eos_token_id
+    token_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
-    """Loads the config of the recipe's model (hub name, folder, or inline architecture), grown to `vocabulary`.
+    """Loads the config of the recipe's model (hub name, folder, or inline architecture), grown to
+    `vocabulary`.
 
     Raises `UserError` where the hub, the folder or the architecture does not give one.
     """
@@ -86,7 +103,9 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
 
 
 def trained_config(config: Any, model: Model) -> Any:
-    """Returns the part of a config that is loaded: all of it, or under `drop_vision` the language model's."""
+    """Returns the part of a config that is loaded: all of it, or under `drop_vision` the language
+    model's.
+    """
     if not model.drop_vision:
         return config
     text_config = text_config_of(config)
@@ -98,7 +117,8 @@ SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class wi
 
 
 def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
-    """Makes `config` name the class with the head that a method trains: of `scores` by name, or the vocabulary's.
+    """Makes `config` name the class with the head that a method trains: of `scores` by name, or the
+    vocabulary's.
 
     pad_id: The id that fills up rows, behind which that class looks for the last token.
 
@@ -114,8 +134,8 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) not in mapping:
         raise UserError(
-            f"{config.model_type}: transformers has no class for sequence classification of this type, which scores "
-            "documents; name another model"
+            f"{config.model_type}: transformers has no class for sequence classification of this "
+            "type, which scores documents; name another model"
         )
     config.architectures = [mapping[type(config)].__name__]
     config.id2label = dict(enumerate(scores))
@@ -127,16 +147,22 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
 
 def has_scores_class(config: Any) -> bool:
     """Whether a transformers config names a class with a head of scores."""
-    return any(name.endswith(SCORING_CLASS) for name in getattr(config, "architectures", None) or ())
+    return any(
+        name.endswith(SCORING_CLASS) for name in getattr(config, "architectures", None) or ()
+    )
 
 
 def text_config_of(config: Any) -> Any:
-    """Returns the part of a transformers config that its language model has; all of it where there is no other part."""
+    """Returns the part of a transformers config that its language model has; all of it where there
+    is no other part.
+    """
     return getattr(config, "text_config", None) or config
 
 
 def is_vision_language(config: Any) -> bool:
-    """Whether a transformers config is that of a vision-language model, which is loaded whole: it names its class."""
+    """Whether a transformers config is that of a vision-language model, which is loaded whole: it
+    names its class.
+    """
     from transformers import AutoModelForImageTextToText
 
     mapping: Any = AutoModelForImageTextToText._model_mapping
@@ -146,15 +172,20 @@ def is_vision_language(config: Any) -> bool:
 
 
 def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
-    """Returns the facts of a transformers config. Raises `UserError` for one with which no model can be built.
+    """Returns the facts of a transformers config.
+
+    Raises `UserError` for one with which no model can be built.
 
     `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
     text = text_config_of(config)
     if text is not config:
         refuse_wrong_values(config.to_dict().get("vision_config") or {}, name or "model_config")
-    values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # of some families a property
-    return read_model_facts(values, name or "model_config", tokens, vision=is_vision_language(config))
+    # of some families a property
+    values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}
+    return read_model_facts(
+        values, name or "model_config", tokens, vision=is_vision_language(config)
+    )
 
 
 def _read_config(name: str, model: Model) -> Any:
@@ -174,11 +205,21 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_TORCH_FILE = "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
 UNSUPPORTED = (
-    "fan_in_fan_out", "megatron_config", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
-    "layer_replication", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
-)  # fmt: skip
-INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
-# Keys whose difference no shape would show; the others are compared by the names and shapes of the adapter's tensors.
+    "fan_in_fan_out",
+    "megatron_config",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "layer_replication",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+# PiSSA, OLoRA, CorDA … change it
+INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+# Keys whose difference no shape would show; the others are compared by the names and shapes of the
+# adapter's tensors.
 COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 
@@ -187,25 +228,38 @@ RANK_TIMES = 30  # of a rank, as a multiple of the largest in the adapter's file
 
 
 def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it may have."""
+    """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it
+    may have.
+    """
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only supported kind")
+        raise UserError(
+            f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only supported kind"
+        )
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or not config[key] > 0:
-            raise UserError(f"{where}: {key}: a positive number is expected, not {config.get(key)!r}")
+            raise UserError(
+                f"{where}: {key}: a positive number is expected, not {config.get(key)!r}"
+            )
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(key) or {}
-        if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
+        if not isinstance(pattern, dict) or not all(
+            isinstance(n, int | float) and n > 0 for n in pattern.values()
+        ):
             raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
     weights = Path(where).with_name(ADAPTER_WEIGHTS)
     largest = _find_largest_rank(weights) if weights.is_file() else None
-    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):  # before anything of that size is made
+    # before anything of that size is made
+    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):
         if largest is not None and rank > RANK_TIMES * largest:
             raise UserError(
-                f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy both files again"
+                f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy "
+                "both files again"
             )
         if rank > LARGEST_RANK:
-            raise UserError(f"{where}: r: {rank:,}: more than {LARGEST_RANK:,}, which no adapter has; copy it again")
+            raise UserError(
+                f"{where}: r: {rank:,}: more than {LARGEST_RANK:,}, which no adapter has; copy it "
+                "again"
+            )
 
 
 def _find_largest_rank(weights: Path) -> int | None:
@@ -213,19 +267,26 @@ def _find_largest_rank(weights: Path) -> int | None:
     rows = []
     for name, entry in read_tensor_header(weights)[0].items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        if name.rpartition(".lora_")[2].startswith(("A", "embedding_A")) and isinstance(shape, list):
+        if name.rpartition(".lora_")[2].startswith(("A", "embedding_A")) and isinstance(
+            shape, list
+        ):
             rows += [size for size in shape[:1] if isinstance(size, int)]
     return max(rows, default=None)
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Says why base + B A is not the model that was trained, by the adapter's config; None where it is."""
+    """Says why base + B A is not the model that was trained, by the adapter's config; None where it
+    is.
+    """
     for key in UNSUPPORTED:
         if config.get(key):
             return f"{key}: this kind of LoRA is not supported"
     start = config.get("init_lora_weights", True)
     if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
-        return f"init_lora_weights: {start} changes the base model, so that this adapter does not fit the original"
+        return (
+            f"init_lora_weights: {start} changes the base model, so that this adapter does not fit "
+            "the original"
+        )
     return None
 
 
@@ -242,19 +303,25 @@ def find_adapter(name: str) -> Path:
         is_model = (path / "config.json").is_file()
         raise UserError(
             f"adapter_name_or_path: {name}: has no {ADAPTER_CONFIG}; "
-            + ("it is a model: name it in model_name_or_path" if is_model else "name the folder of a LoRA adapter")
+            + (
+                "it is a model: name it in model_name_or_path"
+                if is_model
+                else "name the folder of a LoRA adapter"
+            )
         )
     download_file(name, ADAPTER_CONFIG)  # says what is wrong with a repository of something else
     return download_folder(name, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], "its adapter")
 
 
 def complete_lora(recipe: Recipe) -> Recipe:
-    """Returns `recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it names none.
+    """Returns `recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it
+    names none.
 
-    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the adapter's tensors
-    are compared with the model's when they are read (models/lora.py).
+    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the
+    adapter's tensors are compared with the model's when they are read (models/lora.py).
 
-    Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts the recipe.
+    Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts
+    the recipe.
     """
     recipe = _train_scores(recipe)
     name = recipe.lora.adapter_name_or_path
@@ -268,12 +335,15 @@ def complete_lora(recipe: Recipe) -> Recipe:
     if reason is None and (config.get("bias", "none") != "none" or config.get("lora_bias")):
         reason = "bias: trained biases are not supported"
     if reason is not None:
-        raise UserError(f"{where}: {reason}; merge it with the tool that made it, or name another adapter")
+        raise UserError(
+            f"{where}: {reason}; merge it with the tool that made it, or name another adapter"
+        )
     if not any(folder.glob("*.safetensors")):
         convert = f"; finetune export {folder} --output NEW_FOLDER --adapter-only converts it"
         is_torch = (folder / ADAPTER_TORCH_FILE).is_file()
         raise UserError(
-            f"{folder}: has no {ADAPTER_WEIGHTS}" + (convert if is_torch else "; name the folder of an adapter")
+            f"{folder}: has no {ADAPTER_WEIGHTS}"
+            + (convert if is_torch else "; name the folder of an adapter")
         )
     keys = _read_keys(config, folder)
     problems = []
@@ -281,7 +351,9 @@ def complete_lora(recipe: Recipe) -> Recipe:
         asked = getattr(recipe.lora, key) or None
         if asked != (keys[key] or None):
             has = f"the adapter {name} has {json.dumps(keys[key])}"
-            problems.append(f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out")
+            problems.append(
+                f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out"
+            )
     if problems:
         raise UserError.of(problems)
     taken = {key: value for key, value in keys.items() if key not in recipe.places}
@@ -289,7 +361,9 @@ def complete_lora(recipe: Recipe) -> Recipe:
 
 
 def _train_scores(recipe: Recipe) -> Recipe:
-    """Returns `recipe`, under whose adapters a head of scores is trained whole: it has no values before."""
+    """Returns `recipe`, under whose adapters a head of scores is trained whole: it has no values
+    before.
+    """
     lora = recipe.lora
     if not (recipe.score_names and lora.use_peft) or SCORES in lora.modules_to_save:
         return recipe
@@ -302,19 +376,27 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     targets = config.get("target_modules") or ()
     saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
-    if targets != "all-linear" and (isinstance(targets, str) or excluded or config.get("layers_to_transform")):
+    if targets != "all-linear" and (
+        isinstance(targets, str) or excluded or config.get("layers_to_transform")
+    ):
         targets = _list_modules(folder, ".lora_A.")
-    if saved and (folder / ADAPTER_WEIGHTS).is_file():  # a name in peft's list is any end of a module's name
+    # a name in peft's list is any end of a module's name
+    if saved and (folder / ADAPTER_WEIGHTS).is_file():
         saved = _list_modules(folder, ".weight") or saved
     if targets != "all-linear":
         # config_for_peft (models/lora.py) names some layers by their weights.
-        targets = (*targets, *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")))
+        targets = (
+            *targets,
+            *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")),
+        )
     return {
         "lora_r": int(config["r"]),
         "lora_alpha": int(config["lora_alpha"]),
         "lora_dropout": float(config.get("lora_dropout") or 0.0),
         "lora_target_modules": targets,
-        "lora_target_parameters": tuple(name for name in parameters if not name.endswith(".weight")),
+        "lora_target_parameters": tuple(
+            name for name in parameters if not name.endswith(".weight")
+        ),
         "rank_pattern": config.get("rank_pattern") or None,
         "alpha_pattern": config.get("alpha_pattern") or None,
         "modules_to_save": tuple(saved),
@@ -324,7 +406,12 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
-    """Lists modules in the adapter's file: for `kind` .lora_A. those with adapters, for .weight those trained whole."""
-    short = {name.removeprefix("base_model.model.") for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]}
+    """Lists modules in the adapter's file: for `kind` .lora_A. those with adapters, for .weight
+    those trained whole.
+    """
+    short = {
+        name.removeprefix("base_model.model.")
+        for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]
+    }
     chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

@@ -1,4 +1,8 @@
-"""Quantized weights: the recipe's keys, the schemes of QAT, how files are quantized, and a weight's bytes. No torch."""
+"""Quantized weights: the recipe's keys, the schemes of QAT, how files are quantized, and a weight's
+bytes.
+
+No torch.
+"""
 
 import math
 import re
@@ -17,15 +21,20 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a linear layer is quantized. The weights' scales are symmetric; inputs have a scale and an offset a token."""
+    """How a linear layer is quantized.
+
+    The weights' scales are symmetric; inputs have a scale and an offset a token.
+    """
 
     weight_bits: int
     input_bits: int | None = None  # None: inputs are not rounded
     is_float: bool = False
-    refused: str = ""  # why what it trains cannot be quantized, and so not compared with what was trained
+    # why what it trains cannot be quantized, and so not compared with what was trained
+    refused: str = ""
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
-        """Counts the bytes of a number in an export: its code, and its part of a scale of `itemsize` bytes.
+        """Counts the bytes of a number in an export: its code, and its part of a scale of
+        `itemsize` bytes.
 
         Beside rounded inputs a code has a byte of its own.
         """
@@ -40,7 +49,9 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8-int8": Scheme(8, 8),
     "int4-packed": Scheme(4, refused=WITH_MSLK),
     "fp8-int4": Scheme(4, 8, refused=WITH_MSLK),
-    "fp8-fp8": Scheme(8, 8, is_float=True, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"),
+    "fp8-fp8": Scheme(
+        8, 8, is_float=True, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"
+    ),
     "nvfp4": Scheme(4, 4, refused="torchao quantizes to NVFP4 on GPUs of Blackwell"),
     "mxfp4": Scheme(4, 4, refused="torchao quantizes to MXFP4 on GPUs of Blackwell"),
 }
@@ -53,20 +64,31 @@ else:
 
 
 # A key: its type and marks, then its help and default.
-# fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
 
-    load_in_4bit: Annotated[bool, SameOnResume,
-        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute "
-        "dtype. Needs the bitsandbytes package; not under FSDP1."] = False
-    load_in_8bit: Annotated[bool, SameOnResume,
-        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype."] = False
-    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], SameOnResume,
-        "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."] = "nf4"
-    bnb_4bit_use_double_quant: Annotated[bool, SameOnResume,
-        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."] = False
+    load_in_4bit: Annotated[
+        bool,
+        SameOnResume,
+        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head "
+        "stay in the compute dtype. Needs the bitsandbytes package; not under FSDP1.",
+    ] = False
+    load_in_8bit: Annotated[
+        bool,
+        SameOnResume,
+        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype.",
+    ] = False
+    bnb_4bit_quant_type: Annotated[
+        Literal["nf4", "fp4"],
+        SameOnResume,
+        "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4.",
+    ] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[
+        bool,
+        SameOnResume,
+        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter.",
+    ] = False
 
     @property
     def bits(self) -> Literal[4, 8] | None:
@@ -80,21 +102,35 @@ class Quantization:
 class QuantizationAware:
     """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
 
-    quantization_aware_training: Annotated[SchemeName | None, SameOnResume,
-        "Round the weights of linear layers, and the inputs where two numbers are named, in every forward as this "
-        "scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and weights of 4. The output head stays as "
-        "it is. What is trained and saved has full precision; export_formats: [safetensors, compressed-tensors] "
-        "quantizes it."] = None
-    qat_group_size: Annotated[Positive | None, SameOnResume,
-        "Numbers of a weight's row that share one scale; null: the row. It must divide the inputs of every layer."] = 32
-    fake_quant_after_n_steps: Annotated[int, Ge(0), SameOnResume,
-        "Round only after this many optimizer steps, when the weights have settled."] = 0
-# fmt: on
+    quantization_aware_training: Annotated[
+        SchemeName | None,
+        SameOnResume,
+        "Round the weights of linear layers, and the inputs where two numbers are named, in every "
+        "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
+        "weights of 4. The output head stays as it is. What is trained and saved has full "
+        "precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
+    ] = None
+    qat_group_size: Annotated[
+        Positive | None,
+        SameOnResume,
+        (
+            "Numbers of a weight's row that share one scale; null: the row. It must divide the "
+            "inputs of every layer."
+        ),
+    ] = 32
+    fake_quant_after_n_steps: Annotated[
+        int,
+        Ge(0),
+        SameOnResume,
+        "Round only after this many optimizer steps, when the weights have settled.",
+    ] = 0
 
 
 LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
 QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}
-BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
+# numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross
+# rows
+BLOCK = 64
 CARD_BYTES = 1 << 14  # of a model card, within which its front matter ends
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
 
@@ -107,11 +143,15 @@ class QuantizedBytes:
     scales: int
 
     def padded(self, itemsize: int) -> int:
-        """Counts the bytes of codes and scales as they are kept: as numbers of a compute dtype of `itemsize` bytes."""
+        """Counts the bytes of codes and scales as they are kept: as numbers of a compute dtype of
+        `itemsize` bytes.
+        """
         return sum(math.ceil(size / itemsize) * itemsize for size in (self.codes, self.scales))
 
 
-def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: int = BLOCK) -> QuantizedBytes:
+def quantized_bytes(
+    rows: int, columns: int, quantization: Quantization, block: int = BLOCK
+) -> QuantizedBytes:
     """Returns the bytes of a weight [rows, columns], which loading and the plan must agree on.
 
     >>> quantized_bytes(4096, 4096, Quantization(load_in_4bit=True))
@@ -127,7 +167,8 @@ def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: 
     blocks = math.ceil(numbers / block)
     if not quantization.bnb_4bit_use_double_quant:
         return QuantizedBytes(math.ceil(numbers / 2), blocks * FP32)
-    # A byte for each scale, filled up to where an fp32 number may begin; their own scales; and the mean of all of them.
+    # A byte for each scale, filled up to where an fp32 number may begin; their own scales; and the
+    # mean of all of them.
     nested = math.ceil(blocks / FP32) * FP32 + (math.ceil(blocks / NESTED_BLOCK) + 1) * FP32
     return QuantizedBytes(math.ceil(numbers / 2), nested)
 
@@ -150,12 +191,18 @@ def describe_quantization(quantization: Quantization) -> str:
     '8 bits (int8)'
     """
     kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
-    double = ", double quantization" if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant else ""
+    double = (
+        ", double quantization"
+        if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant
+        else ""
+    )
     return f"{quantization.bits} bits ({kind}{double})"
 
 
 def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) -> Quantization:
-    """Returns the quantization of a base to 4 bits (`quant_type`: fp4, else nf4), to 8 bits, or to none."""
+    """Returns the quantization of a base to 4 bits (`quant_type`: fp4, else nf4), to 8 bits, or to
+    none.
+    """
     return Quantization(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
@@ -171,7 +218,9 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
         bits = 4
     elif recipe.get("load_in_8bit") is True:
         bits = 8
-    return quantize_to(bits, recipe.get("bnb_4bit_quant_type"), recipe.get("bnb_4bit_use_double_quant") is True)
+    return quantize_to(
+        bits, recipe.get("bnb_4bit_quant_type"), recipe.get("bnb_4bit_use_double_quant") is True
+    )
 
 
 def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
@@ -180,8 +229,12 @@ def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """Reads how a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
-    return read_stored_quantization(settings, str(method.teacher_model_name_or_path)) or quantize_teacher(method)
+    """Reads how a teacher is kept: as its files are quantized, by its config, or as the recipe
+    says.
+    """
+    return read_stored_quantization(
+        settings, str(method.teacher_model_name_or_path)
+    ) or quantize_teacher(method)
 
 
 def quantize_teacher(method: Method) -> Quantization:
@@ -189,7 +242,8 @@ def quantize_teacher(method: Method) -> Quantization:
     return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
 
 
-# What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or modelopt's algorithm.
+# What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or
+# modelopt's algorithm.
 PUBLISHED = {  # read as plain numbers (models/quantized_weights.py)
     "mxfp4": "MXFP4 (blocks of 32 numbers in 4 bits, as _blocks and _scales)",
     "fp8": "FP8 (blocks with a scale each, as weight and weight_scale_inv)",
@@ -197,7 +251,8 @@ PUBLISHED = {  # read as plain numbers (models/quantized_weights.py)
 FORMS = {
     "gptq": "4-bit groups in int32, as qweight, qzeros and scales",
     "awq": "4-bit groups in int32, as qweight, qzeros and scales",
-    "nvfp4-pack-quantized": "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and "
+    "nvfp4-pack-quantized": "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale "
+    "and "
     "weight_global_scale",
     "NVFP4": "blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2",
     "pack-quantized": "groups of integers in int32, as weight_packed and weight_scale",
@@ -208,13 +263,18 @@ FORMS = {
 
 def read_published_form(settings: Any) -> str | None:
     """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
+    method = (
+        settings.get("quant_method")
+        if isinstance(settings, Mapping)
+        else getattr(settings, "quant_method", None)
+    )
     name = str(getattr(method, "value", method))
     return name if name in PUBLISHED else None
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """Reads how files are quantized from their `quantization_config`; None if not, or read as plain numbers.
+    """Reads how files are quantized from their `quantization_config`; None if not, or read as plain
+    numbers.
 
     Raises `UserError` for every other kind but that of bitsandbytes.
     """
@@ -226,13 +286,21 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     method = str(settings.get("quant_method") or "")
     in_4_bits = settings.get("load_in_4bit") is True
     in_8_bits = settings.get("load_in_8bit") is True
-    if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
-        kinds = [str(kind) for kind in (settings.get("format"), settings.get("quant_algo"), method) if kind]
+    if (
+        method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES")
+        or in_4_bits == in_8_bits
+    ):
+        kinds = [
+            str(kind)
+            for kind in (settings.get("format"), settings.get("quant_algo"), method)
+            if kind
+        ]
         form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
         raise UserError(
-            f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and only those of "
-            "bitsandbytes, in FP8 blocks and in MXFP4 are read; name the unquantized model "
-            f"({_find_unquantized(name)}), and set use_peft and load_in_4bit: true to keep it in 4 bits"
+            f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and "
+            "only those of bitsandbytes, in FP8 blocks and in MXFP4 are read; name the "
+            f"unquantized model ({_find_unquantized(name)}), and set use_peft and load_in_4bit: "
+            "true to keep it in 4 bits"
         )
     if in_8_bits:
         return quantize_to(8)
@@ -245,4 +313,8 @@ def _find_unquantized(name: str) -> str:
     card = Path(name) / "README.md"
     text = card.read_text("utf-8", "replace")[:CARD_BYTES] if card.is_file() else ""
     base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
-    return f"{base_model[1]}, by its model card" if base_model else "the BF16 files that these were made from"
+    return (
+        f"{base_model[1]}, by its model card"
+        if base_model
+        else "the BF16 files that these were made from"
+    )

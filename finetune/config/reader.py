@@ -1,4 +1,6 @@
-"""Recipe files, read strictly: every mistake is reported at once, with its line and what was probably meant."""
+"""Recipe files, read strictly: every mistake is reported at once, with its line and what was
+probably meant.
+"""
 
 import difflib
 import json
@@ -27,7 +29,14 @@ from finetune.config.other_names import (
 )
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
 from finetune.config.user_code import locate
-from finetune.config.yaml_file import COMMAND_LINE, UNREADABLE, Entry, find_yaml, read_entries, read_value
+from finetune.config.yaml_file import (
+    COMMAND_LINE,
+    UNREADABLE,
+    Entry,
+    find_yaml,
+    read_entries,
+    read_value,
+)
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
@@ -36,9 +45,11 @@ from finetune.files.json_files import parse_json
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
     """Returns overrides as `key=value` texts, whichever way they were written.
 
-    Raises `UserError` for a key that is none, but close to one of the command's own `options` (num_processes, ...).
+    Raises `UserError` for a key that is none, but close to one of the command's own `options`
+    (num_processes, ...).
 
-    >>> read_overrides(["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"])
+    >>> read_overrides(["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing",
+      "--use-peft"])
     ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
     """
     overrides: list[str] = []
@@ -64,17 +75,22 @@ def read_override(text: str) -> tuple[Entry | None, list[str]]:
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
-            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an "
-            "Accelerate config"
+            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, "
+            "--config an Accelerate config"
         ]
     return read_value(value, key, COMMAND_LINE, NESTED)
 
 
 def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
     known = recipe_keys()
-    close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
+    close = (
+        [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
+    )
     if close and close[0] in options:
-        raise UserError(f"{COMMAND_LINE}: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")
+        raise UserError(
+            f"{COMMAND_LINE}: --{name}: no such option; did you mean "
+            f"--{close[0].replace('_', '-')}?"
+        )
 
 
 class Hints(Protocol):
@@ -84,14 +100,19 @@ class Hints(Protocol):
         """Returns the tool that a file was written for; None where it may be a recipe."""
 
     def explain_key(self, key: str, /) -> tuple[str, str] | None:
-        """Explains another tool's key: (our key, a sentence without the key); None where it is nobody's."""
+        """Explains another tool's key: (our key, a sentence without the key); None where it is
+        nobody's.
+        """
 
 
 _hints: list[Hints] = []
 
 
 def add_hints(hints: Hints) -> None:
-    """Adds to every later error of the reader what `hints` knows. Call it where a process begins."""
+    """Adds to every later error of the reader what `hints` knows.
+
+    Call it where a process begins.
+    """
     if hints not in _hints:
         _hints.append(hints)
 
@@ -121,7 +142,9 @@ NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
-    """Says in a sentence why a key does not take a value. `also`: a value outside its bounds that it takes.
+    """Says in a sentence why a key does not take a value.
+
+    `also`: a value outside its bounds that it takes.
 
     >>> from pydantic import TypeAdapter
     >>> try: TypeAdapter(int | None).validate_python("8", strict=True)
@@ -132,8 +155,12 @@ def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
     takes_number = any(detail["type"] in ("int_type", "float_type") for detail in details)
     if takes_number and isinstance(value, str) and value.lower().lstrip("+-") in NOT_FINITE:
         return f"{value} does not fit; a finite number is expected"
-    expected = " or ".join(dict.fromkeys(_expected(detail["type"], detail.get("ctx", {})) for detail in details))
-    if also is not None and any(detail["type"].startswith(("greater_than", "less_than")) for detail in details):
+    expected = " or ".join(
+        dict.fromkeys(_expected(detail["type"], detail.get("ctx", {})) for detail in details)
+    )
+    if also is not None and any(
+        detail["type"].startswith(("greater_than", "less_than")) for detail in details
+    ):
         expected += f", or {_shown(also)},"
     return f"{_shown(value)} does not fit; {expected} is expected{_hint(details, value)}"
 
@@ -172,21 +199,26 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """Returns the folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the installed package's."""
+    """Returns the folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the
+    installed package's.
+    """
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
 
 
 RECIPES = shipped_folder("recipes")
-# What makes a text a local path rather than a hub name, so that a missing file is reported before anything is loaded.
+# What makes a text a local path rather than a hub name, so that a missing file is reported before
+# anything is loaded.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Values that fit the schema; the keys that were meant but did not; and what is wrong, one sentence each."""
+    """Values that fit the schema; the keys that were meant but did not; and what is wrong, one
+    sentence each.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
@@ -197,19 +229,29 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     """Returns the file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
     article = "an" if what[0] in "AEIOU" else "a"
     if not name:
-        raise UserError(f"the name of {article} {what} is empty; give a path, or a name of those in {folder}")
+        raise UserError(
+            f"the name of {article} {what} is empty; give a path, or a name of those in {folder}"
+        )
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
     if Path(name).is_dir():
         of_run = Path(name) / "recipe.yaml"
-        hint = f"did you mean {of_run}?" if of_run.is_file() and folder == RECIPES else f"name the {what}'s file"
+        hint = (
+            f"did you mean {of_run}?"
+            if of_run.is_file() and folder == RECIPES
+            else f"name the {what}'s file"
+        )
         raise UserError(f"{name}: a folder, not {article} {what}; {hint}")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    if not close and folder != RECIPES and any((RECIPES / file).is_file() for file in (name, f"{name}.yaml")):
+    if (
+        not close
+        and folder != RECIPES
+        and any((RECIPES / file).is_file() for file in (name, f"{name}.yaml"))
+    ):
         hint = "it is a recipe, which --recipe takes; "
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
@@ -223,12 +265,17 @@ def expect_recipe(recipe: Any) -> Recipe:
     if isinstance(recipe, str | Path):
         return read_recipe(str(recipe), [], needs_data=False)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...), a file or a name in recipes/")
+        raise UserError(
+            f"recipe: {recipe!r} is no recipe; give load_recipe(...), a file or a name in recipes/"
+        )
     return recipe
 
 
-def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Recipe:
-    """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
+def read_recipe(
+    name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True
+) -> Recipe:
+    """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid
+    over it.
 
     Without a name it reads the overrides alone. `needs_data`: whether they must name `datasets`.
 
@@ -242,7 +289,9 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
         raise
     in_file = {entry.key: entry for entry in entries}
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
-        raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
+        raise UserError(
+            f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe"
+        )
     for text in overrides:
         entry, unreadable = read_override(text)
         problems += unreadable
@@ -250,15 +299,25 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     method = checked.values.get("method", DEFAULT_METHOD)
-    checked.values.update({key: value for key, value in METHODS[method].defaults.items() if key not in in_file})
+    checked.values.update(
+        {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
+    )
     sections = {}
     for section, schema in SECTIONS.items():
-        given = {key: checked.values[key] for key in keys_of(schema, section) if key in checked.values}
+        given = {
+            key: checked.values[key] for key in keys_of(schema, section) if key in checked.values
+        }
         sections[section] = schema(**given)
-    recipe = Recipe(path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections)
+    recipe = Recipe(
+        path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections
+    )
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
-    if problems := [*problems, *checked.problems, *map(str, find_recipe_problems(recipe, checked.unusable))]:
+    if problems := [
+        *problems,
+        *checked.problems,
+        *map(str, find_recipe_problems(recipe, checked.unusable)),
+    ]:
         if name is not None:
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
@@ -266,14 +325,16 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
 
 
 def _refuse_another_tools_file(path: Path) -> None:
-    """Raises `UserError` if the file was written for another tool: a sentence instead of one for each of its keys."""
+    """Raises `UserError` if the file was written for another tool: a sentence instead of one for
+    each of its keys.
+    """
     file = find_yaml(path, is_foreign=True)
     tool = next(filter(None, (hints.find_writer(file) for hints in _hints)), None)
     if tool is not None:
         article = "an" if tool[0] in "AEIOU" else "a"
         raise UserError(
-            f"{path}: is {article} {tool} file, not a recipe; write one from it with `finetune convert "
-            f"{shlex.quote(str(path))} --output my_recipe.yaml`"
+            f"{path}: is {article} {tool} file, not a recipe; write one from it with `finetune "
+            f"convert {shlex.quote(str(path))} --output my_recipe.yaml`"
         )
 
 
@@ -285,7 +346,9 @@ def _model_folder(name: str) -> str:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
+    """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run
+    holds.
+    """
     flat: dict[str, Any] = {}
     for section in SECTIONS:
         flat |= asdict(getattr(recipe, section))
@@ -341,7 +404,11 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
     """
     if "\\x00" in repr(value):  # wherever it stands in it
         raise _Unfit("holds a NUL character, which no text and no name has; remove it")
-    if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
+    if (
+        key.read_as is not None
+        and value == key.read_as.written
+        and type(value) is type(key.read_as.written)
+    ):
         value = key.read_as.meant
     try:
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
@@ -377,7 +444,9 @@ def _locate_functions(value: str | Sequence[str], folder: Path) -> str | tuple[s
 
 
 def _locate_reward(value: str, folder: Path) -> str:
-    """Returns what a completion is worth by: a function, as it ships or in a file, or the folder or name of a model."""
+    """Returns what a completion is worth by: a function, as it ships or in a file, or the folder or
+    name of a model.
+    """
     is_folder = any(path.is_dir() for path in (Path(value).expanduser(), folder / value))
     if value not in SHIPPED_REWARDS and ".py" not in value and ("/" in value or is_folder):
         return _locate_file(value, folder)
@@ -408,15 +477,17 @@ def _check_sources(
     for item in items:
         if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
             problems.append(
-                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such as `- path: "
-                "data.jsonl`"
+                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such "
+                "as `- path: data.jsonl`"
             )
             continue
         checked = _check(item, keys_of(schema), folder)
         problems += checked.problems
         if not {"path", "function"} & (checked.values.keys() | checked.unusable):
             where = item[0].where if item else entry.where
-            problems.append(f"{where}: {entry.key}: an entry without a path; name its file, folder or hub name")
+            problems.append(
+                f"{where}: {entry.key}: an entry without a path; name its file, folder or hub name"
+            )
         elif not checked.problems:
             sources.append(schema(**checked.values))
     return tuple(sources), problems
@@ -429,7 +500,9 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """Returns a local path that exists, from here or the recipe's folder; a possible hub name as it is; else None."""
+    """Returns a local path that exists, from here or the recipe's folder; a possible hub name as it
+    is; else None.
+    """
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
@@ -445,7 +518,8 @@ def _matches(pattern: Path) -> bool:
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     """Returns (the key that was probably meant, else `key`; a sentence for the user).
 
-    `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
+    `known` are the keys at that place of the file: the recipe's, or those of an entry of
+    `datasets`.
     """
     is_at_top = "path" not in known
     explained = _explain_at_top(key) if is_at_top else None
@@ -477,18 +551,27 @@ def _explain_at_top(key: str) -> tuple[str, str] | None:
     if key in IN_ACCELERATE_FILE:
         return key, f"no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
     if key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_")):
-        return key, "Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
+        return (
+            key,
+            (
+                "Accelerate's key; it belongs in the Accelerate file that accelerate_config or "
+                "--config names"
+            ),
+        )
     return None
 
 
 def explain_value(key: str, value: object) -> str | None:
-    """Returns a sentence on another tool's value of a key that is the same here; None where it is not known.
+    """Returns a sentence on another tool's value of a key that is the same here; None where it is
+    not known.
 
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
     """
     if key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
-        return f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
+        return (
+            f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
+        )
     if key == "resume_from_checkpoint" and value is False:
         return "false: write none to start over, or auto to resume where there is a checkpoint"
     if key == "temperature" and value == 0:
@@ -499,7 +582,11 @@ def explain_value(key: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     if key == "loss_type":
-        known = (f"{', '.join(facts.losses)} for method: {name}" for name, facts in METHODS.items() if facts.losses)
+        known = (
+            f"{', '.join(facts.losses)} for method: {name}"
+            for name, facts in METHODS.items()
+            if facts.losses
+        )
         return f"{value}: no such loss; there are {'; '.join(known)}"
     ours = OTHER_VALUES.get(key, {}).get(value)
     refused = REFUSED_VALUES.get(key, {}).get(value)

@@ -1,4 +1,7 @@
-"""The rules of a recipe: its keys among themselves, and quantized training and exports. Torch-free."""
+"""The rules of a recipe: its keys among themselves, and quantized training and exports.
+
+Torch-free.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -15,7 +18,8 @@ from finetune.config.rule import BF16, Case, Need, Rule, all_of, has_fp8, is_set
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
-SMALLEST_BF16_RATE = 1e-5  # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
+# bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
+SMALLEST_BF16_RATE = 1e-5
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
 
@@ -75,7 +79,9 @@ def _needs_evaluation(key: str) -> Rule:
     )
 
 
-def _not_in_backward(key: str, when: Callable[[Case], object], message: str, advice: str, **fix: Any) -> Rule:
+def _not_in_backward(
+    key: str, when: Callable[[Case], object], message: str, advice: str, **fix: Any
+) -> Rule:
     return Rule(
         name=f"{key} with optim_in_backward",
         keys=(key, "optim_in_backward"),
@@ -125,7 +131,9 @@ def _beside(
 
 
 def _uneven_widths(case: Case) -> list[int]:
-    """Returns the inputs of linear layers that the group size does not divide, by the sizes that a config names."""
+    """Returns the inputs of linear layers that the group size does not divide, by the sizes that a
+    config names.
+    """
     model = case.model
     group = case["qat_group_size"]
     widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}
@@ -134,56 +142,79 @@ def _uneven_widths(case: Case) -> list[int]:
 
 def _advise_group_size(case: Case) -> str:
     model = case.model
-    return f"set it to a divisor of {gcd(model.hidden, model.heads * model.head_size, model.intermediate)}, or to null"
+    return (
+        "set it to a divisor of "
+        f"{gcd(model.hidden, model.heads * model.head_size, model.intermediate)}, or to null"
+    )
 
 
 # What every recipe needs; asked only when one is read.
 REQUIRED: tuple[Rule, ...] = (
     Rule(
-        name="two models", keys=("model_config", "model_name_or_path"),
+        name="two models",
+        keys=("model_config", "model_name_or_path"),
         when=lambda c: c["model_name_or_path"] is not None and c["model_config"] is not None,
-        message="model_name_or_path and model_config both name a model", advice="keep one",
+        message="model_name_or_path and model_config both name a model",
+        advice="keep one",
     ),
     Rule(
-        name="no model", keys=("model_name_or_path", "model_config"),
+        name="no model",
+        keys=("model_name_or_path", "model_config"),
         when=lambda c: c["model_name_or_path"] is None and c["model_config"] is None,
-        message="no model", advice="set model_name_or_path (a hub name or folder) or model_config (an architecture)",
+        message="no model",
+        advice="set model_name_or_path (a hub name or folder) or model_config (an architecture)",
     ),
     Rule(
-        name="no tokenizer", keys=("model_config", "tokenizer_name_or_path"),
+        name="no tokenizer",
+        keys=("model_config", "tokenizer_name_or_path"),
         when=lambda c: c["model_config"] is not None and c["tokenizer_name_or_path"] is None,
-        message="model_config brings no tokenizer", advice="set tokenizer_name_or_path",
+        message="model_config brings no tokenizer",
+        advice="set tokenizer_name_or_path",
     ),
     Rule(
-        name="no model_type", keys=("model_config",),
+        name="no model_type",
+        keys=("model_config",),
         when=lambda c: c["model_config"] is not None and "model_type" not in c["model_config"],
-        message="model_config: model_type is missing", advice="for example model_type: llama",
+        message="model_config: model_type is missing",
+        advice="for example model_type: llama",
     ),
     Rule(
-        name="no data", keys=("datasets",), when=lambda c: not c["datasets"], message="no data",
+        name="no data",
+        keys=("datasets",),
+        when=lambda c: not c["datasets"],
+        message="no data",
         advice="set datasets, a list with at least `- path: FILE`",
     ),
     Rule(
-        name="adapters on a part of the checkpoint", keys=("drop_vision", "use_peft"),
+        name="adapters on a part of the checkpoint",
+        keys=("drop_vision", "use_peft"),
         when=lambda c: c["drop_vision"] and c["use_peft"],
-        message="drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers",
+        message=(
+            "drop_vision: adapters are opened on the checkpoint, whose own class has other names "
+            "for their layers"
+        ),
         fix={"drop_vision": False},
     ),
     Rule(
-        name="adapters on random weights", keys=("use_peft", "model_config"),
+        name="adapters on random weights",
+        keys=("use_peft", "model_config"),
         when=lambda c: c["use_peft"] and c["model_config"] is not None,
         message="use_peft adapts a trained model, but model_config starts from random weights",
         advice="set model_name_or_path",
     ),
-)  # fmt: skip
+)
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="layers for multi-token prediction", keys=("train_mtp",), when=lambda c: c["train_mtp"],
-        message="train_mtp: no model class of transformers has layers for multi-token prediction, and its MtpModel, "
+        name="layers for multi-token prediction",
+        keys=("train_mtp",),
+        when=lambda c: c["train_mtp"],
+        message="train_mtp: no model class of transformers has layers for multi-token prediction, "
+        "and its MtpModel, "
         "which drafts with them, computes no loss",
-        advice="remove it; an export carries over those of the base", fix={"train_mtp": False},
+        advice="remove it; an export carries over those of the base",
+        fix={"train_mtp": False},
     ),
     # LoRA and a quantized base
     *(
@@ -191,25 +222,34 @@ RULES: tuple[Rule, ...] = (
         for key in fields(Lora)[1:]
     ),
     Rule(
-        name="no targets", keys=("lora_target_modules", "lora_target_parameters"),
+        name="no targets",
+        keys=("lora_target_modules", "lora_target_parameters"),
         when=lambda c: c["lora_target_modules"] == () and not c["lora_target_parameters"],
-        message="lora_target_modules: names no layer", advice="name some, or all-linear",
+        message="lora_target_modules: names no layer",
+        advice="name some, or all-linear",
     ),
     Rule(
-        name="DoRA of parameters", keys=("use_dora", "lora_target_parameters"),
+        name="DoRA of parameters",
+        keys=("use_dora", "lora_target_parameters"),
         when=lambda c: c["use_dora"] and c["lora_target_parameters"],
-        message="use_dora: peft has no DoRA for lora_target_parameters", advice="remove one of the two",
+        message="use_dora: peft has no DoRA for lora_target_parameters",
+        advice="remove one of the two",
         fix={"use_dora": False},
     ),
     Rule(
-        name="dropout of parameters", keys=("lora_dropout", "lora_target_parameters"),
+        name="dropout of parameters",
+        keys=("lora_dropout", "lora_target_parameters"),
         when=lambda c: c["lora_dropout"] and c["lora_target_parameters"],
-        message="lora_dropout: an adapter of lora_target_parameters has no input of its own to drop from",
+        message=(
+            "lora_dropout: an adapter of lora_target_parameters has no input of its own to drop "
+            "from"
+        ),
         fix={"lora_dropout": 0},
     ),
     *(
         Rule(
-            name=f"{key} with LoRA", keys=(key, "use_peft"),
+            name=f"{key} with LoRA",
+            keys=(key, "use_peft"),
             when=all_of(is_set(key), is_set("use_peft", True)),
             message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
             advice="name them there",
@@ -217,15 +257,20 @@ RULES: tuple[Rule, ...] = (
         for key in ("trainable_modules", "frozen_modules")
     ),
     Rule(
-        name="two quantizations", keys=("load_in_8bit", "load_in_4bit"),
+        name="two quantizations",
+        keys=("load_in_8bit", "load_in_4bit"),
         when=lambda c: c["load_in_4bit"] and c["load_in_8bit"],
-        message="load_in_4bit and load_in_8bit both say how the base is kept", advice="keep one",
+        message="load_in_4bit and load_in_8bit both say how the base is kept",
+        advice="keep one",
     ),
     *(
         Rule(
-            name=f"{key} in full", keys=(key, "use_peft"), when=all_of(is_set(key, True), is_set("use_peft", False)),
+            name=f"{key} in full",
+            keys=(key, "use_peft"),
+            when=all_of(is_set(key, True), is_set("use_peft", False)),
             message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
-            advice=f"set use_peft: true, or remove {key}", fix={"use_peft": True},
+            advice=f"set use_peft: true, or remove {key}",
+            fix={"use_peft": True},
         )
         for key in ("load_in_4bit", "load_in_8bit")
     ),
@@ -240,90 +285,140 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="kept activations offloaded from compiled layers",
         keys=("activation_offload", "activation_checkpointing_keeps", "torch_compile"),
-        when=lambda c: c["torch_compile"] and c["activation_offload"]
-        and c["activation_checkpointing_keeps"] != "nothing",
+        when=lambda c: (
+            c["torch_compile"]
+            and c["activation_offload"]
+            and c["activation_checkpointing_keeps"] != "nothing"
+        ),
         message="activation_offload: of compiled layers only the inputs are offloaded, not what "
         "activation_checkpointing_keeps names",
-        advice="remove one of them, or torch_compile", fix={"activation_checkpointing_keeps": "nothing"},
+        advice="remove one of them, or torch_compile",
+        fix={"activation_checkpointing_keeps": "nothing"},
     ),
     Rule(
-        name="DoRA's products kept", keys=("activation_checkpointing_keeps", "use_dora"),
-        when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"],
-        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply matrices of "
+        name="DoRA's products kept",
+        keys=("activation_checkpointing_keeps", "use_dora"),
+        when=lambda c: (
+            c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"]
+        ),
+        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters "
+        "multiply matrices of "
         "the same sizes as attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _not_in_backward(
-        "max_grad_norm", lambda c: c["max_grad_norm"] is not None,
-        "max_grad_norm clips by the norm of all gradients, which is known only after the updates of optim_in_backward",
-        "set max_grad_norm: null, or remove optim_in_backward", max_grad_norm=None,
+        "max_grad_norm",
+        lambda c: c["max_grad_norm"] is not None,
+        (
+            "max_grad_norm clips by the norm of all gradients, which is known only after the "
+            "updates of optim_in_backward"
+        ),
+        "set max_grad_norm: null, or remove optim_in_backward",
+        max_grad_norm=None,
     ),
     _not_in_backward(
-        "on_nonfinite", is_set("on_nonfinite", "skip"),
-        "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has been made when "
-        "a gradient is found that is not finite",
-        "set on_nonfinite: stop", on_nonfinite="stop",
+        "on_nonfinite",
+        is_set("on_nonfinite", "skip"),
+        "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has "
+        "been made when a gradient is found that is not finite",
+        "set on_nonfinite: stop",
+        on_nonfinite="stop",
     ),
     _not_in_backward(
-        "optim_offload", is_set("optim_offload", "nvme"),
-        "optim_offload: nvme updates one layer after another when all gradients are there, optim_in_backward before",
+        "optim_offload",
+        is_set("optim_offload", "nvme"),
+        (
+            "optim_offload: nvme updates one layer after another when all gradients are there, "
+            "optim_in_backward before"
+        ),
         "remove one of the two",
     ),
     no_effect(
-        "offload_dir", "without optim_offload: nvme", is_set("optim_offload", "none"), "optim_offload",
+        "offload_dir",
+        "without optim_offload: nvme",
+        is_set("optim_offload", "none"),
+        "optim_offload",
     ),
     Rule(
-        name="no offload_dir", keys=("optim_offload", "offload_dir"),
+        name="no offload_dir",
+        keys=("optim_offload", "offload_dir"),
         when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is None,
         message="optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
     ),
     Rule(
-        name="empty offload_dir", keys=("offload_dir", "optim_offload"),
-        when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is not None and not c["offload_dir"].strip(),
-        message="offload_dir: empty text is no folder", advice="name one on the NVMe disk of each node",
+        name="empty offload_dir",
+        keys=("offload_dir", "optim_offload"),
+        when=lambda c: (
+            c["optim_offload"] == "nvme"
+            and c["offload_dir"] is not None
+            and not c["offload_dir"].strip()
+        ),
+        message="offload_dir: empty text is no folder",
+        advice="name one on the NVMe disk of each node",
     ),
     Rule(
-        name="async_save of offloaded state", keys=("async_save", "optim_offload"),
+        name="async_save of offloaded state",
+        keys=("async_save", "optim_offload"),
         when=lambda c: c["optim_offload"] == "nvme" and c["async_save"],
-        message="async_save copies the state to host memory, out of which optim_offload: nvme keeps it",
-        advice="remove one of them", fix={"async_save": False},
+        message=(
+            "async_save copies the state to host memory, out of which optim_offload: nvme keeps it"
+        ),
+        advice="remove one of them",
+        fix={"async_save": False},
     ),
     # The schedule
     Rule(
-        name="arguments of the schedule", keys=("lr_scheduler_kwargs", "lr_scheduler_type"),
-        when=lambda c: _find_schedule_problems(c), message=_find_schedule_problems,
+        name="arguments of the schedule",
+        keys=("lr_scheduler_kwargs", "lr_scheduler_type"),
+        when=lambda c: _find_schedule_problems(c),
+        message=_find_schedule_problems,
     ),
     Rule(
-        name="a schedule without its minimum", keys=("lr_scheduler_type", "min_lr_ratio"),
+        name="a schedule without its minimum",
+        keys=("lr_scheduler_type", "min_lr_ratio"),
         when=lambda c: SCHEDULES[c["lr_scheduler_type"]].needs_floor and not c["min_lr_ratio"],
         message="lr_scheduler_type: {lr_scheduler_type} ends at learning_rate times min_lr_ratio",
         advice=f"set min_lr_ratio, or lr_scheduler_type: {DEFAULT_SCHEDULE}",
     ),
     Rule(
-        name="a minimum of a schedule without an end", keys=("min_lr_ratio", "lr_scheduler_type"),
+        name="a minimum of a schedule without an end",
+        keys=("min_lr_ratio", "lr_scheduler_type"),
         when=lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end and c["min_lr_ratio"] > 0,
         message="lr_scheduler_type: {lr_scheduler_type} has no end, so min_lr_ratio has no effect",
-        advice="remove one of the two", fix={"min_lr_ratio": 0},
+        advice="remove one of the two",
+        fix={"min_lr_ratio": 0},
     ),
     Rule(
-        name="a warm-up longer than the run", keys=("warmup_steps", "max_steps"),
+        name="a warm-up longer than the run",
+        keys=("warmup_steps", "max_steps"),
         when=lambda c: (c["warmup_steps"] or 0) > (c.steps or c["max_steps"] or 1e99),
-        message=lambda c: f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} steps, "
-        "before learning_rate is reached",
+        message=lambda c: (
+            f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} "
+            "steps, before learning_rate is reached"
+        ),
         is_note=True,
     ),
     Rule(
-        name="a learning rate too small for bf16", keys=("dtype", "learning_rate", "optim"),
-        when=lambda c: c["dtype"] == "bfloat16" and not c["use_peft"] and OPTIMIZERS[c["optim"]].reads_betas
-        and c["learning_rate"] < SMALLEST_BF16_RATE,
-        message="learning_rate: {learning_rate:g} with dtype: bfloat16: neighboring bf16 numbers at 0.02 are 1.2e-4 "
+        name="a learning rate too small for bf16",
+        keys=("dtype", "learning_rate", "optim"),
+        when=lambda c: (
+            c["dtype"] == "bfloat16"
+            and not c["use_peft"]
+            and OPTIMIZERS[c["optim"]].reads_betas
+            and c["learning_rate"] < SMALLEST_BF16_RATE
+        ),
+        message="learning_rate: {learning_rate:g} with dtype: bfloat16: neighboring bf16 numbers "
+        "at 0.02 are 1.2e-4 "
         "apart, so most updates round to nothing",
-        advice="remove dtype (float32), or raise the rate", is_note=True,
+        advice="remove dtype (float32), or raise the rate",
+        is_note=True,
     ),
     Rule(
-        name="a learning rate of 1", keys=("learning_rate", "optim"),
+        name="a learning rate of 1",
+        keys=("learning_rate", "optim"),
         when=lambda c: c["learning_rate"] >= LARGEST_RATE and OPTIMIZERS[c["optim"]].reads_betas,
-        message="learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about this much in each "
+        message="learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about "
+        "this much in each "
         "step; 1e-5 to 1e-3 are usual",
         is_note=True,
     ),
@@ -338,148 +433,239 @@ RULES: tuple[Rule, ...] = (
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon")
     ),
     # Data and evaluation
-    *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),
+    *(
+        _function_beside(entry, key)
+        for entry in ("datasets", "eval_datasets")
+        for key in ("path", "name", "split")
+    ),
     Rule(
-        name="no date", keys=("chat_template_date",), when=_is_no_date,
+        name="no date",
+        keys=("chat_template_date",),
+        when=_is_no_date,
         message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
     ),
     Rule(
-        name="streaming without an end", keys=("streaming", "max_steps"),
+        name="streaming without an end",
+        keys=("streaming", "max_steps"),
         when=lambda c: c["streaming"] and c["max_steps"] is None,
-        message="streaming has no known end", advice="set max_steps",
+        message="streaming has no known end",
+        advice="set max_steps",
     ),
     Rule(
-        name="held out of a stream", keys=("eval_split_size", "streaming"),
+        name="held out of a stream",
+        keys=("eval_split_size", "streaming"),
         when=lambda c: c["streaming"] and c["eval_split_size"] is not None,
-        message="eval_split_size cannot be held out of a stream", advice="set eval_datasets",
+        message="eval_split_size cannot be held out of a stream",
+        advice="set eval_datasets",
     ),
     Rule(
-        name="held out twice", keys=("eval_split_size", "eval_datasets"),
+        name="held out twice",
+        keys=("eval_split_size", "eval_datasets"),
         when=lambda c: c["eval_datasets"] and c["eval_split_size"] is not None,
-        message="eval_datasets and eval_split_size both name the held-out rows", advice="keep one",
+        message="eval_datasets and eval_split_size both name the held-out rows",
+        advice="keep one",
     ),
     Rule(
         name="evaluation without held-out rows",
         keys=("eval_steps", "eval_strategy", "eval_datasets", "eval_split_size"),
         when=lambda c: _evaluates(c) and not _holds_out(c),
-        message=lambda c: f"{'eval_strategy' if c['eval_strategy'] == 'epoch' else 'eval_steps'}, but no held-out rows",
+        message=lambda c: (
+            f"{'eval_strategy' if c['eval_strategy'] == 'epoch' else 'eval_steps'}, but no "
+            "held-out rows"
+        ),
         advice="set eval_datasets or eval_split_size",
     ),
     Rule(
         name="exact_match_samples without held-out rows",
         keys=("exact_match_samples", "eval_datasets", "eval_split_size"),
         when=lambda c: c["exact_match_samples"] and not _holds_out(c),
-        message="exact_match_samples, but no held-out rows", advice="set eval_datasets or eval_split_size",
+        message="exact_match_samples, but no held-out rows",
+        advice="set eval_datasets or eval_split_size",
     ),
-    no_effect("metrics", "without exact_match_samples", is_set("exact_match_samples", to=0), "exact_match_samples"),
+    no_effect(
+        "metrics",
+        "without exact_match_samples",
+        is_set("exact_match_samples", to=0),
+        "exact_match_samples",
+    ),
     _needs_evaluation("early_stopping_patience"),
     _needs_evaluation("keep_best_checkpoint"),
     _interval_without_effect("eval_strategy", "eval_steps"),
     _interval_without_effect("save_strategy", "save_steps"),
     Rule(
-        name="profile_steps backwards", keys=("profile_steps",),
-        when=lambda c: c["profile_steps"] is not None and c["profile_steps"][0] > c["profile_steps"][1],
-        message=lambda c: (f"profile_steps: {list(c['profile_steps'] or ())}: the first step comes after the last"),
+        name="profile_steps backwards",
+        keys=("profile_steps",),
+        when=lambda c: (
+            c["profile_steps"] is not None and c["profile_steps"][0] > c["profile_steps"][1]
+        ),
+        message=lambda c: (
+            f"profile_steps: {list(c['profile_steps'] or ())}: the first step comes after the last"
+        ),
         advice="give the first step first",
     ),
     # Quantization-aware training and quantized exports
     Rule(
-        name="a scheme that torchao does not finish here", keys=(QAT,),
+        name="a scheme that torchao does not finish here",
+        keys=(QAT,),
         when=lambda c: has_qat(c) and SCHEMES[c[QAT]].refused,
-        message=lambda c: f"{QAT}: {c[QAT]}: {SCHEMES[c[QAT]].refused}, so that the quantized model could not be "
-        "compared with the one that was trained",
-        advice=f"use one of {', '.join(TRAINED)}", fix=OFF,
+        message=lambda c: (
+            f"{QAT}: {c[QAT]}: {SCHEMES[c[QAT]].refused}, so that the quantized model could not be "
+            "compared with the one that was trained"
+        ),
+        advice=f"use one of {', '.join(TRAINED)}",
+        fix=OFF,
     ),
     *(
         no_effect(key.name, f"without {QAT}", lambda c: not has_qat(c), QAT)
         for key in fields(QuantizationAware)[1:]
     ),
     Rule(
-        name="an export without a folder", keys=("export_formats",),
+        name="an export without a folder",
+        keys=("export_formats",),
         when=lambda c: "safetensors" not in c["export_formats"],
         message="export_formats: without safetensors a run's folder has no model to chat with",
-        advice="add it", fix={"export_formats": ("safetensors",)},
+        advice="add it",
+        fix={"export_formats": ("safetensors",)},
     ),
-    no_effect("export_formats", "with export_at_end: false", is_set("export_at_end", False), "export_at_end"),
     no_effect(
-        "export_quantization", "without export_formats: [safetensors, compressed-tensors]",
-        lambda c: COMPRESSED not in c["export_formats"], "export_formats",
+        "export_formats",
+        "with export_at_end: false",
+        is_set("export_at_end", False),
+        "export_at_end",
+    ),
+    no_effect(
+        "export_quantization",
+        "without export_formats: [safetensors, compressed-tensors]",
+        lambda c: COMPRESSED not in c["export_formats"],
+        "export_formats",
     ),
     Rule(
-        name="a quantized export without a scheme", keys=("export_formats", "export_quantization", QAT),
-        when=lambda c: COMPRESSED in c["export_formats"] and not (has_qat(c) or c["export_quantization"]),
-        message="export_formats: compressed-tensors: no scheme", advice="set export_quantization, such as int8-int8",
+        name="a quantized export without a scheme",
+        keys=("export_formats", "export_quantization", QAT),
+        when=lambda c: (
+            COMPRESSED in c["export_formats"] and not (has_qat(c) or c["export_quantization"])
+        ),
+        message="export_formats: compressed-tensors: no scheme",
+        advice="set export_quantization, such as int8-int8",
     ),
     Rule(
-        name="a scheme that is not exported", keys=("export_quantization",),
+        name="a scheme that is not exported",
+        keys=("export_quantization",),
         when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
-        message="export_quantization: {export_quantization}: not written", advice=f"use one of {', '.join(EXPORTED)}",
+        message="export_quantization: {export_quantization}: not written",
+        advice=f"use one of {', '.join(EXPORTED)}",
     ),
     *(
         Rule(
-            name=f"a model that is not exported as {row.title}", keys=("export_formats",), needs=("model",),
+            name=f"a model that is not exported as {row.title}",
+            keys=("export_formats",),
+            needs=("model",),
             when=partial(_is_refused, name, row),
             message=f"export_formats: {name}: {row.refused}",
             advice="remove it",
         )
-        for name, row in EXPORT_FORMATS.items() if row.refused
+        for name, row in EXPORT_FORMATS.items()
+        if row.refused
     ),
     Rule(
-        name="rounding after the end", keys=("fake_quant_after_n_steps", "max_steps"),
+        name="rounding after the end",
+        keys=("fake_quant_after_n_steps", "max_steps"),
         when=lambda c: c["fake_quant_after_n_steps"] >= (c.steps or c["max_steps"] or 1e99),
-        message=lambda c: f"fake_quant_after_n_steps: {c['fake_quant_after_n_steps']}: the run ends after "
-        f"{c.steps or c['max_steps']} steps, and nothing would be rounded",
-        advice="set a smaller number", fix={"fake_quant_after_n_steps": 0},
+        message=lambda c: (
+            f"fake_quant_after_n_steps: {c['fake_quant_after_n_steps']}: the run ends after "
+            f"{c.steps or c['max_steps']} steps, and nothing would be rounded"
+        ),
+        advice="set a smaller number",
+        fix={"fake_quant_after_n_steps": 0},
     ),
     *(
         _beside(
-            key, key, is_set(key, True), "the base is quantized already, and what is trained is not merged into it",
-            f"remove {key}, or the scheme", fix={key: False},
+            key,
+            key,
+            is_set(key, True),
+            "the base is quantized already, and what is trained is not merged into it",
+            f"remove {key}, or the scheme",
+            fix={key: False},
         )
         for key in ("load_in_4bit", "load_in_8bit")
     ),
     _beside(
-        "use_dora", "use_dora", is_set("use_dora", True), "only plain adapters are added to the weight that is rounded",
-        "remove one of the two", fix={"use_dora": False},
+        "use_dora",
+        "use_dora",
+        is_set("use_dora", True),
+        "only plain adapters are added to the weight that is rounded",
+        "remove one of the two",
+        fix={"use_dora": False},
     ),
     _beside(
-        "lora_dropout", "lora_dropout", is_set("lora_dropout"),
-        "base and adapter are rounded together, so that the adapter has no input of its own", "set it to 0",
+        "lora_dropout",
+        "lora_dropout",
+        is_set("lora_dropout"),
+        "base and adapter are rounded together, so that the adapter has no input of its own",
+        "set it to 0",
         fix={"lora_dropout": 0},
     ),
     _beside(
-        "lora_target_parameters", "lora_target_parameters", is_set("lora_target_parameters"),
-        "only adapters of linear layers are added to the weight that is rounded", "name the layers in "
-        "lora_target_modules", fix={"lora_target_parameters": ()},
+        "lora_target_parameters",
+        "lora_target_parameters",
+        is_set("lora_target_parameters"),
+        "only adapters of linear layers are added to the weight that is rounded",
+        "name the layers in lora_target_modules",
+        fix={"lora_target_parameters": ()},
     ),
     _beside(
-        "a method that samples", "method", lambda c: c.recipe.method_facts.samples,
-        "one rounded input more or less changes a ratio of probabilities, which must begin at 1", "remove the scheme",
+        "a method that samples",
+        "method",
+        lambda c: c.recipe.method_facts.samples,
+        "one rounded input more or less changes a ratio of probabilities, which must begin at 1",
+        "remove the scheme",
         fix=OFF,
     ),
     _beside(
-        "mixed_precision: fp8", "mixed_precision", has_fp8, "both replace the products of the same layers",
-        "set mixed_precision: bf16", fix=BF16, needs=("layout",),
+        "mixed_precision: fp8",
+        "mixed_precision",
+        has_fp8,
+        "both replace the products of the same layers",
+        "set mixed_precision: bf16",
+        fix=BF16,
+        needs=("layout",),
     ),
     _beside(
-        "a quantized base", "model_name_or_path", lambda c: c.model.quantization is not None,
-        "the base is quantized already", "name the unquantized model", needs=("model",),
-    ),
-    _beside(
-        "a mixture of experts", "model_name_or_path", lambda c: c.model.experts,
-        "torchao quantizes linear layers, and the experts of a layer are one parameter", "remove the scheme", fix=OFF,
+        "a quantized base",
+        "model_name_or_path",
+        lambda c: c.model.quantization is not None,
+        "the base is quantized already",
+        "name the unquantized model",
         needs=("model",),
     ),
     _beside(
-        "recurrent layers", "model_name_or_path", lambda c: c.model.family.recurrence is not None,
-        "their kernels read weights of linear layers past the rounding", "remove the scheme", fix=OFF,
+        "a mixture of experts",
+        "model_name_or_path",
+        lambda c: c.model.experts,
+        "torchao quantizes linear layers, and the experts of a layer are one parameter",
+        "remove the scheme",
+        fix=OFF,
+        needs=("model",),
+    ),
+    _beside(
+        "recurrent layers",
+        "model_name_or_path",
+        lambda c: c.model.family.recurrence is not None,
+        "their kernels read weights of linear layers past the rounding",
+        "remove the scheme",
+        fix=OFF,
         needs=("model",),
     ),
     Rule(
-        name="groups that do not divide", keys=("qat_group_size", QAT, "model_name_or_path"), needs=("model",),
+        name="groups that do not divide",
+        keys=("qat_group_size", QAT, "model_name_or_path"),
+        needs=("model",),
         when=lambda c: has_qat(c) and _uneven_widths(c),
-        message=lambda c: f"qat_group_size: {c['qat_group_size']} does not divide "
-        f"{' and '.join(map(str, _uneven_widths(c)))}, the inputs of linear layers of {c.name}",
-        advice=_advise_group_size, fix={"qat_group_size": None},
+        message=lambda c: (
+            f"qat_group_size: {c['qat_group_size']} does not divide "
+            f"{' and '.join(map(str, _uneven_widths(c)))}, the inputs of linear layers of {c.name}"
+        ),
+        advice=_advise_group_size,
+        fix={"qat_group_size": None},
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,7 @@
-"""A rule about what works together: the case that it judges, and the problem that it finds. Imports no torch."""
+"""A rule about what works together: the case that it judges, and the problem that it finds.
+
+Imports no torch.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +18,10 @@ Need = Literal["layout", "model", "machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run to judge. A rule reads `layout`, `model` and `machine` only where it says that it needs them."""
+    """A run to judge.
+
+    A rule reads `layout`, `model` and `machine` only where it says that it needs them.
+    """
 
     recipe: Recipe
     layout: Sharding
@@ -28,8 +34,12 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold a replica of the model, or of a stage's layers, between them under FSDP2."""
-        return self.ranks // (self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1))
+        """Ranks that hold a replica of the model, or of a stage's layers, between them under
+        FSDP2.
+        """
+        return self.ranks // (
+            self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1)
+        )
 
     def __getitem__(self, key: str) -> Any:
         """Returns the value of a recipe's key, or the attribute of this name."""
@@ -42,14 +52,20 @@ class Case:
     def name(self) -> str:
         """The model, for messages."""
         keys = self.recipe.method if self.is_teacher else self.recipe.model
-        name = keys.teacher_model_name_or_path if keys is self.recipe.method else self.recipe.model.model_name_or_path
+        name = (
+            keys.teacher_model_name_or_path
+            if keys is self.recipe.method
+            else self.recipe.model.model_name_or_path
+        )
         return name or "model_config"
 
     @property
     def quantization(self) -> Quantization:
         """How the model is kept: as its files are quantized, else as the recipe says."""
         stored: Quantization | None = getattr(self.model, "quantization", None)
-        return stored or (quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization)
+        return stored or (
+            quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -64,7 +80,9 @@ class Case:
     @property
     def global_batch_size(self) -> int:
         """Rows in an optimizer step over all ranks."""
-        return compute_global_batch_size(self.recipe.batch, self.ranks // self.layout.ranks_per_batch)
+        return compute_global_batch_size(
+            self.recipe.batch, self.ranks // self.layout.ranks_per_batch
+        )
 
     @property
     def precision(self) -> str:
@@ -90,9 +108,9 @@ class Problem:
 class Rule:
     """One thing that does not work, or has no effect.
 
-    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at the first that was
-    set. `message` says what is wrong; `{key}` in it is the value of a Case. What to do is `advice`, else "set" each key
-    of `fix`.
+    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at
+    the first that was set. `message` says what is wrong; `{key}` in it is the value of a Case. What
+    to do is `advice`, else "set" each key of `fix`.
     """
 
     name: str
@@ -109,12 +127,16 @@ class Rule:
         """Returns the problems of `case` by this rule."""
         if not self.when(case):
             return []
-        messages = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
+        messages = (
+            self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
+        )
         if isinstance(messages, str):
             messages = [messages]
         advice = self.advice if isinstance(self.advice, str) else self.advice(case)
         if not advice and self.fix is not None:
-            advice = "set " + " and ".join(f"{key}: {_in_yaml(value)}" for key, value in self.fix.items())
+            advice = "set " + " and ".join(
+                f"{key}: {_in_yaml(value)}" for key, value in self.fix.items()
+            )
         end = f"; {advice}" if advice else ""
         start = "teacher_model_name_or_path: " if case.is_teacher else ""
         place = _find_place(self.keys, case)
@@ -123,7 +145,9 @@ class Rule:
 
 
 def _find_place(keys: tuple[str, ...], case: Case) -> str:
-    """Returns where the first of `keys` stands that somebody set; the file where all are defaults."""
+    """Returns where the first of `keys` stands that somebody set; the file where all are
+    defaults.
+    """
     recipe = case.recipe
     layout = case.layout
     for key in ("teacher_model_name_or_path", *keys) if case.is_teacher else keys:
@@ -156,7 +180,9 @@ def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 
-def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False) -> Rule:
+def no_effect(
+    key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False
+) -> Rule:
     """A rule: `key` has no effect; `without` says why, and what would give it one."""
     return Rule(
         name=f"{key} without effect: {without}",

@@ -1,7 +1,9 @@
-"""vLLM: the commands that start it, and what it was seen to serve as transformers computes it. Imports no torch.
+"""vLLM: the commands that start it, and what it was seen to serve as transformers computes it.
 
-served.json is written by benchmarks/serving.py: for each family and kind of export the largest difference between the
-two in nats, or the cause why there is none. docs/export.md shows the same.
+Imports no torch.
+
+served.json is written by benchmarks/serving.py: for each family and kind of export the largest
+difference between the two in nats, or the cause why there is none. docs/export.md shows the same.
 """
 
 import json
@@ -35,13 +37,16 @@ EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
 
 @cache
 def read_served() -> dict[str, Any]:
-    """Returns served.json: "vllm", its version, and "families", by model_type and kind a difference or a cause."""
+    """Returns served.json: "vllm", its version, and "families", by model_type and kind a difference
+    or a cause.
+    """
     served: dict[str, Any] = json.loads(SERVED_FILE.read_text(encoding="utf-8"))
     return served
 
 
 def was_served(model_type: str, kinds: Sequence[str]) -> bool:
-    """Whether vLLM was seen to compute what transformers does, for a family and each of `kinds`, keys of `KINDS`.
+    """Whether vLLM was seen to compute what transformers does, for a family and each of `kinds`,
+    keys of `KINDS`.
 
     >>> was_served("llama", ["merged", "added"]), was_served("gpt2", ["merged"])
     (True, False)
@@ -79,9 +84,11 @@ def list_kinds_of_adapter(adapter: Mapping[str, Any]) -> list[str]:
 
 
 def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
-    """The names of the experts' parameters that an adapter is on; other target_parameters are weights of layers.
+    """The names of the experts' parameters that an adapter is on; other target_parameters are
+    weights of layers.
 
-    >>> list_expert_parameters({"target_parameters": ["mlp.experts.down_proj", "shared_experts.up_proj.weight"]})
+    >>> list_expert_parameters({"target_parameters": ["mlp.experts.down_proj",
+      "shared_experts.up_proj.weight"]})
     {'down_proj'}
     """
     names = {name.rpartition(".")[2] for name in adapter.get("target_parameters") or ()}
@@ -102,7 +109,8 @@ def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) ->
         adapter: The content of adapter_config.json.
 
     >>> serve_adapter(Path("out/mine"), "base", {"r": 8})
-    ['vllm', 'serve', 'base', '--enable-lora', '--max-lora-rank', '8', '--lora-modules', 'mine=out/mine']
+    ['vllm', 'serve', 'base', '--enable-lora', '--max-lora-rank', '8', '--lora-modules',
+    'mine=out/mine']
     """
     ranks = [adapter.get("r", 0), *(adapter.get("rank_pattern") or {}).values()]
     rank = next((each for each in RANKS if each >= max(ranks)), None)
@@ -114,18 +122,21 @@ def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) ->
         return [*command, "--lora-modules", f"{folder.name}={folder}"]
     if parameters != EXPERT_PARAMETERS:
         return None
-    # peft stacks the experts' factors. Without these vLLM expects the factors of each expert apart in most families.
+    # peft stacks the experts' factors. Without these vLLM expects the factors of each expert apart
+    # in most families.
     module = {"name": folder.name, "path": str(folder), "is_3d_lora_weight": True}
     return [*command, "--enable-mixed-moe-lora-format", "--lora-modules", json.dumps(module)]
 
 
 def list_server_options(described: Path, port: int) -> list[str]:
-    """Options of `vllm serve`: the dtype of the files, and no more room than the model has positions.
+    """Options of `vllm serve`: the dtype of the files, and no more room than the model has
+    positions.
 
     described: The folder with the model's config.json, where it is on this machine.
     """
     config = read_json_object(described / CONFIG_FILE) if described.is_dir() else {}
     text = config.get("text_config") or config
     room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
-    dtype = str(config.get("dtype") or text.get("dtype") or "auto")  # by itself vLLM serves float32 in half of it
+    # by itself vLLM serves float32 in half of it
+    dtype = str(config.get("dtype") or text.get("dtype") or "auto")
     return ["--port", str(port), "--max-model-len", str(room), "--dtype", dtype]

@@ -21,7 +21,8 @@ MANY_ROWS = 100_000  # from so many on, each tenfold number is said
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
-    """Finds the file of `FILE.py:NAME` from here or from the recipe's `folder`; returns a `known` name as it is.
+    """Finds the file of `FILE.py:NAME` from here or from the recipe's `folder`; returns a `known`
+    name as it is.
 
     Raises `ValueError` with a sentence where the text names no function, or there is no such file.
 
@@ -38,8 +39,8 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
         if known:
             names = ", ".join(known)
             raise ValueError(
-                f"{text}: name one of {names}, a Python file and what is in it, as my_rewards.py:right, or the folder "
-                "of a reward model"
+                f"{text}: name one of {names}, a Python file and what is in it, as "
+                "my_rewards.py:right, or the folder of a reward model"
             )
         raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
     path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
@@ -54,7 +55,9 @@ def file_of(name: str) -> Path:
 
 
 def load(name: str) -> Any:
-    """Loads what `FILE.py:NAME` names. Runs the file once for all that it holds, and again once it was edited.
+    """Loads what `FILE.py:NAME` names.
+
+    Runs the file once for all that it holds, and again once it was edited.
 
     Raises:
         UserError: Where the file cannot be run, or lacks the name; with the line.
@@ -64,7 +67,11 @@ def load(name: str) -> Any:
     with explained(str(path)):
         module = _run_file(str(path.resolve()), path.stat().st_mtime_ns)
     if not callable(getattr(module, wanted, None)):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        known = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
         close = difflib.get_close_matches(wanted, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known) or 'none'}"
         raise UserError(f"{path}: no function or class {wanted}; {hint}")
@@ -72,13 +79,19 @@ def load(name: str) -> Any:
 
 
 def read_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
+    """Yields the rows that the function `FILE.py:NAME` yields.
+
+    Raises `UserError` for what it raises.
+    """
     function = load(name)
     with explained(name, function):
         rows = function()
     place = f"{place_of(function)}{name}"
     if not hasattr(rows, "__iter__") or isinstance(rows, str | Mapping):
-        raise UserError(f"{place}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
+        raise UserError(
+            f"{place}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': "
+            f"...}}"
+        )
     rows = iter(rows)
     end = object()
     for number in itertools.count(1):
@@ -87,9 +100,15 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
         if row is end:
             return
         if not isinstance(row, Mapping):
-            raise UserError(f"{place}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': ...}}")
+            raise UserError(
+                f"{place}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': "
+                f"...}}"
+            )
         if number >= MANY_ROWS and str(number).strip("0") == "1":
-            print(f"{name}: {number:,} rows so far; one without an end requires streaming: true", file=sys.stderr)
+            print(
+                f"{name}: {number:,} rows so far; one without an end requires streaming: true",
+                file=sys.stderr,
+            )
         yield plain_row(row)
 
 
@@ -100,11 +119,15 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     >>> plain_row({"input_ids": numpy.arange(3), "source": "web"})
     {'input_ids': [0, 1, 2], 'source': 'web'}
     """
-    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+    return {
+        key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()
+    }
 
 
 def place_of(code: Any) -> str:
-    """Returns `FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
+    """Returns `FILE:LINE: ` of the definition of a user's function or class; empty where that is
+    not known.
+    """
     with suppress(TypeError, OSError):
         code = inspect.unwrap(code)
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
@@ -113,31 +136,42 @@ def place_of(code: Any) -> str:
 
 @contextmanager
 def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iterator[None]:
-    """Turns what a user's code raises within it into a `UserError` that names the file and the line.
+    """Turns what a user's code raises within it into a `UserError` that names the file and the
+    line.
 
     Args:
         what: What is called, for the sentence.
-        code: The function or class that is called. Its definition is named where the call itself fails.
-        is_isolated: Whether it runs in a process of its own. Then whatever it raises is its error: the process has no
-            Ctrl-C of a user's, and no plan that explains its memory.
+        code: The function or class that is called. Its definition is named where the call itself
+            fails.
+        is_isolated: Whether it runs in a process of its own. Then whatever it raises is its error:
+            the process has no Ctrl-C of a user's, and no plan that explains its memory.
     """
     try:
         yield
     except (UserError, Preempted):
         raise
     except BaseException as error:
-        if not is_isolated and not isinstance(error, Exception | SystemExit):  # sys.exit(0) would end the run as done
+        # sys.exit(0) would end the run as done
+        if not is_isolated and not isinstance(error, Exception | SystemExit):
             raise
-        if not is_isolated and type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
+        # torch's, which is explained with the plan
+        if not is_isolated and type(error).__name__ == "OutOfMemoryError":
             raise
-        lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        frames = [line for line in lines if not line[0].startswith((OURS, "<frozen", contextlib.__file__))]
-        own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
+        lines = [
+            (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+        ]
+        frames = [
+            line for line in lines if not line[0].startswith((OURS, "<frozen", contextlib.__file__))
+        ]
+        # not of a library that it calls
+        own = [frame for frame in frames if frame[0] == frames[0][0]]
         if isinstance(error, SyntaxError) and error.filename:
             own.append((error.filename, error.lineno))
         place = f"{own[-1][0]}:{own[-1][1]}: " if own else place_of(code)
         said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-        raise UserError(f"{place}{what}: {type(error).__name__}{f': {said}' if said else ''}") from error
+        raise UserError(
+            f"{place}{what}: {type(error).__name__}{f': {said}' if said else ''}"
+        ) from error
 
 
 _folders: list[str] = []  # of the files that were run, the latest first
@@ -147,9 +181,14 @@ _folders: list[str] = []  # of the files that were run, the latest first
 def _run_file(path: str, modified_ns: int) -> ModuleType:
     name = f"{path} of a recipe"  # no import finds it: a file named json.py replaces nothing
     folder = str(Path(path).parent)
-    for key, module in list(sys.modules.items()):  # a module of that name beside another file is another module
+    # a module of that name beside another file is another module
+    for key, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "")
-        if key == file.stem and str(file.parent) in {*_folders} - {folder} and Path(folder, file.name).is_file():
+        if (
+            key == file.stem
+            and str(file.parent) in {*_folders} - {folder}
+            and Path(folder, file.name).is_file()
+        ):
             del sys.modules[key]
     rest = [each for each in sys.path if each not in _folders]
     _folders[:] = [folder, *(each for each in _folders if each != folder)]

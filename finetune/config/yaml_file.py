@@ -1,4 +1,6 @@
-"""YAML with places: every `key: value` with its line, numbers as in YAML 1.2, and no key taken twice."""
+"""YAML with places: every `key: value` with its line, numbers as in YAML 1.2, and no key taken
+twice.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,8 @@ UNREADABLE = object()  # the value of an entry that is reported as a problem alr
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One `key: value` as written in a file (or on the command line), with the place to name in an error.
+    """One `key: value` as written in a file (or on the command line), with the place to name in an
+    error.
 
     `places` has the place of each key of a value that is a mapping.
     """
@@ -31,8 +34,8 @@ class Entry:
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's numbers, and no aliases.
 
-    PyYAML alone reads 2e-5 as a string, 1:30 as 90 and 010 as 8. An alias can make a file of ten lines a value of
-    gigabytes, or of endless depth; recipes have no need of them.
+    PyYAML alone reads 2e-5 as a string, 1:30 as 90 and 010 as 8. An alias can make a file of ten
+    lines a value of gigabytes, or of endless depth; recipes have no need of them.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -45,7 +48,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _ForeignLoader(_Loader):
-    """Aliases of single values too, which other tools' files use; those of lists and mappings stay refused."""
+    """Aliases of single values too, which other tools' files use; those of lists and mappings stay
+    refused.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -63,44 +68,58 @@ _NUMBERS = {
 _LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
 _Loader.yaml_implicit_resolvers = {}
 for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] not in _LEFT_OUT]
+    _Loader.yaml_implicit_resolvers[_first] = [
+        resolver for resolver in _resolvers if resolver[0] not in _LEFT_OUT
+    ]
 for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
 
 
-def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = False) -> tuple[list[Entry], list[str]]:
-    """Reads the top-level entries of a YAML file with their places, and what is wrong with its form in sentences.
+def read_entries(
+    path: Path, nested: Iterable[str] = (), is_foreign: bool = False
+) -> tuple[list[Entry], list[str]]:
+    """Reads the top-level entries of a YAML file with their places, and what is wrong with its form
+    in sentences.
 
-    A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's file (`is_foreign`)
-    may have aliases of single values. Raises `UserError` where the file
-    cannot be read, or is not a mapping.
+    A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's
+    file (`is_foreign`) may have aliases of single values. Raises `UserError` where the file cannot
+    be read, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
             content = file.read(LIMIT_BYTES + 1)
         if len(content) > LIMIT_BYTES:
             raise UserError(
-                f"{path}: more than {LIMIT_BYTES // 1024} KiB of YAML; name a folder or a glob of files instead"
+                f"{path}: more than {LIMIT_BYTES // 1024} KiB of YAML; name a folder or a glob of "
+                "files instead"
             )
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
+        raise UserError(
+            f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if path.suffix == ".json":
-        text = text.replace("\t", " ")  # JSON has tabs between its tokens only, where PyYAML takes none
+        # JSON has tabs between its tokens only, where PyYAML takes none
+        text = text.replace("\t", " ")
     node = _compose(text, str(path), is_foreign=is_foreign)
     if node is None:
         return [], []
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: a file of `key: value` lines is expected")
     problems: list[str] = []
-    entries = _entries_of(node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems)
+    entries = _entries_of(
+        node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems
+    )
     return entries, problems
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
+    """Returns the mapping in a YAML file.
+
+    Raises `UserError`, for what is wrong with a value too.
+    """
     entries, problems = read_entries(path)
     if problems:
         raise UserError.of(problems)
@@ -108,7 +127,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
-    """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
+    """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or
+    none in it.
+    """
     try:
         entries, _ = read_entries(path, is_foreign=is_foreign)
     except UserError:
@@ -116,8 +137,13 @@ def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
     return {entry.key: entry.value for entry in entries if entry.value is not UNREADABLE}
 
 
-def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False) -> yaml.Node | None:
-    """Returns the node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
+def _compose(
+    text: str, where: str, what: str = "YAML", is_foreign: bool = False
+) -> yaml.Node | None:
+    """Returns the node of a text; None where it is empty.
+
+    Raises `UserError`, with the line in a file.
+    """
     try:
         return yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
     except yaml.YAMLError as error:
@@ -128,7 +154,9 @@ def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False
         raise UserError(f"{where}: nested too deep to be read") from None
 
 
-def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:
+def read_value(
+    text: str, key: str, where: str, nested: Iterable[str] = ()
+) -> tuple[Entry, list[str]]:
     """Reads `text` as the YAML value of `key` on a command line, with what is wrong with it."""
     problems: list[str] = []
     try:
@@ -141,7 +169,10 @@ def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> t
 
 
 def _entries_of(
-    node: yaml.MappingNode, place: Callable[[yaml.Node], str], nested: frozenset[str] | None, problems: list[str]
+    node: yaml.MappingNode,
+    place: Callable[[yaml.Node], str],
+    nested: frozenset[str] | None,
+    problems: list[str],
 ) -> list[Entry]:
     """Returns the entries of a file, or with `nested` None of an item in one of its lists."""
     entries: dict[str, Entry] = {}
@@ -149,7 +180,9 @@ def _entries_of(
         key = str(key_node.value)
         where = place(key_node)
         if key in entries:
-            first = "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
+            first = (
+                "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
+            )
             problems.append(f"{where}: {key}: given twice{first}; keep one")
         else:
             entries[key] = _entry(key, value_node, where, place, nested or frozenset(), problems)
@@ -168,15 +201,27 @@ def _entry(
         items: list[Any] = []
         for item in node.value:
             is_mapping = isinstance(item, yaml.MappingNode)
-            items.append(_entries_of(item, place, None, problems) if is_mapping else _construct(item))
+            items.append(
+                _entries_of(item, place, None, problems) if is_mapping else _construct(item)
+            )
         return Entry(key, items, where)
-    problems += [f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)]
-    places = {str(k.value): place(k) for k, _ in node.value} if isinstance(node, yaml.MappingNode) else {}
+    problems += [
+        f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)
+    ]
+    places = (
+        {str(k.value): place(k) for k, _ in node.value}
+        if isinstance(node, yaml.MappingNode)
+        else {}
+    )
     try:
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:
         problems.append(f"{where}: {key}: {_problem_of(error)}")
-    except (ValueError, TypeError, RecursionError) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
         problems.append(f"{where}: {key}: {error}")
     return Entry(key, UNREADABLE, where, places)
 

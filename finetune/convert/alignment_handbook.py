@@ -1,4 +1,6 @@
-"""alignment-handbook's mixtures, in files for TRL's trainers: names of data sets with shares of their rows."""
+"""alignment-handbook's mixtures, in files for TRL's trainers: names of data sets with shares of
+their rows.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,12 @@ def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sou
         return [], []
     names = settings.get("dataset_configs") or [None] * len(mixer)
     if not isinstance(names, list) or len(names) != len(mixer):
-        raise WrongValue.of_key("dataset_configs", names, "a list with a name for each data set", "[default]")
-    shares = {path: read_number(f"dataset_mixer.{path}", share, "0.5", 0) for path, share in mixer.items()}
+        raise WrongValue.of_key(
+            "dataset_configs", names, "a list with a name for each data set", "[default]"
+        )
+    shares = {
+        path: read_number(f"dataset_mixer.{path}", share, "0.5", 0) for path, share in mixer.items()
+    }
     train: Sources = []
     held_out: Sources = []
     for split in map(str, splits):
@@ -47,7 +53,11 @@ def _cut(split: str, share: float) -> dict[str, Any]:
     percent = round(100 * share, 9)
     if share >= 1:
         return {"split": split}
-    return {"split": f"{split}[:{percent:.0f}%]"} if percent % 1 == 0 else {"split": split, "weight": share}
+    return (
+        {"split": f"{split}[:{percent:.0f}%]"}
+        if percent % 1 == 0
+        else {"split": split, "weight": share}
+    )
 
 
 def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:

@@ -38,7 +38,9 @@ class AskedLayout:
 
     @property
     def file(self) -> str | None:
-        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP or one process)."""
+        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP
+        or one process).
+        """
         if self.sharding != "none":
             return FILES[self.sharding]
         if self.precision == "no":
@@ -47,12 +49,17 @@ class AskedLayout:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the file asks for beside the shipped file, by Accelerate's keys; empty if nothing."""
+        """What the file asks for beside the shipped file, by Accelerate's keys; empty if
+        nothing.
+        """
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}
         if self.fp8:
-            changes = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe_name": self.fp8}}
+            changes = {
+                "mixed_precision": "fp8",
+                "fp8_config": {"backend": "AO", "recipe_name": self.fp8},
+            }
         elif self.precision != "bf16":
             changes = {"mixed_precision": self.precision}
         sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
@@ -62,18 +69,24 @@ class AskedLayout:
         return changes
 
     def remarks(self) -> Iterator[str]:
-        """Yields what the user must still set in the Accelerate file for their machine, one sentence each."""
+        """Yields what the user must still set in the Accelerate file for their machine, one
+        sentence each.
+        """
         if self.sharding == "hybrid":
-            yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
+            yield (
+                "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to "
+                "yours"
+            )
         elif "parallelism_config" in self.changes:
             yield (
-                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to "
-                "the number of groups"
+                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of "
+                "ranks; set it to the number of groups"
             )
 
 
 def write_accelerate(layout: AskedLayout) -> str | None:
-    """Returns the text of the Accelerate file that `layout` needs; None where the shipped file is that.
+    """Returns the text of the Accelerate file that `layout` needs; None where the shipped file is
+    that.
 
     >>> print(write_accelerate(AskedLayout("none", "fp16", checkpointing=False)), end="")
     compute_environment: LOCAL_MACHINE
@@ -82,12 +95,16 @@ def write_accelerate(layout: AskedLayout) -> str | None:
     """
     if not layout.changes:
         return None
-    shipped = yaml.safe_load((ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8"))
+    shipped = yaml.safe_load(
+        (ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8")
+    )
     return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
 
 
 def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
-    """Reads the layout of a file; `text` is the file with its comments, in which torchtune names the recipe."""
+    """Reads the layout of a file; `text` is the file with its comments, in which torchtune names
+    the recipe.
+    """
     if tool == "torchtune":
         layout = _read_torchtune(settings, text)
     elif tool == "Automodel":
@@ -101,9 +118,15 @@ def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
 
 
 def _find_fp8(settings: ToolFile) -> str:
-    """Returns torchao's FP8 recipe, by default one scale for each tensor; empty where the file asks for none."""
+    """Returns torchao's FP8 recipe, by default one scale for each tensor; empty where the file asks
+    for none.
+    """
     section = read_section(settings, "fp8")
-    asks = section.get("enabled", True) if section else settings.get("fp8") or settings.get("enable_fp8_training")
+    asks = (
+        section.get("enabled", True)
+        if section
+        else settings.get("fp8") or settings.get("enable_fp8_training")
+    )
     if not asks:
         return ""
     return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
@@ -114,8 +137,14 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
     sharding = _find_sharding(tool, settings)
     precision = _find_precision(tool, settings)
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
-    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get("activation_checkpointing")
-    is_full_bf16 = tool == "Axolotl" and precision == "bf16" and (sharding == "none" or settings.get("bf16") == "full")
+    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get(
+        "activation_checkpointing"
+    )
+    is_full_bf16 = (
+        tool == "Axolotl"
+        and precision == "bf16"
+        and (sharding == "none" or settings.get("bf16") == "full")
+    )
     is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
     sequences = (
@@ -140,7 +169,8 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
     asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
     asks_bf16 = any(settings.get(key) for key in ("bf16", "bfloat16", "pure_bf16"))
     if tool == "ms-swift":
-        dtype = str(settings.get("torch_dtype") or "bfloat16")  # the model's own, which is bfloat16 as a rule
+        # the model's own, which is bfloat16 as a rule
+        dtype = str(settings.get("torch_dtype") or "bfloat16")
         asks_fp16 = asks_fp16 or dtype == "float16"
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
     is_trls_default = tool == "TRL" and "bf16" not in settings and not asks_fp16
@@ -153,7 +183,8 @@ def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
     deepspeed = str(settings.get("deepspeed") or "").lower()
     sharding = _read_deepspeed(deepspeed) if deepspeed else _read_fsdp(settings)
     asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
-    if sharding == "none" and (asks_fsdp2 or tool == "TRL"):  # TRL's is in the Accelerate file of the launch
+    # TRL's is in the Accelerate file of the launch
+    if sharding == "none" and (asks_fsdp2 or tool == "TRL"):
         sharding = "full"
     if _read_size(settings.get("dp_replicate_size")) > 1 and sharding != "none":
         sharding = "hybrid"
@@ -166,7 +197,11 @@ def _read_deepspeed(file: str) -> AskedSharding:
         return "none"
     if "offload" in file:
         return "offload"
-    return "full" if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3")) else "grad_op"
+    return (
+        "full"
+        if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3"))
+        else "grad_op"
+    )
 
 
 def _read_fsdp(settings: ToolFile) -> AskedSharding:
@@ -182,7 +217,11 @@ def _read_fsdp(settings: ToolFile) -> AskedSharding:
         return "hybrid"
     if strategy == "NO_SHARD":
         return "none"
-    keeps = inner.get("reshard_after_forward") is False or strategy == "SHARD_GRAD_OP" or "shard_grad_op" in options
+    keeps = (
+        inner.get("reshard_after_forward") is False
+        or strategy == "SHARD_GRAD_OP"
+        or "shard_grad_op" in options
+    )
     return "grad_op" if keeps else "full"
 
 

@@ -15,8 +15,8 @@ from finetune.convert.model_names import report_turn_end
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
 DIONS_MUON = (
-    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov "
-    "momentum"
+    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
+    "and no Nesterov momentum"
 )
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
@@ -24,11 +24,23 @@ NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("w1", "w3", "w2")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
-V1_COMMAND = "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it does not)"
-JOINED = "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each is apart here"
-SWIFT_TURNS = "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: compare them"
+V1_COMMAND = (
+    "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it "
+    "does not)"
+)
+JOINED = (
+    "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
+    "is apart here"
+)
+SWIFT_TURNS = (
+    "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: "
+    "compare them"
+)
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
-SHARED_CUT = "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its end here)"
+SHARED_CUT = (
+    "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
+    "end here)"
+)
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -46,7 +58,11 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     elif tool == "Automodel":
         _adapt_automodel(settings, conversion)
     decays_all = tool in ("torchtune", "Automodel") or settings.get("use_muon")
-    if decays_all and not conversion.recipe.get("use_peft") and conversion.recipe.get("weight_decay"):
+    if (
+        decays_all
+        and not conversion.recipe.get("use_peft")
+        and conversion.recipe.get("weight_decay")
+    ):
         conversion.remarks.append(ALL_DECAYED)
 
 
@@ -54,18 +70,28 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
-    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in settings:
+    if (
+        isinstance(total, int)
+        and isinstance(micro, int)
+        and "gradient_accumulation_steps" not in settings
+    ):
         recipe["gradient_accumulation_steps"] = max(1, total // micro)
     epochs = convert_number(settings.get("num_epochs") or 1)
     for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
         per_epoch = convert_number(settings.get(key))
-        if isinstance(per_epoch, int | float) and isinstance(epochs, int | float) and per_epoch * epochs > 1:
+        if (
+            isinstance(per_epoch, int | float)
+            and isinstance(epochs, int | float)
+            and per_epoch * epochs > 1
+        ):
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
     report_turn_end(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
-        conversion.add_remark("loss_watchdog_threshold", settings["loss_watchdog_threshold"], WATCHED)
+        conversion.add_remark(
+            "loss_watchdog_threshold", settings["loss_watchdog_threshold"], WATCHED
+        )
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     optim = str(recipe.get("optim"))
@@ -92,7 +118,9 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     if len(adapters) == 1:
         recipe["adapter_name_or_path"] = adapters[0]
     elif adapters:
-        conversion.add_difference("adapters", adapters, "one adapter is trained further", "several adapters at once")
+        conversion.add_difference(
+            "adapters", adapters, "one adapter is trained further", "several adapters at once"
+        )
 
 
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -122,7 +150,9 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
 
 
 def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Names the model and the teacher by their hub names, where a comment says which was downloaded into the folder."""
+    """Names the model and the teacher by their hub names, where a comment says which was downloaded
+    into the folder.
+    """
     downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
     folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
     conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
@@ -130,7 +160,9 @@ def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
         note = "downloaded there from this hub name, says the file"
         conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
     if "teacher_model" in settings:
-        teacher = str(read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or "").rstrip("/")
+        teacher = str(
+            read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or ""
+        ).rstrip("/")
         conversion.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
 
 
@@ -187,7 +219,8 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     lowest = convert_number(schedule.get("min_lr"))
     rate = recipe["learning_rate"]
     if isinstance(lowest, float | int) and isinstance(rate, float) and rate:
-        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)  # the schedule may come before the rate in the file
+        # the schedule may come before the rate in the file
+        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)
 
 
 def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:

@@ -1,4 +1,6 @@
-"""Another tool's command line, from a script or the argument of `finetune convert`, as the settings of its file."""
+"""Another tool's command line, from a script or the argument of `finetune convert`, as the settings
+of its file.
+"""
 
 import re
 import shlex
@@ -20,7 +22,8 @@ PROGRAMS: Mapping[str, Tool] = {
     "lmf": "LLaMA-Factory",
     "axolotl": "Axolotl",
 }
-TRL_SCRIPT = re.compile(r"(?:^|/)(sft|dpo|kto|orpo|grpo|cpo|gkd|reward_modeling)\.py$")  # of its examples
+# of its examples
+TRL_SCRIPT = re.compile(r"(?:^|/)(sft|dpo|kto|orpo|grpo|cpo|gkd|reward_modeling)\.py$")
 SWIFT_SCRIPT = re.compile(r"(?:^|/)swift/cli/(\w+)\.py$")
 ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")  # $(expr 16 / 4)
 VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -42,7 +45,8 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
     A file that the command names is read first; what stands on the command line prevails.
 
-    Raises `UserError` where there is no such command, or an option has a value that only a shell knows.
+    Raises `UserError` where there is no such command, or an option has a value that only a shell
+    knows.
     """
     text = source.read_text(encoding="utf-8-sig") if source.is_file() else str(source)
     variables: dict[str, str] = {}
@@ -53,7 +57,10 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
             continue
         tool, command, arguments = program
         options = dict(_read_options([_fill_in(word, variables, source) for word in arguments]))
-        files = [options.pop("config", None), *(name for name in options.pop("", []) if str(name).endswith(CONFIGS))]
+        files = [
+            options.pop("config", None),
+            *(name for name in options.pop("", []) if str(name).endswith(CONFIGS)),
+        ]
         settings: dict[str, Any] = {}
         for name in filter(None, files):
             settings |= _read_file(str(name), source)
@@ -62,14 +69,17 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
             settings[COMMAND] = command
         return tool, settings, text
     raise UserError(
-        f"{source}: no command of {', '.join(PROGRAMS)} is in it; name a script with one, or write it as one argument"
+        f"{source}: no command of {', '.join(PROGRAMS)} is in it; name a script with one, or write "
+        "it as one argument"
     )
 
 
 def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """Returns what a shell calculates of two whole numbers or variables; the text as it stands for others.
+    """Returns what a shell calculates of two whole numbers or variables; the text as it stands for
+    others.
 
-    >>> ARITHMETIC.sub(lambda match: _calculate(match, {"n": "4"}), "--steps $(expr 16 / $n) --save $((2 * 50))")
+    >>> ARITHMETIC.sub(lambda match: _calculate(match, {"n": "4"}), "--steps $(expr 16 / $n) --save
+      $((2 * 50))")
     '--steps 4 --save 100'
     """
     left, sign, right = match.groups()
@@ -88,15 +98,24 @@ def _list_commands(text: str, variables: Mapping[str, str], source: Path) -> Ite
         try:
             yield shlex.split(line, comments=True)
         except ValueError as error:
-            raise UserError(f"{source}: {line.strip()[:60]}: not a command line ({error}); close the quotes") from None
+            raise UserError(
+                f"{source}: {line.strip()[:60]}: not a command line ({error}); close the quotes"
+            ) from None
 
 
 def _find_program(words: Sequence[str]) -> tuple[Tool, str, Sequence[str]] | None:
-    """Returns (the tool, what it is asked for, the arguments), behind launchers and variables; None for another one."""
+    """Returns (the tool, what it is asked for, the arguments), behind launchers and variables; None
+    for another one.
+    """
     for i, word in enumerate(words):
         tool = PROGRAMS.get(word.rsplit("/", 1)[-1])
         is_value = i > 0 and words[i - 1].startswith("--")
-        if tool is not None and not is_value and i + 1 < len(words) and not words[i + 1].startswith("-"):
+        if (
+            tool is not None
+            and not is_value
+            and i + 1 < len(words)
+            and not words[i + 1].startswith("-")
+        ):
             return tool, words[i + 1], words[i + 2 :]
         script = SWIFT_SCRIPT.search(word)
         if script is not None:
@@ -112,7 +131,9 @@ def _read_assignments(words: Sequence[str], variables: Mapping[str, str]) -> dic
     for word in words:
         assignment = ASSIGNMENT.fullmatch(word)
         if assignment is not None:
-            read[assignment[1]] = VARIABLE.sub(lambda name: variables.get(name[1], name[0]), assignment[2])
+            read[assignment[1]] = VARIABLE.sub(
+                lambda name: variables.get(name[1], name[0]), assignment[2]
+            )
     return read
 
 
@@ -124,7 +145,8 @@ def _fill_in(word: str, variables: Mapping[str, str], source: Path) -> str:
 
 
 def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the options with their values, and under "" what stands without one; an option alone is true.
+    """Yields the options with their values, and under "" what stands without one; an option alone
+    is true.
 
     >>> list(_read_options(["a.yaml", "--lr=1e-4", "--dataset", "a", "b", "--packing", "seed=3"]))
     [('lr', '1e-4'), ('dataset', ['a', 'b']), ('packing', True), ('seed', 3), ('', ['a.yaml'])]
@@ -142,7 +164,11 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             alone.append(word)
             continue
         values: list[str] = []
-        while i < len(words) and not words[i].startswith("--") and not re.match(r"[a-z]\w*=", words[i]):
+        while (
+            i < len(words)
+            and not words[i].startswith("--")
+            and not re.match(r"[a-z]\w*=", words[i])
+        ):
             values.append(words[i])
             i += 1
         name = word.lstrip("-").replace("-", "_")
@@ -164,7 +190,10 @@ def _read_value(text: str) -> Any:
 def _read_file(name: str, source: Path) -> dict[str, Any]:
     path = find_from_root(source, name) if source.is_file() else Path(name)
     if path is None or not path.is_file():
-        raise UserError(f"{source}: {name}: no such file, here or in the script's folder; name it as it is found")
+        raise UserError(
+            f"{source}: {name}: no such file, here or in the script's folder; name it as it is "
+            "found"
+        )
     settings = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     if not isinstance(settings, dict):
         raise UserError(f"{path}: a file of `key: value` lines is expected")

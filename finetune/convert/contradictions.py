@@ -7,7 +7,8 @@ from finetune.convert.defaults import FOUR_BIT_DEFAULTS
 from finetune.convert.model_names import BITSANDBYTES_MODEL
 from finetune.convert.rules import Conversion
 
-STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}  # -> the key that steps alone reads
+# -> the key that steps alone reads
+STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 
 
 def remove_contradictions(conversion: Conversion) -> None:
@@ -47,7 +48,9 @@ def _drop_quantization(conversion: Conversion) -> None:
     if BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()):
         asked = [key for key in LOAD_KEYS if recipe.pop(key, False)]
         if asked:
-            conversion.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
+            conversion.remarks.append(
+                f"{', '.join(asked)}: left to the model, whose files are quantized already"
+            )
     if read_recipe_quantization(recipe).bits != 4:
         for key in FOUR_BIT_DEFAULTS[conversion.tool]:
             recipe.pop(key, None)

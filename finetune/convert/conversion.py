@@ -1,4 +1,6 @@
-"""A recipe of ours with the meaning of another tool's file: its values, its defaults, and what differs."""
+"""A recipe of ours with the meaning of another tool's file: its values, its defaults, and what
+differs.
+"""
 
 import argparse
 import difflib
@@ -23,7 +25,14 @@ from finetune.convert.asked_layout import AskedLayout, read_layout, write_accele
 from finetune.convert.by_tool import adapt_tool
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
-from finetune.convert.counterparts import GRPO, NOTES, Counterpart, Tool, ToolFile, list_counterparts
+from finetune.convert.counterparts import (
+    GRPO,
+    NOTES,
+    Counterpart,
+    Tool,
+    ToolFile,
+    list_counterparts,
+)
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
@@ -52,7 +61,9 @@ MISSING_FILE = (
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
-    """Writes or prints the recipe; what differs is listed in it and on stderr. Raises `UserError` where none is made.
+    """Writes or prints the recipe; what differs is listed in it and on stderr.
+
+    Raises `UserError` where none is made.
 
     Returns 0, or 1 where something is left to do before the recipe can train.
     """
@@ -65,11 +76,15 @@ def convert_command(arguments: argparse.Namespace) -> int:
         path = accelerate_path(Path(arguments.output or _name(source)))
         conversion.recipe["accelerate_config"] = path.name
         if not arguments.output:
-            conversion.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
+            conversion.to_do.append(
+                f"accelerate_config: {path.name} is written beside the recipe with --output"
+            )
     text = as_text(source, conversion)
     wrong = [problem for problem in problems if not problem.endswith(MISSING_FILE)]
     if wrong:
-        raise UserError.of(f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong)
+        raise UserError.of(
+            f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong
+        )
     if arguments.output:
         _write_files(Path(arguments.output), text, conversion.accelerate_file, arguments.overwrite)
     else:
@@ -103,10 +118,12 @@ def accelerate_path(recipe: Path) -> Path:
 
 def refuse_own(source: Path) -> None:
     """Raises `UserError` where `source` is a recipe of ours already."""
-    settings = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
+    # what is wrong with it is said where it is read as another tool's
+    settings = find_yaml(source, is_foreign=True)
     if settings and is_ours(settings, source):
         raise UserError(
-            f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
+            f"{source}: a recipe of this toolkit already: there is nothing to convert, train with "
+            "it as it is"
         )
 
 
@@ -116,11 +133,15 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
     try:
         replace_file(path, text)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
 def is_ours(settings: ToolFile, source: Path) -> bool:
-    """Whether all keys are ours, and one of them is ours alone or the whole file reads as a recipe."""
+    """Whether all keys are ours, and one of them is ours alone or the whole file reads as a
+    recipe.
+    """
     if "datasets" not in settings or not settings.keys() <= recipe_keys().keys():
         return False
     keys_of_entries: set[str] = set()
@@ -137,17 +158,26 @@ def as_text(source: Path, conversion: Conversion) -> str:
     """Returns the recipe file, with what differs as comments at its end."""
     text = f"# From {_name(source)} ({conversion.tool}) by finetune convert.\n"
     text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
-    sections = {"To do": conversion.to_do, "Different here": conversion.differences, "Worth a look": conversion.remarks}
+    sections = {
+        "To do": conversion.to_do,
+        "Different here": conversion.differences,
+        "Worth a look": conversion.remarks,
+    }
     for title, lines in sections.items():
         if lines:
-            text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
+            text += f"\n# {title}:\n" + "".join(
+                f"#   {' '.join(line.splitlines())}\n" for line in lines
+            )
     if conversion.ignored:
         text += f"\n# Without effect here: {', '.join(dict.fromkeys(conversion.ignored))}\n"
     return text
 
 
 def read_back(recipe: Mapping[str, Any]) -> list[str]:
-    """Lists what our reader says of a recipe. A local path that is missing here may exist where it is trained."""
+    """Lists what our reader says of a recipe.
+
+    A local path that is missing here may exist where it is trained.
+    """
     values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
     return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
 
@@ -161,12 +191,15 @@ def _problems(recipe: str | None, overrides: Sequence[str] = ()) -> list[str]:
 
 
 MASTER_WEIGHTS = (
-    "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as is the default here"
+    "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as "
+    "is the default here"
 )
-# What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of its name.
+# What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
+# its name.
 OPTIMIZER_NOTES = {
     "paged": "its state is not paged to the host here; the update is the same",
-    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
+    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 "
+    "in both, rounded "
     "differently",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
@@ -218,7 +251,9 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
     make_runnable(conversion)
-    conversion.recipe = {key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe}
+    conversion.recipe = {
+        key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
+    }
     return conversion
 
 
@@ -238,8 +273,12 @@ def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> Non
         conversion.add_difference(load_key, True, note)
 
 
-def _walk(settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields keys with their values; walks a nested mapping where the table names keys inside it."""
+def _walk(
+    settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields keys with their values; walks a nested mapping where the table names keys inside
+    it.
+    """
     for key, value in settings.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
@@ -250,12 +289,15 @@ def _walk(settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = ""
             yield name, value
 
 
-def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion) -> None:
+def _convert_key(
+    key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion
+) -> None:
     """Adds a setting of the other tool to the recipe, the differences or the ignored keys.
 
     >>> conversion = Conversion("Axolotl")
     >>> known = {pair.key: pair for pair in list_counterparts("Axolotl")}
-    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
+    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy":
+      True}.items():
     ...     _convert_key(key, value, known, conversion)
     >>> conversion.recipe, conversion.differences, conversion.ignored
     ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['cut_cross_entropy'])
@@ -278,7 +320,9 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], convers
         _set(key, value, pair, conversion)
 
 
-def _report_unknown(key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion) -> None:
+def _report_unknown(
+    key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion
+) -> None:
     section = known.get(key.split(".")[0]) if "." in key else None
     if section is not None and section.carry == "by-code":
         return  # an entry's own key is read with the entry
@@ -372,11 +416,14 @@ SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
 
 
 def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Names the Accelerate file for the layout of a file, and drops what that layout has no use for."""
+    """Names the Accelerate file for the layout of a file, and drops what that layout has no use
+    for.
+    """
     recipe = conversion.recipe
     layout = read_layout(conversion.tool, settings, text)
     if recipe.get("optim_in_backward") and layout.sharding == "none":
-        layout = replace(layout, sharding="full")  # the same in one process, and DDP keeps its gradients
+        # the same in one process, and DDP keeps its gradients
+        layout = replace(layout, sharding="full")
     if layout.file is not None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
@@ -389,9 +436,13 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         )
     if recipe.get("optim_in_backward") and layout.sharding == "offload":
         del recipe["optim_in_backward"]
-        conversion.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
+        conversion.remarks.append(
+            "optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already"
+        )
     if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
-        conversion.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
+        conversion.remarks.append(
+            f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss"
+        )
 
 
 def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
@@ -399,6 +450,10 @@ def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
     if layout.pure_bf16 and not recipe.get("use_peft"):
         recipe.setdefault("dtype", "bfloat16")
     elif layout.pure_bf16 and conversion.tool == "torchtune":
-        conversion.remarks.append("dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)")
-    elif layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16":
+        conversion.remarks.append(
+            "dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)"
+        )
+    elif (
+        layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16"
+    ):
         conversion.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")

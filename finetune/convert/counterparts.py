@@ -1,8 +1,10 @@
-"""The keys of other tools, with what each is here, read from the tables beside this file: one row a key.
+"""The keys of other tools, with what each is here, read from the tables beside this file: one row a
+key.
 
-Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
-ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes
-and builders), NeMo Automodel (`recipes/llm/train_ft.py`, `components/optim/config.py`, `components/_peft/lora.py`).
+Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig,
+ModelConfig, ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its
+`hparams`), torchtune (its recipes and builders), NeMo Automodel (`recipes/llm/train_ft.py`,
+`components/optim/config.py`, `components/_peft/lora.py`).
 """
 
 import csv
@@ -18,7 +20,8 @@ Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel", "ms-
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
 
-# How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own code.
+# How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own
+# code.
 Carry = Literal[
     "same",
     "not",
@@ -61,7 +64,10 @@ GRPO = "GRPO"  # in the column `tools`: TRL's trainer, beside the keys of its ot
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """One key of another tool. `ours` is None where there is none; `note` then says why, or what to do instead."""
+    """One key of another tool.
+
+    `ours` is None where there is none; `note` then says why, or what to do instead.
+    """
 
     key: str  # dotted where it is nested
     ours: str | None
@@ -92,7 +98,9 @@ def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
     >>> next(pair for pair in list_counterparts("Axolotl") if pair.key == "micro_batch_size").ours
     'per_device_train_batch_size'
     """
-    return tuple(_make_counterpart(row) for row in _read_table(table) if tool in row["tools"].split())
+    return tuple(
+        _make_counterpart(row) for row in _read_table(table) if tool in row["tools"].split()
+    )
 
 
 def _make_counterpart(row: Mapping[str, str]) -> Counterpart:

@@ -29,7 +29,11 @@ from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
-PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
+PAIRED_COLUMNS = {
+    "prompt": "prompt_column",
+    "chosen": "chosen_column",
+    "rejected": "rejected_column",
+}
 RATED_COLUMNS = {"completion": "completion_column", "label": "label_column"}
 TORCHTUNE_PAIRS = {
     "stack_exchange_paired": "lvwerra/stack-exchange-paired",
@@ -75,7 +79,9 @@ TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
 
 
-def _read_torchtune(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_torchtune(
+    settings: ToolFile, source: Path, conversion: Conversion
+) -> tuple[Sources, Sources]:
     default = read_section(settings, "dataset").get("train_on_input")
 
     def read(entry: DataSetEntry) -> Sources:
@@ -83,13 +89,21 @@ def _read_torchtune(settings: ToolFile, source: Path, conversion: Conversion) ->
             return _read_torchtune_preferences(entry, conversion)
         return _read_torchtune_entry(entry, default, source, conversion)
 
-    train = read_each("torchtune", _list_torchtune("dataset", settings, source, conversion), read, conversion)
-    held_out = read_each("torchtune", _list_torchtune("dataset_val", settings, source, conversion), read, conversion)
+    train = read_each(
+        "torchtune", _list_torchtune("dataset", settings, source, conversion), read, conversion
+    )
+    held_out = read_each(
+        "torchtune", _list_torchtune("dataset_val", settings, source, conversion), read, conversion
+    )
     return train, held_out
 
 
-def _list_torchtune(key: str, settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
-    """Lists the data sets under `key`, which is one or a list, without what becomes keys of the whole recipe."""
+def _list_torchtune(
+    key: str, settings: ToolFile, source: Path, conversion: Conversion
+) -> list[DataSetEntry]:
+    """Lists the data sets under `key`, which is one or a list, without what becomes keys of the
+    whole recipe.
+    """
     value = settings.get(key)
     if isinstance(value, dict):
         entry = DataSetEntry.make(key, value)
@@ -104,7 +118,9 @@ def _list_torchtune(key: str, settings: ToolFile, source: Path, conversion: Conv
     return entries
 
 
-def _read_torchtune_entry(entry: DataSetEntry, default: Any, source: Path, conversion: Conversion) -> Sources:
+def _read_torchtune_entry(
+    entry: DataSetEntry, default: Any, source: Path, conversion: Conversion
+) -> Sources:
     """Reads an entry of torchtune's. `default`: the first one's train_on_input."""
     component = _name_component(entry)
     if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", default) is None:
@@ -114,7 +130,9 @@ def _read_torchtune_entry(entry: DataSetEntry, default: Any, source: Path, conve
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]
     if not paths or paths[0] in BUILDERS:
-        raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
+        raise UserError(
+            f"{source}: {entry.where}: {component} names no source; set it to a file or hub name"
+        )
     return make_sources(paths, **entry.take_name_and_split(), **keys)
 
 
@@ -145,17 +163,20 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
 
 AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
 AUTOMODEL_ENDS = {
-    "squad": "without a chat template the end-of-text token is trained after each answer here, and the space before an "
+    "squad": "without a chat template the end-of-text token is trained after each answer here, and "
+    "the space before an "
     "answer is no part of its first token",
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
 BY_CODE = (
-    "this class joins several columns of a row in code; write the rows as messages and name that file as path, or "
-    "yield them: `function: my_data.py:rows`"
+    "this class joins several columns of a row in code; write the rows as messages and name that "
+    "file as path, or yield them: `function: my_data.py:rows`"
 )
 
 
-def _read_automodel(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_automodel(
+    settings: ToolFile, source: Path, conversion: Conversion
+) -> tuple[Sources, Sources]:
     def read(entry: DataSetEntry) -> Sources:
         return _read_automodel_entry(entry, source, conversion)
 
@@ -173,8 +194,8 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     path = _take_first(entry, "path_or_dataset_id", "path_or_dataset", "dataset_name")
     if path is None:
         raise UserError(
-            f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under "
-            "`function: my_data.py:rows`"
+            f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows "
+            "goes under `function: my_data.py:rows`"
         )
     keys = entry.take_name_and_split()
     if str(path).endswith((".json", ".jsonl")):
@@ -198,7 +219,9 @@ def _take_first(entry: DataSetEntry, *keys: str) -> Any:
     return next(filter(None, map(entry.take, keys)), None)
 
 
-def _take_automodel_format(entry: DataSetEntry, kind: str, path: Any, conversion: Conversion) -> dict[str, Any]:
+def _take_automodel_format(
+    entry: DataSetEntry, kind: str, path: Any, conversion: Conversion
+) -> dict[str, Any]:
     question = entry.take("column_mapping.question")
     answer = entry.take("column_mapping.answer")
     if question and answer and not entry.unread.get("column_mapping.context"):
@@ -210,13 +233,22 @@ def _take_automodel_format(entry: DataSetEntry, kind: str, path: Any, conversion
         conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
         return {"type": row_format}
     if kind != "ChatDataset":
-        conversion.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
-        conversion.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
+        conversion.add_difference(
+            f"{entry.where}._target_", kind, BY_CODE, "a data set made by code"
+        )
+        conversion.to_do.append(
+            f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above"
+        )
     return {}
 
 
 # Axolotl's types are called template.form; here the prompt columns of the forms that join texts.
-PAIR_FORMS = {"argilla": "instruction", "icr": "input", "intel": "question", "prompt_pairs": "prompt"}
+PAIR_FORMS = {
+    "argilla": "instruction",
+    "icr": "input",
+    "intel": "question",
+    "prompt_pairs": "prompt",
+}
 RATED_FORMS = {
     "argilla": "instruction",
     "intel": "question",
@@ -227,7 +259,15 @@ RATED_FORMS = {
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = ("chatml", "llama3")
-KNOWN_COLUMNS = ("chat_template_kwargs", "prompt", "chosen", "rejected", "messages", "completion", "label")
+KNOWN_COLUMNS = (
+    "chat_template_kwargs",
+    "prompt",
+    "chosen",
+    "rejected",
+    "messages",
+    "completion",
+    "label",
+)
 
 
 def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
@@ -261,18 +301,29 @@ def _name_form_columns(form: str, method: str) -> dict[str, Any]:
     """Returns the columns of a form that joins texts, for our reader of messages."""
     if method == "kto":
         row_format = None if form == "argilla_chat" else "messages"
-        return {"prompt_column": RATED_FORMS[form], "completion_column": "completion", "type": row_format}
+        return {
+            "prompt_column": RATED_FORMS[form],
+            "completion_column": "completion",
+            "type": row_format,
+        }
     columns = ARGILLA if form == "argilla" else {}
     return {"prompt_column": PAIR_FORMS[form], "type": "messages", **columns}
 
 
 def _take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> dict[str, Any]:
-    """Takes the columns of an entry of dataset_info.json. Those that are called as usual need no key."""
-    taken = {name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")}
+    """Takes the columns of an entry of dataset_info.json.
+
+    Those that are called as usual need no key.
+    """
+    taken = {
+        name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")
+    }
     entry.take("ranking")
     if entry.unread.get("columns.query") == "input":
         entry.take("columns.query")
-    prompt = (taken["messages"] or "conversations") if is_chat else (taken["prompt"] or "instruction")
+    prompt = (
+        (taken["messages"] or "conversations") if is_chat else (taken["prompt"] or "instruction")
+    )
     if method == "kto":
         return _take_rated_columns(entry, prompt, is_chat)
     keys = {"prompt_column": None if prompt in PROMPTS else prompt}
@@ -304,18 +355,22 @@ FORMATS = {
 }
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 ALPACA_PROMPT = (
-    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
+    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is "
+    "read by a chat template"
 )
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 SPACE_AFTER = "without a format a prompt ends with a space there"
 PROMPT_ALONE = (
-    "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
-    "type: messages makes a conversation of the two"
+    "has no effect on this entry: of a prompt with its completion the completion alone is trained "
+    "on; type: messages makes a conversation of the two"
 )
 
 
 def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conversion) -> None:
-    """Adds `datasets` and `eval_datasets` to the recipe. Raises `UserError` where a file lists something else."""
+    """Adds `datasets` and `eval_datasets` to the recipe.
+
+    Raises `UserError` where a file lists something else.
+    """
     recipe = conversion.recipe
     train, held_out = READERS[tool](settings, source, conversion)
     if train:
@@ -323,10 +378,14 @@ def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conver
     if held_out:
         recipe["eval_datasets"] = held_out
         if recipe.pop("eval_split_size", None) is not None:
-            conversion.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
+            conversion.remarks.append(
+                "eval_split_size is dropped: the file also names a held-out data set"
+            )
     if recipe.get("assistant_only_loss") is False:
         masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
-        conversion.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
+        conversion.remarks += [
+            f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked
+        ]
         if masked and len(masked) == len(train):
             del recipe["assistant_only_loss"]
 
@@ -337,21 +396,29 @@ def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
 
 
 def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
-    entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(settings, source, conversion)
+    entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(
+        settings, source, conversion
+    )
     mixed, held_out_of_mixed = read_mixer(settings, conversion)
     if mixed:
         return mixed, held_out_of_mixed
     name = settings.get("dataset_name")
     if entries and name:
-        conversion.remarks.append(f"dataset_name: {shorten(name)} is dropped: datasets is given too")
+        conversion.remarks.append(
+            f"dataset_name: {shorten(name)} is dropped: datasets is given too"
+        )
     entries = entries or [_make_trl_entry(settings)]
     train = read_each("TRL", entries, lambda entry: _read_trl_entry(entry, conversion), conversion)
     train = [made for made in train if "path" in made]
     others = list_entries(settings.get("eval_datasets"), "eval_datasets", source)
-    held_out = read_each("TRL", others, lambda entry: _read_trl_entry(entry, conversion), conversion)
+    held_out = read_each(
+        "TRL", others, lambda entry: _read_trl_entry(entry, conversion), conversion
+    )
     strategy = settings.get("eval_strategy", settings.get("evaluation_strategy", "no"))
     if str(strategy) != "no" and not held_out and "eval_split_size" not in conversion.recipe:
-        held_out = [made | {"split": settings.get("dataset_test_split", "test")} for made in train[:1]]
+        held_out = [
+            made | {"split": settings.get("dataset_test_split", "test")} for made in train[:1]
+        ]
     return train, held_out
 
 
@@ -368,13 +435,20 @@ def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
 
 def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
     columns = entry.unread.get("columns")  # that alignment-handbook selects
-    if compares_answers(conversion) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
+    if (
+        compares_answers(conversion)
+        and isinstance(columns, list)
+        and set(columns) <= set(KNOWN_COLUMNS)
+    ):
         entry.take("columns")
-    keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
+    # ours are welcome too
+    keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}
     return make_sources(entry.take_paths(), **keys)
 
 
-def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_axolotl(
+    settings: ToolFile, source: Path, conversion: Conversion
+) -> tuple[Sources, Sources]:
     styles: set[str] = set()
     variables = read_section(settings, "chat_template_kwargs")
 
@@ -395,14 +469,20 @@ def _read_axolotl(settings: ToolFile, source: Path, conversion: Conversion) -> t
     return train, held_out
 
 
-def _read_axolotl_entry(entry: DataSetEntry, variables: dict[str, Any], conversion: Conversion) -> Sources:
-    """Reads an entry of Axolotl's. `variables`: what its chat templates read beside the messages."""
+def _read_axolotl_entry(
+    entry: DataSetEntry, variables: dict[str, Any], conversion: Conversion
+) -> Sources:
+    """Reads an entry of Axolotl's.
+
+    `variables`: what its chat templates read beside the messages.
+    """
     if compares_answers(conversion):
         return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
-    has_columns = any(key.startswith("type.") for key in entry.unread)  # and a template, all in the type
+    # and a template, all in the type
+    has_columns = any(key.startswith("type.") for key in entry.unread)
     keys = entry.take_name_and_split() | {"type": FORMATS.get(name)}
     if name in FORMATS:
         entry.take("type")
@@ -411,7 +491,9 @@ def _read_axolotl_entry(entry: DataSetEntry, variables: dict[str, Any], conversi
     if keys["type"] == "text":
         keys["text_column"] = entry.take("field") or entry.take("text_column")
     prefix = "type." if has_columns else ""
-    if has_columns or (name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()):
+    if has_columns or (
+        name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()
+    ):
         keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
         keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
     if has_columns and "type.format" not in entry.unread:
@@ -438,7 +520,8 @@ class _FactoryData:
         names = self.settings.get(key) or []
         if not isinstance(names, str | list):
             raise UserError(
-                f"{self.source}: {key}: names are expected, found {shorten(names)}; write them with commas between"
+                f"{self.source}: {key}: names are expected, found {shorten(names)}; write them "
+                "with commas between"
             )
         sources: Sources = []
         for name in names.split(",") if isinstance(names, str) else names:
@@ -455,7 +538,8 @@ class _FactoryData:
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(
-                f"{self.info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
+                f"{self.info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its "
+                "file_name there"
             )
         entry = DataSetEntry.make(f"{self.info_path.name}: {name}", keys)
         return read_each("LLaMA-Factory", [entry], self._read_entry, self.conversion)
@@ -467,14 +551,18 @@ class _FactoryData:
         if "columns.images" not in entry.unread:
             return sources
         if conversion.images is None and conversion.recipe.pop("chat_template", None):
-            conversion.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
+            conversion.remarks.append(
+                f"{entry.where}: the tokenizer's own template, which writes the images"
+            )
         model = str(self.settings.get("model_name_or_path"))
         conversion.images = conversion.images or guess_vision_family(model)
         folder = self.settings.get("media_dir")
         return [made | {"image_folder": str(folder)} for made in sources] if folder else sources
 
 
-def _read_factory(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_factory(
+    settings: ToolFile, source: Path, conversion: Conversion
+) -> tuple[Sources, Sources]:
     listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
     path = find_from_root(source, listed) or source.parent / listed
     info = load_json(path, "fix it, or name another dataset_dir") if path.is_file() else {}
@@ -510,8 +598,13 @@ def _take_chat_columns(entry: DataSetEntry) -> dict[str, Any]:
 
 
 def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
-    """Takes the columns of texts: those that type alpaca reads, else a prompt and an answer, else a text."""
-    columns = {name: entry.unread.get(f"columns.{name}") for name in (*ALPACA_COLUMNS, "system", "history", "chosen")}
+    """Takes the columns of texts: those that type alpaca reads, else a prompt and an answer, else a
+    text.
+    """
+    columns = {
+        name: entry.unread.get(f"columns.{name}")
+        for name in (*ALPACA_COLUMNS, "system", "history", "chosen")
+    }
     if ALPACA_COLUMNS.items() <= columns.items() and columns["system"] in (None, "system"):
         for name in (*ALPACA_COLUMNS, "system"):
             entry.take(f"columns.{name}")
@@ -524,14 +617,23 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     answer = next((name for name in ("response", "chosen") if columns[name]), None)
     if answer is None:
         return {"type": "text", "text_column": prompt}  # what they pretrain on
-    return {"type": "messages", "prompt_column": prompt, "completion_column": entry.take(f"columns.{answer}")}
+    return {
+        "type": "messages",
+        "prompt_column": prompt,
+        "completion_column": entry.take(f"columns.{answer}"),
+    }
 
 
-SWIFT_HUB = "names of ModelScope's hub there: name a file, or the data set on Hugging Face's, where it differs"
+SWIFT_HUB = (
+    "names of ModelScope's hub there: name a file, or the data set on Hugging Face's, where it "
+    "differs"
+)
 SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
 
 
-def _read_swift(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+def _read_swift(
+    settings: ToolFile, source: Path, conversion: Conversion
+) -> tuple[Sources, Sources]:
     """Reads names as path:subset#count."""
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))

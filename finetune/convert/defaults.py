@@ -9,7 +9,8 @@ from finetune.config.schema import Lora, recipe_keys
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.rules import Conversion, find_method_facts, read_section
 
-# Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that warmup_ratio decides.
+# Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that
+# warmup_ratio decides.
 TRAINER = {
     "num_train_epochs": 3.0,
     "per_device_train_batch_size": 8,
@@ -19,10 +20,16 @@ TRAINER = {
     "save_total_limit": None,
 }
 OF_COMPONENTS = ("torchtune", "Automodel")
-COMPONENTS = {"packing": False, "lr_scheduler_type": "constant", "warmup_steps": 0, "save_total_limit": None}
+COMPONENTS = {
+    "packing": False,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "save_total_limit": None,
+}
 UNLIMITED = {"max_length": 8192, "overlength": "error"}
 UNLIMITED_NOTE = (
-    "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for longer ones"
+    "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for "
+    "longer ones"
 )
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
@@ -47,12 +54,19 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "Axolotl": {"lora_r": 8, "lora_alpha": 8},
     "LLaMA-Factory": {"lora_r": 8},
     "torchtune": {"lora_r": 8, "lora_alpha": 16},
-    "ms-swift": {"lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": "all-linear"},
+    "ms-swift": {
+        "lora_r": 8,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+        "lora_target_modules": "all-linear",
+    },
     "Automodel": {"lora_r": 8},
 }
-# Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none (torchtune: torchao's NF4).
+# Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none
+# (torchtune: torchao's NF4).
 FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"} for tool in TOOL_NAMES
+    tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"}
+    for tool in TOOL_NAMES
 }
 FACTORY_RANK = 8
 WARMUP_THERE = "3% of the steps, but at most 100 there"
@@ -76,19 +90,25 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
-    """Sets what depends there on the kind of tuning, and on the batch: 16 rows a step, on all processes."""
+    """Sets what depends there on the kind of tuning, and on the batch: 16 rows a step, on all
+    processes.
+    """
     recipe = conversion.recipe
     if recipe.get("use_peft") is False:
         defaults["learning_rate"] = 1e-5
     rows = recipe.get("per_device_train_batch_size", 1)
     if "gradient_accumulation_steps" not in recipe and isinstance(rows, int) and rows > 0:
         recipe["gradient_accumulation_steps"] = -(-16 // rows)
-        conversion.add_remark("gradient_accumulation_steps", None, "16 rows a step there, divided by the processes")
+        conversion.add_remark(
+            "gradient_accumulation_steps", None, "16 rows a step there, divided by the processes"
+        )
 
 
 def _bound_length(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     tool = conversion.tool
-    is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (tool == "TRL" and settings.get("max_length", 0) is None)
+    is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (
+        tool == "TRL" and settings.get("max_length", 0) is None
+    )
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
         defaults |= UNLIMITED
@@ -117,7 +137,9 @@ def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, An
         defaults.pop("assistant_only_loss", None)  # only the answers are compared
     if method.samples:
         defaults.pop("packing", None)  # what is sampled is packed here, for the same loss
-    if conversion.tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
+    if conversion.tool == "Axolotl" and any(
+        entry.get("type") != "text" for entry in recipe.get("datasets", ())
+    ):
         defaults["overlength"] = "drop"  # plain text is split, there as here
 
 
@@ -134,7 +156,9 @@ def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
 
 
 def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
-    """Sets when a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
+    """Sets when a tool saves, and how many it keeps, where the file does not say: all but Trainer
+    save every epoch.
+    """
     recipe = conversion.recipe
     is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
     if is_said:
@@ -149,15 +173,25 @@ def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, A
 
 
 def _saves_once(settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
-    if settings.get("saves_per_epoch") or settings.get("save_last_epoch_only") or recipe.get("streaming"):
+    if (
+        settings.get("saves_per_epoch")
+        or settings.get("save_last_epoch_only")
+        or recipe.get("streaming")
+    ):
         return True
     return read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False
 
 
 def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
-    """Drops the keys of LoRA without adapters; one that is trained further decides them, there as here."""
+    """Drops the keys of LoRA without adapters; one that is trained further decides them, there as
+    here.
+    """
     kept: set[str] = set()
     if recipe.get("use_peft"):
-        kept = {"use_peft", "adapter_name_or_path"} if recipe.get("adapter_name_or_path") else set(keys_of(Lora))
+        kept = (
+            {"use_peft", "adapter_name_or_path"}
+            if recipe.get("adapter_name_or_path")
+            else set(keys_of(Lora))
+        )
     for key in keys_of(Lora).keys() - kept:
         recipe.pop(key, None)

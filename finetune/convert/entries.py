@@ -1,4 +1,6 @@
-"""The data sets of another tool's file, one by one: which of their keys are read, and which are reported."""
+"""The data sets of another tool's file, one by one: which of their keys are read, and which are
+reported.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -48,12 +50,16 @@ NO_EFFECT = (
     "packed",
     "ds_type",
 )
-BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
+# their path where data_files lists the files
+BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")
 
 
 @dataclass(slots=True)
 class DataSetEntry:
-    """One data set of a file. A key that is converted is removed from `unread`; the rest have no counterpart."""
+    """One data set of a file.
+
+    A key that is converted is removed from `unread`; the rest have no counterpart.
+    """
 
     where: str  # as in datasets[0]
     unread: dict[str, Any]  # dotted where it is nested
@@ -72,10 +78,14 @@ class DataSetEntry:
         """Gives what is nested under `keys` dotted names."""
         for key in keys:
             if isinstance(self.unread.get(key), dict):
-                self.unread |= {f"{key}.{inner}": value for inner, value in self.unread.pop(key).items()}
+                self.unread |= {
+                    f"{key}.{inner}": value for inner, value in self.unread.pop(key).items()
+                }
 
     def take_paths(self, key: str = "path") -> list[Any]:
-        """Takes what is read: the path, or the files where the path only says of which kind they are."""
+        """Takes what is read: the path, or the files where the path only says of which kind they
+        are.
+        """
         path = self.take(key)
         files = self.unread.get("data_files")
         if path not in BUILDERS or not isinstance(files, str | list):
@@ -115,26 +125,37 @@ def list_entries(value: Any, name: str, source: Path) -> list[DataSetEntry]:
         return []
     if not isinstance(value, list):
         raise UserError(
-            f"{source}: {name}: a list of data sets is expected, found {shorten(value)}; write `- path: ...`"
+            f"{source}: {name}: a list of data sets is expected, found {shorten(value)}; write `- "
+            "path: ...`"
         )
     for i, item in enumerate(value):
         if not isinstance(item, dict):
             raise UserError(
-                f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; write `- path: ...`"
+                f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; "
+                "write `- path: ...`"
             )
     return [DataSetEntry.make(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def read_each(
-    tool: Tool, entries: Iterable[DataSetEntry], read: Callable[[DataSetEntry], Sources], conversion: Conversion
+    tool: Tool,
+    entries: Iterable[DataSetEntry],
+    read: Callable[[DataSetEntry], Sources],
+    conversion: Conversion,
 ) -> Sources:
-    """Reads our entries from a file's; the keys that `read` does not take are listed as differences."""
+    """Reads our entries from a file's; the keys that `read` does not take are listed as
+    differences.
+    """
     sources: Sources = []
     for entry in entries:
         sources += read(entry)
         conversion.differences += entry.list_unread(tool)
-        unread = [pair for pair in list_counterparts(tool, DATA_SET_KEYS) if pair.key in entry.unread]
-        conversion.missing_capabilities += sorted({pair.missing_capability for pair in unread} - {""})
+        unread = [
+            pair for pair in list_counterparts(tool, DATA_SET_KEYS) if pair.key in entry.unread
+        ]
+        conversion.missing_capabilities += sorted(
+            {pair.missing_capability for pair in unread} - {""}
+        )
     return sources
 
 
@@ -145,7 +166,9 @@ def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
 
 
 def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
-    """Returns an entry of the first `limit` rows of its split; of all if that is None or the split is a slice."""
+    """Returns an entry of the first `limit` rows of its split; of all if that is None or the split
+    is a slice.
+    """
     split = str(entry.get("split") or "train")
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry
@@ -161,6 +184,8 @@ ROOT_DEPTH = 7  # folders
 
 
 def find_from_root(source: Path, name: str | Path) -> Path | None:
-    """Finds a file that `source` names, from its own folder or from the root of the tool, some folders above."""
+    """Finds a file that `source` names, from its own folder or from the root of the tool, some
+    folders above.
+    """
     folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

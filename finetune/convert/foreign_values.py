@@ -1,4 +1,6 @@
-"""Single values of another tool's file: numbers, which may be written as text, and how a value is shown."""
+"""Single values of another tool's file: numbers, which may be written as text, and how a value is
+shown.
+"""
 
 import json
 import math
@@ -13,7 +15,10 @@ class WrongValue(UserError):
     @classmethod
     def of_key(cls, key: str, value: Any, expected: str, example: str) -> "WrongValue":
         """`expected` is a noun phrase in the singular; `example` is a value to write instead."""
-        return cls(f"{key}: {expected} is expected, found {shorten(value)}; write one, such as {key}: {example}")
+        return cls(
+            f"{key}: {expected} is expected, found {shorten(value)}; write one, such as {key}: "
+            f"{example}"
+        )
 
 
 def shorten(value: Any) -> str:

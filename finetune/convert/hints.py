@@ -9,13 +9,23 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.convert.counterparts import NOTES, TOOL_NAMES, Counterpart, Tool, list_counterparts
 
 FEW_NAMES = 3  # of a tool's own, above which a file is taken for one of its files
-SWIFT_KEYS = {"tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "loss_scale", "truncation_strategy"}
+SWIFT_KEYS = {
+    "tuner_type",
+    "train_type",
+    "rlhf_type",
+    "split_dataset_ratio",
+    "loss_scale",
+    "truncation_strategy",
+}
 FLAT = [tool for tool in TOOL_NAMES if tool != "Automodel"]  # whose files are nested throughout
 
 
 def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
     """Returns the tool that a file is for, by the keys that only one of them has."""
-    if any("nemo_automodel" in text for text in find_texts(file, "_target_")) or "step_scheduler" in file:
+    if (
+        any("nemo_automodel" in text for text in find_texts(file, "_target_"))
+        or "step_scheduler" in file
+    ):
         return "Automodel"
     if any(True for _ in find_texts(file, "_component_")):
         return "torchtune"
@@ -23,14 +33,22 @@ def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
         return "ms-swift"
     if "base_model" in file or {"sequence_len", "micro_batch_size"} & file.keys():
         return "LLaMA-Factory" if is_factory_v1(file) else "Axolotl"
-    if {"finetuning_type", "stage", "cutoff_len", "template", "export_dir"} & file.keys() or is_factory_v1(file):
+    if {
+        "finetuning_type",
+        "stage",
+        "cutoff_len",
+        "template",
+        "export_dir",
+    } & file.keys() or is_factory_v1(file):
         return "LLaMA-Factory"
     return "TRL" if "model_name_or_path" in file else None
 
 
 def is_factory_v1(file: Mapping[str, Any]) -> bool:
     """Whether a file is in LLaMA-Factory's v1 schema."""
-    return "model" in file and bool({"train_dataset", "dist_config", "sample_backend", "kernel_config"} & file.keys())
+    return "model" in file and bool(
+        {"train_dataset", "dist_config", "sample_backend", "kernel_config"} & file.keys()
+    )
 
 
 def find_texts(value: Any, key: str) -> Iterator[str]:
@@ -47,9 +65,11 @@ def find_texts(value: Any, key: str) -> Iterator[str]:
 
 
 def find_writer(file: Mapping[str, Any]) -> Tool | None:
-    """Returns the tool that a file was written for, by as many names of its own as no recipe has by mistake.
+    """Returns the tool that a file was written for, by as many names of its own as no recipe has by
+    mistake.
 
-    >>> find_writer({"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size": 1})
+    >>> find_writer({"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size":
+      1})
     'Axolotl'
     >>> find_writer({"model_name_or_path": "a/b", "datasets": [], "sequence_len": 2048})
     """
@@ -64,7 +84,8 @@ def explain_key(key: str) -> tuple[str, str] | None:
     """Explains another tool's key: (our key, else `key` itself; a sentence). None for nobody's key.
 
     >>> explain_key("sequence_len"), explain_key("lora_rank")[1].partition(";")[0]
-    (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's name")
+    (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's
+    name")
     """
     if "." in key or key in IN_ACCELERATE_FILE:  # of which the reader knows more
         return None
@@ -89,4 +110,6 @@ def _describe(pair: Counterpart) -> str:
     if pair.ours in NESTED:
         return f"{pair.ours}: {SOURCES_FORM}{note}"
     is_of_entry = pair.key in {field.name for field in fields(DatasetSource)}
-    return f"{pair.ours}{note}" if pair.ours == "accelerate_config" or is_of_entry else str(pair.ours)
+    return (
+        f"{pair.ours}{note}" if pair.ours == "accelerate_config" or is_of_entry else str(pair.ours)
+    )

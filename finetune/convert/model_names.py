@@ -1,4 +1,6 @@
-"""What names of published models and of chat templates say: the family, the kind, and what differs there."""
+"""What names of published models and of chat templates say: the family, the kind, and what differs
+there.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,8 @@ from finetune.convert.hints import find_texts
 from finetune.convert.rules import LINEAR_LAYERS, Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
 
-Unsupported = tuple[str, str, bool]  # evidence in a file, the capability that it asks for, whether the file trains
+# evidence in a file, the capability that it asks for, whether the file trains
+Unsupported = tuple[str, str, bool]
 
 # Names of models -> model_type, the first that fits.
 FAMILIES = (
@@ -50,7 +53,8 @@ FAMILIES = (
     (r"qwen-?3(\.\d|[-_.]?5)", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
-    (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),  # the first generation's, which is not transformers'
+    # the first generation's, which is not transformers'
+    (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4", "gemma4_text"),
@@ -99,7 +103,10 @@ FAMILIES = (
     (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"),
     (r"solar-open", "solar_open"),
-    (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
+    (
+        r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar",
+        "llama",
+    ),
     (r"mistral-small-4", "mistral4"),
     (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"),
@@ -127,30 +134,41 @@ VISION_FAMILIES = (
     (r"lfm2.*-vl", "lfm2_vl"),
     (r"paddleocr-vl", "paddleocr_vl"),
     (r"north-\w+-vision|command-a-vision", "cohere2_vision"),
-    (r"shieldstral|mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|mistral-medium-3\.5", "mistral3"),
+    (
+        r"shieldstral|mistral-small-(3\.[12]|4)|ministral-3|magistral-small-2509|"
+        r"mistral-medium-3\.5",
+        "mistral3",
+    ),
     (r"moss-vl", "moss_vl"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|"
+    r"minicpm-[vo]"
 )
-# Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that were not tried.
+# Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that
+# were not tried.
 MOE_MODEL = re.compile(
-    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|[12])|ring[-_](mini|flash)|arctic|grok|step-3|"
+    r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|[12])|ring[-_](mini|flash)|arctic|"
+    r"grok|step-3|"
     r"\bmimo(?!-7b|-v2-flash)"
 )
 MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
 MIXTURE = re.compile(
-    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|mimo-v2|"
+    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|"
+    r"glm-?5|minimax|mimo-v2|"
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
-    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3(\.\d-flash)?-next|"
+    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
+    r"qwen3(\.\d-flash)?-next|"
     r"trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
 FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read.
-QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized")
+QUANTIZED_MODEL = re.compile(
+    r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized"
+)
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
@@ -174,9 +192,15 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
-BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")  # Automodel's own classes with an auxiliary loss
-AUTOMODEL_ADAPTERS = "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
-AUXILIARY = "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds it here"
+# Automodel's own classes with an auxiliary loss
+BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")
+AUTOMODEL_ADAPTERS = (
+    "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
+)
+AUXILIARY = (
+    "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
+    "it here"
+)
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
@@ -196,7 +220,8 @@ def guess_family(name: str) -> str | None:
 def guess_vision_family(name: str) -> str | None:
     """Returns the model_type of a model with its tower, by its name; None where it says none.
 
-    >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"), guess_vision_family("meta-llama/Llama-3.1-8B")
+    >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"),
+      guess_vision_family("meta-llama/Llama-3.1-8B")
     ('qwen2_vl', 'llama')
     """
     lower = name.lower()
@@ -242,13 +267,18 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     if is_mixture(name) and ((asks and is_untried) or is_stored):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in REFUSED_NAMES.items():
-        takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
+        takes_images = (
+            pattern in (MULTIMODAL_MODEL, HYBRID_MODEL)
+            and guess_vision_family(lower) in IMAGE_FAMILIES
+        )
         if pattern.search(lower) and not takes_images:
             yield name, cause, True
 
 
 def report_classes(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what Automodel's own classes of models do otherwise, and the layers that get no adapters there."""
+    """Reports what Automodel's own classes of models do otherwise, and the layers that get no
+    adapters there.
+    """
     if conversion.tool != "Automodel":
         return
     name = name_model(settings)
@@ -264,24 +294,40 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     excluded = convert_names(peft.get("exclude_modules")) or []
     targets = peft.get("target_modules")
     unadaptable = find_family(family).unadaptable
-    left_out = [name for name in excluded if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable]
+    left_out = [
+        name
+        for name in excluded
+        if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable
+    ]
     if left_out:
         note = "they get adapters here"
-        conversion.add_difference("peft.exclude_modules", left_out, note, "LoRA without some layers")
+        conversion.add_difference(
+            "peft.exclude_modules", left_out, note, "LoRA without some layers"
+        )
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
     if is_all and not any("head" in name for name in excluded):
-        key = next(key for key in ("match_all_linear", "target_modules", "exclude_modules") if peft.get(key))
-        conversion.add_difference(f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head")
+        key = next(
+            key
+            for key in ("match_all_linear", "target_modules", "exclude_modules")
+            if peft.get(key)
+        )
+        conversion.add_difference(
+            f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head"
+        )
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all:
         conversion.recipe["lora_target_modules"] = "all-linear"
     elif not targets or "*_proj" in str(targets):  # the default, too
-        conversion.recipe["lora_target_modules"] = projections if len(projections) < len(layers) else "all-linear"
+        conversion.recipe["lora_target_modules"] = (
+            projections if len(projections) < len(layers) else "all-linear"
+        )
 
 
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
-    """Finds (the key by which a file trains on images, the model_type with the tower); none if it trains on text."""
+    """Finds (the key by which a file trains on images, the model_type with the tower); none if it
+    trains on text.
+    """
     components = " ".join(find_texts(settings, "_component_"))
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
         return "model", "mllama"  # its only family
@@ -305,7 +351,8 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
     return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None
 
 
-# Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
+# Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write
+# other turns.
 TEMPLATES = {
     "llama3": "llama3",
     "llama-3": "llama3",
@@ -353,19 +400,30 @@ OWN_SYSTEM = "a system message of its own there, where a row has none"
 NO_SYSTEM = "system messages are left out there"
 THOUGHT = "an empty thought in every turn there, in the last one here"
 ONE_TEXT = (
-    "one text for all answers of a row there, with an empty thought in the last one; here each follows the prompt of "
-    "inference"
+    "one text for all answers of a row there, with an empty thought in the last one; here each "
+    "follows the prompt of inference"
 )
-SCORED_END = "the EOS token follows an answer here, and is scored; there the line break before it is"
-EMPTY_SYSTEM = "a row whose system column is empty has a system message without words there, none here"
+SCORED_END = (
+    "the EOS token follows an answer here, and is scored; there the line break before it is"
+)
+EMPTY_SYSTEM = (
+    "a row whose system column is empty has a system message without words there, none here"
+)
 # Of Axolotl, by bradley_terry.chat_template.
 LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
-# (tool, its name) -> what it writes otherwise than our template, by its rendering (tests/convert/test_token_ids.py).
+# (tool, its name) -> what it writes otherwise than our template, by its rendering
+# (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
-    ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
+    (
+        "LLaMA-Factory",
+        "gemma2",
+    ): "the token after an answer is trained too there, at the end the EOS token",
     ("torchtune", "phi3_mini_tokenizer"): FIRST_TOKEN,
-    ("torchtune", "phi4_tokenizer"): "no <|im_end|> follows an answer there: the model does not learn to end",
+    (
+        "torchtune",
+        "phi4_tokenizer",
+    ): "no <|im_end|> follows an answer there: the model does not learn to end",
     ("Axolotl", "phi_3"): FIRST_TOKEN,
     ("Axolotl", "phi_4"): OWN_SYSTEM,
     ("Axolotl", "mistral_v7_tekken"): OWN_SYSTEM,
@@ -374,13 +432,18 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
-# Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its own.
+# Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its
+# own.
 SPACED = ("mistral_v1", "mistral_v2v3")
-SPACE_TRAINED = "the token of the space before an answer is trained here, not there, where a tokenizer has one for it"
+SPACE_TRAINED = (
+    "the token of the space before an answer is trained here, not there, where a tokenizer has one "
+    "for it"
+)
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
-TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
+# templates that trim a turn's text; LLaMA-Factory's do not
+TRIMMED = ("llama3", "gemma", "mistral", "command-r")
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -400,9 +463,12 @@ MISTRAL_COMMON = {
     r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
-# Templates whose turns do not end with a model's EOS token as such -> the token at the end of a turn.
+# Templates whose turns do not end with a model's EOS token as such -> the token at the end of a
+# turn.
 TURN_ENDS: Mapping[str, str] = {
-    **dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "phi4"), "<|im_end|>"),
+    **dict.fromkeys(
+        ("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "phi4"), "<|im_end|>"
+    ),
     "llama3": "<|eot_id|>",
     "llama4": "<|eot|>",
     "gemma": "<end_of_turn>",
@@ -437,13 +503,19 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         conversion.recipe["chat_template"] = ours
         compare_turns(key, name, conversion)
     elif conversion.tool == "Axolotl" and name not in OTHER_STYLES:
-        conversion.add_remark(key, value, "the tokenizer's own template is used; name a file for another")
+        conversion.add_remark(
+            key, value, "the tokenizer's own template is used; name a file for another"
+        )
     else:
-        conversion.add_difference(key, value, "its turns are not known here; name a file for chat_template")
+        conversion.add_difference(
+            key, value, "its turns are not known here; name a file for chat_template"
+        )
 
 
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever the files say."""
+    """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
+    the files say.
+    """
     if settings.get("tokenizer_use_mistral_common") and not conversion.images:
         _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
     tokenizer = read_section(settings, "tokenizer")
@@ -454,12 +526,19 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
-    if name in ("llama3", "chatml", "phi3", "phi4") and conversion.recipe.get("assistant_only_loss") is not False:
-        conversion.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
+    if (
+        name in ("llama3", "chatml", "phi3", "phi4")
+        and conversion.recipe.get("assistant_only_loss") is not False
+    ):
+        conversion.remarks.append(
+            "chat_template: the header of an answer is trained too there, about three tokens"
+        )
 
 
 def _add_mistral_turns(model: str, conversion: Conversion) -> None:
-    name = next((name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None)
+    name = next(
+        (name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None
+    )
     if name is None:
         note = "the tokenizer's own template is used"
         conversion.add_difference("tokenizer_use_mistral_common", True, note)
@@ -468,25 +547,40 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
 
 
 def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone, without `eot_tokens`."""
+    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone,
+    without `eot_tokens`.
+    """
     entries = settings.get("datasets")
     entries = entries if isinstance(entries, list) else []
     kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
-    if settings.get("rl") or settings.get("eot_tokens") or not any(kind.startswith("chat_template") for kind in kinds):
+    if (
+        settings.get("rl")
+        or settings.get("eot_tokens")
+        or not any(kind.startswith("chat_template") for kind in kinds)
+    ):
         return
     name = name_model(settings)
-    template = str(conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or ""))
+    template = str(
+        conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or "")
+    )
     end = TURN_ENDS.get(template)
     eos = conversion.recipe.get("special_tokens", {}).get("eos_token")
     if eos is None:
-        eos = next((token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None)
+        eos = next(
+            (token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None
+        )
     if end is not None and eos != end:
-        note = f"the EOS token alone ends a trained turn there: {end} is not trained unless it is that; it is here"
+        note = (
+            f"the EOS token alone ends a trained turn there: {end} is not trained unless it is "
+            "that; it is here"
+        )
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
 
 
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a reward model reads another text there, in place of which tokens are trained: one is scored."""
+    """Reports where a reward model reads another text there, in place of which tokens are trained:
+    one is scored.
+    """
     conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
     for note in (SPACE_TRAINED, BREAK_TRAINED):
         conversion.remarks = [line for line in conversion.remarks if note not in line]
@@ -496,11 +590,15 @@ def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "Axolotl":
         conversion.add_difference("datasets.type", "bradley_terry.chat_template", EMPTY_SYSTEM)
         if template in LOST_WORDS:
-            conversion.add_difference("chat_template", template, "words of the answers are left out there")
+            conversion.add_difference(
+                "chat_template", template, "words of the answers are left out there"
+            )
 
 
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
-    """Reports where their template of that name and ours differ: in the text, or in the tokens that are trained."""
+    """Reports where their template of that name and ours differ: in the text, or in the tokens that
+    are trained.
+    """
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
     if note is not None:
         conversion.add_difference(key, value, note)
@@ -510,7 +608,9 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
     if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
-        conversion.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
+        conversion.remarks.append(
+            f"{key}: {value}   (white space around a turn is kept there, trimmed here)"
+        )
 
 
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
@@ -525,11 +625,12 @@ LAYERS = {
     r"qwen3-(4|8)b": 36,
 }
 TRAINED_TOWER = (
-    "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them "
-    "alone"
+    "the vision tower and the projector are trained too there, frozen here; trainable_modules: "
+    "[visual] trains them alone"
 )
 IMAGE_LABELS = (
-    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
+    "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
+    "false trains all"
 )
 CHATML = "<|im_end|>"
 # Keys of added tokens, by tool, beside those in special_tokens.
@@ -542,20 +643,28 @@ TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what several keys together say of the model: its tokens, what is frozen of it, and its images."""
+    """Adds what several keys together say of the model: its tokens, what is frozen of it, and its
+    images.
+    """
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)
 
 
 def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without adapters."""
+    """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without
+    adapters.
+    """
     recipe = conversion.recipe
     section = read_section(settings, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
     if conversion.tool == "TRL" and "eos_token" in settings:
         special["eos_token"] = settings["eos_token"]
-    has_adapters = recipe.get("use_peft") or settings.get("adapter") or settings.get("finetuning_type") == "lora"
+    has_adapters = (
+        recipe.get("use_peft")
+        or settings.get("adapter")
+        or settings.get("finetuning_type") == "lora"
+    )
     if has_adapters and special.pop("pad_token"):
         conversion.ignored.append("special_tokens.pad_token")  # padding is not trained on
     given = {name: str(token) for name, token in special.items() if token}
@@ -570,7 +679,8 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         added += convert_names(names or None) or []
     if added:
         recipe["added_tokens"] = list(dict.fromkeys(added))
-    if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):  # by its setup_chat_format
+    # by its setup_chat_format
+    if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
     if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
@@ -578,13 +688,19 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what is trained of a model in full: layers by their numbers, and names of a model with images."""
+    """Adds what is trained of a model in full: layers by their numbers, and names of a model with
+    images.
+    """
     recipe = conversion.recipe
     patterns = recipe.get("trainable_modules")
-    if patterns and (recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)):
-        del recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+    if patterns and (
+        recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)
+    ):
+        # LoRA freezes all there too; else all that is loaded here is named
+        del recipe["trainable_modules"]
         conversion.remarks.append(
-            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
+            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it "
+            "by itself"
         )
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
@@ -592,10 +708,16 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the names of an MLP's."""
+    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the
+    names of an MLP's.
+    """
     pattern = settings.get("lora_target_modules")
     targets = conversion.recipe.get("lora_target_modules")
-    if not isinstance(pattern, str) or not isinstance(targets, list) or re.fullmatch(r"[\w.,]+", pattern):
+    if (
+        not isinstance(pattern, str)
+        or not isinstance(targets, list)
+        or re.fullmatch(r"[\w.,]+", pattern)
+    ):
         return
     shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
     family = guess_family(name_model(settings)) or ""
@@ -605,7 +727,9 @@ def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
-    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the first ones."""
+    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the
+    first ones.
+    """
     count = settings.get("freeze_trainable_layers", 2)
     name = str(settings.get("model_name_or_path")).lower()
     depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
@@ -625,7 +749,9 @@ def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what a tool trains of a vision-language model beside the language model, which is trained alone here."""
+    """Reports what a tool trains of a vision-language model beside the language model, which is
+    trained alone here.
+    """
     if conversion.images is None:
         return
     if conversion.tool == "LLaMA-Factory":
@@ -650,7 +776,9 @@ def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
 
 
 def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
-    targets = "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
+    targets = (
+        "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
+    )
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif not re.search("language_model|text_model", str(targets)):

@@ -1,4 +1,6 @@
-"""What a file trains by: its method, the losses of preferences, TRL's GRPO and its rewards, and rounding (QAT)."""
+"""What a file trains by: its method, the losses of preferences, TRL's GRPO and its rewards, and
+rounding (QAT).
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,8 @@ from finetune.convert.model_names import Unsupported, compare_scored_turns
 from finetune.convert.rules import Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
-# The key that names the losses of preferences, and the one for their weights, where it is not TRL's.
+# The key that names the losses of preferences, and the one for their weights, where it is not
+# TRL's.
 LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}
 WEIGHT_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_weights", "LLaMA-Factory": ""}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
@@ -35,43 +38,60 @@ TRL_SIGNS = (
 )
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
-REWARD_COMMANDS = ("reward", "reward_modeling")  # of TRL's command line, and in the names of its files
+# of TRL's command line, and in the names of its files
+REWARD_COMMANDS = ("reward", "reward_modeling")
 # Where our default differs, by what the tool's own preference trainer takes.
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"learning_rate": 1e-6},
     "Axolotl": {"overlength": "drop"},
 }
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
-WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
+# disable_dropout is the default of TRL's trainers
+WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
-KTO_ROWS = "the KL term is estimated on the answers of a batch there, here on each row's successor in the data"
+KTO_ROWS = (
+    "the KL term is estimated on the answers of a batch there, here on each row's successor in the "
+    "data"
+)
 ASFT = (
-    "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the same; a mean over all "
-    "tokens of a step here, of each micro-batch's mean there"
+    "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the "
+    "same; a mean over all tokens of a step here, of each micro-batch's mean there"
 )
 # Of reward models.
 NAMED_REWARD = (
-    "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning set method: sft"
+    "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning "
+    "set method: sft"
 )
 FROZEN_HEAD = (
-    "under LoRA the head of scores keeps the values there that it is drawn with, unless lora_task_type is SEQ_CLS; it "
-    "is trained here"
+    "under LoRA the head of scores keeps the values there that it is drawn with, unless "
+    "lora_task_type is SEQ_CLS; it is trained here"
 )
 VALUE_HEAD = (
-    "a value head there, which reads a tenth fewer numbers at random (dropout), has another start, and is saved as "
-    "v_head; here the head of transformers' class for sequence classification, without dropout"
+    "a value head there, which reads a tenth fewer numbers at random (dropout), has another "
+    "start, and is saved as v_head; here the head of transformers' class for sequence "
+    "classification, without dropout"
 )
-WHOLE_PAIR = "a pair with a longer answer is dropped here; there both its prompt and its answers are cut"
-CUT_PAIR = "a pair with a longer answer is dropped here, as by TRL; there it is cut and loses the end that is scored"
+WHOLE_PAIR = (
+    "a pair with a longer answer is dropped here; there both its prompt and its answers are cut"
+)
+CUT_PAIR = (
+    "a pair with a longer answer is dropped here, as by TRL; there it is cut and loses the end "
+    "that is scored"
+)
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
-LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")  # -> token_loss
+# -> token_loss
+LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
 # TRL's rewards by the names that its command knows: ours, or a function to import.
-REWARDS = {"think_format_reward": "think_format", "get_soft_overlong_punishment": "soft_overlong_punishment"}
+REWARDS = {
+    "think_format_reward": "think_format",
+    "get_soft_overlong_punishment": "soft_overlong_punishment",
+}
 TRL_PUNISHMENT = {"max_completion_length": 1280, "soft_punish_cache": 256}  # of its command
-SAMPLING_BOUNDS = {"clip_max": ("clip_max", "cap"), "clip_min": ("clip_min",)}  # ours -> TRL's names
+# ours -> TRL's names
+SAMPLING_BOUNDS = {"clip_max": ("clip_max", "cap"), "clip_min": ("clip_min",)}
 SUMMED = "sum_then_normalize"
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
@@ -81,7 +101,11 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     if tool == "TRL":
         return _find_trl_method(settings, source)
     if tool == "Axolotl":
-        return "reward" if settings.get("reward_model") else AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
+        return (
+            "reward"
+            if settings.get("reward_model")
+            else AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
+        )
     if tool == "LLaMA-Factory":
         return _find_factory_method(settings)
     if find_distillation(settings) is not None:
@@ -101,10 +125,12 @@ def _find_factory_method(settings: ToolFile) -> str:
 
 
 def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
-    """Returns our keys for distillation; None where a file has no teacher, or its divergence is another.
+    """Returns our keys for distillation; None where a file has no teacher, or its divergence is
+    another.
 
-    torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence. LLaMA-Factory's ASFT is
-    that sum of DFT and the divergence from the model before training, not divided by 1 + asft_alpha.
+    torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
+    LLaMA-Factory's ASFT is that sum of DFT and the divergence from the model before training, not
+    divided by 1 + asft_alpha.
     """
     if settings.get("use_asft_loss"):
         return _read_asft(settings)
@@ -135,7 +161,9 @@ def _read_asft(settings: ToolFile) -> dict[str, Any]:
 
 
 def _find_trl_method(settings: ToolFile, source: Path) -> str:
-    """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml): no key names it."""
+    """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml):
+    no key names it.
+    """
     command = settings.get(COMMAND)
     if command is not None:
         return "reward" if command in REWARD_COMMANDS else str(command)
@@ -220,7 +248,9 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
     if masks_prompts:
         conversion.recipe["assistant_only_loss"] = True
     elif masks_prompts is False:
-        conversion.add_difference("completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; "))
+        conversion.add_difference(
+            "completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; ")
+        )
     for name in _read_losses("TRL", settings):
         if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"
@@ -233,7 +263,9 @@ def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("use_asft_loss", True, ASFT)
 
 
-def _adapt_comparison(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
+def _adapt_comparison(
+    method: str, settings: ToolFile, source: Path, conversion: Conversion
+) -> None:
     """Adds a method that compares or rates answers."""
     recipe = conversion.recipe
     recipe["method"] = method
@@ -266,7 +298,10 @@ def _stop_dropout(conversion: Conversion) -> None:
 
 
 def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> None:
-    """Adds a reward model. TRL's trainer, which is Axolotl's too, has the loss and the head of here."""
+    """Adds a reward model.
+
+    TRL's trainer, which is Axolotl's too, has the loss and the head of here.
+    """
     tool = conversion.tool
     recipe = conversion.recipe
     recipe["method"] = "reward"
@@ -280,7 +315,9 @@ def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> N
         conversion.add_remark("sequence_len", recipe.get("max_length", 512), CUT_PAIR)
     elif tool == "TRL":
         recipe.setdefault("learning_rate", 1e-4)
-        trains_head = settings.get("lora_task_type") == "SEQ_CLS" or "score" in recipe.get("modules_to_save", ())
+        trains_head = settings.get("lora_task_type") == "SEQ_CLS" or "score" in recipe.get(
+            "modules_to_save", ()
+        )
         if recipe.get("use_peft") and not trains_head:
             conversion.add_difference("lora_task_type", settings.get("lora_task_type"), FROZEN_HEAD)
         if COMMAND not in settings and settings.get("center_rewards_coefficient") is None:
@@ -289,7 +326,9 @@ def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> N
     _compare_answers("reward", conversion)
 
 
-def _set_comparison_loss(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
+def _set_comparison_loss(
+    method: str, settings: ToolFile, source: Path, conversion: Conversion
+) -> None:
     tool = conversion.tool
     recipe = conversion.recipe
     losses = _read_losses(tool, settings)
@@ -339,7 +378,9 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
     reference = read_section(settings, "ref_checkpointer").get("checkpoint_dir")
     if reference and reference != read_section(settings, "checkpointer").get("checkpoint_dir"):
         note = "the reference is the model before training"
-        conversion.add_difference("ref_checkpointer.checkpoint_dir", reference, note, "another reference model")
+        conversion.add_difference(
+            "ref_checkpointer.checkpoint_dir", reference, note, "another reference model"
+        )
 
 
 def _drop_unused(method: str, conversion: Conversion) -> None:
@@ -348,7 +389,9 @@ def _drop_unused(method: str, conversion: Conversion) -> None:
     for key in [key for key in conversion.recipe if key in of_other_methods]:
         del conversion.recipe[key]
         conversion.ignored.append(key)
-    if "label_smoothing" not in METHODS[method].keys and conversion.recipe.pop("label_smoothing", None):
+    if "label_smoothing" not in METHODS[method].keys and conversion.recipe.pop(
+        "label_smoothing", None
+    ):
         conversion.ignored.append("label_smoothing")
 
 
@@ -382,16 +425,23 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
     aggregation = settings.get("multi_objective_aggregation", SUMMED)
     if aggregation != SUMMED:
         note = "rewards are summed, and then normalized"
-        conversion.add_difference("multi_objective_aggregation", aggregation, note, "normalizing each reward")
+        conversion.add_difference(
+            "multi_objective_aggregation", aggregation, note, "normalizing each reward"
+        )
     _add_rewards(settings.get("reward_funcs") or [], conversion)
     iterations = settings.get("max_tool_calling_iterations")
     if iterations:
-        what = f"name your functions, such as my_tools.py:multiply, and set max_tool_calling_iterations: {iterations}"
+        what = (
+            "name your functions, such as my_tools.py:multiply, and set "
+            f"max_tool_calling_iterations: {iterations}"
+        )
         conversion.to_do.append(f"tools: they have no key there; {what}")
     if settings.get("use_vllm") and settings.get("vllm_mode") == "server":
         recipe |= _read_server(settings)
         address = recipe["vllm_server_base_url"]
-        conversion.to_do.append(f"vllm_server_base_url: start the server of {address} as docs/online.md says")
+        conversion.to_do.append(
+            f"vllm_server_base_url: start the server of {address} as docs/online.md says"
+        )
     _drop_unused("grpo", conversion)
 
 
@@ -412,7 +462,9 @@ def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
-    completion = read_number("max_completion_length", settings.get("max_completion_length", 256), "256", 1)
+    completion = read_number(
+        "max_completion_length", settings.get("max_completion_length", 256), "256", 1
+    )
     longest = settings.get("max_prompt_length") or PROMPT_TOKENS
     prompt = read_number("max_prompt_length", longest, str(PROMPT_TOKENS), 1)
     conversion.recipe["max_completion_length"] = completion
@@ -422,18 +474,28 @@ def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets the prompts of a step, and the steps that share a generation, from counts of completions on one process."""
+    """Sets the prompts of a step, and the steps that share a generation, from counts of completions
+    on one process.
+    """
     recipe = conversion.recipe
     rows = _read_count(settings, "per_device_train_batch_size", 8)
     accumulated = _read_count(settings, "gradient_accumulation_steps", 1)
     generations = _read_count(settings, "num_generations", 8)
     recipe.pop("gradient_accumulation_steps", None)
     recipe["global_batch_size"] = max(1, rows * accumulated // generations)
-    per_process = f"{rows} x {accumulated} completions, {generations} of each prompt, on one process there"
-    remark = f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)"
+    per_process = (
+        f"{rows} x {accumulated} completions, {generations} of each prompt, on one process there"
+    )
+    remark = (
+        f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)"
+    )
     conversion.remarks.append(remark)
-    sampled = int(read_number("generation_batch_size", settings.get("generation_batch_size") or 0, "8", 0))
-    micro_steps = int(read_number("steps_per_generation", settings.get("steps_per_generation") or 0, "8", 0))
+    sampled = int(
+        read_number("generation_batch_size", settings.get("generation_batch_size") or 0, "8", 0)
+    )
+    micro_steps = int(
+        read_number("steps_per_generation", settings.get("steps_per_generation") or 0, "8", 0)
+    )
     micro_steps = micro_steps or sampled // rows
     if micro_steps > accumulated:
         recipe["steps_per_generation"] = micro_steps // accumulated
@@ -446,13 +508,20 @@ def _read_count(settings: ToolFile, key: str, default: int) -> int:
 def _read_server(settings: ToolFile) -> dict[str, Any]:
     """Reads our keys of a server that samples, and of TRL's correction of its numerics."""
     host = str(settings.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
-    address = settings.get("vllm_server_base_url") or f"http://{host}:{settings.get('vllm_server_port', 8000)}"
+    address = (
+        settings.get("vllm_server_base_url")
+        or f"http://{host}:{settings.get('vllm_server_port', 8000)}"
+    )
     keys: dict[str, Any] = {"vllm_server_base_url": address}
     if "vllm_server_timeout" in settings:
-        keys["vllm_server_timeout"] = float(read_number("vllm_server_timeout", settings["vllm_server_timeout"], "240"))
+        keys["vllm_server_timeout"] = float(
+            read_number("vllm_server_timeout", settings["vllm_server_timeout"], "240")
+        )
     if not settings.get("vllm_importance_sampling_correction", True):
         return keys
-    keys["importance_sampling_correction"] = settings.get("vllm_importance_sampling_mode", "sequence_mask")
+    keys["importance_sampling_correction"] = settings.get(
+        "vllm_importance_sampling_mode", "sequence_mask"
+    )
     for bound, names in SAMPLING_BOUNDS.items():
         given = (settings.get(f"vllm_importance_sampling_{name}") for name in names)
         value = next((value for value in given if value is not None), None)
@@ -470,12 +539,16 @@ def _add_rewards(names: Any, conversion: Conversion) -> None:
         conversion.recipe["soft_punish_cache"] = TRL_PUNISHMENT["soft_punish_cache"]
         longest = conversion.recipe["max_completion_length"]
         if longest != TRL_PUNISHMENT["max_completion_length"]:
-            note = f"up to 1280 tokens there, whatever max_completion_length is; up to {longest} here"
+            note = (
+                f"up to 1280 tokens there, whatever max_completion_length is; up to {longest} here"
+            )
             conversion.add_difference("reward_funcs", "get_soft_overlong_punishment", note)
     if rewards:
         conversion.recipe["rewards"] = rewards
     else:
-        conversion.to_do.append("rewards: the file names none; name your functions, such as my_rewards.py:right")
+        conversion.to_do.append(
+            "rewards: the file names none; name your functions, such as my_rewards.py:right"
+        )
 
 
 def _name_reward(name: Any, conversion: Conversion) -> str:
@@ -485,11 +558,14 @@ def _name_reward(name: Any, conversion: Conversion) -> str:
     module, _, function = str(name).rpartition(".")
     if module:
         return f"{module.replace('.', '/')}.py:{function}"
-    conversion.to_do.append(f"reward_funcs: {name}: write my_rewards.py: from trl.rewards import {name}")
+    conversion.to_do.append(
+        f"reward_funcs: {name}: write my_rewards.py: from trl.rewards import {name}"
+    )
     return f"my_rewards.py:{function}"
 
 
-# torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual group.
+# torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual
+# group.
 QUANTIZERS: Mapping[str, tuple[str, int | None]] = {
     "Int8DynActInt4WeightQATQuantizer": ("int8-int4", 256),
     "Int4WeightOnlyQATQuantizer": ("int4-packed", 256),
@@ -505,7 +581,8 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
 }
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
 ADAPTER_APART = (
-    "the base alone is rounded there, beside its adapter; here base and adapter together, as they are exported"
+    "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
+    "are exported"
 )
 
 
@@ -519,8 +596,10 @@ def asks_for_rounding(settings: ToolFile) -> bool:
 def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     """Returns our keys; None where a file asks for none, or for what torchao does not finish here.
 
-    >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "fake_quant_after_n_steps": 9}})
-    {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32, 'fake_quant_after_n_steps': 9}
+    >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4",
+      "fake_quant_after_n_steps": 9}})
+    {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32, 'fake_quant_after_n_steps':
+    9}
     """
     if not asks_for_rounding(settings):
         return None

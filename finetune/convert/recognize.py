@@ -1,4 +1,6 @@
-"""Whose file it is, and whether what it does is done here: other methods, models and purposes are refused by name."""
+"""Whose file it is, and whether what it does is done here: other methods, models and purposes are
+refused by name.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -48,13 +50,28 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
-        "LLaMA-Factory's v1 schema with that key": ("optim_config", "lr_scheduler_config", "quant_config"),
+        "LLaMA-Factory's v1 schema with that key": (
+            "optim_config",
+            "lr_scheduler_config",
+            "quant_config",
+        ),
         "LLaMA Pro": ("use_llama_pro",),
-        "KTransformers": ("use_kt", "kt_optimize_rule", "kt_weight_path", "kt_expert_checkpoint_path"),
+        "KTransformers": (
+            "use_kt",
+            "kt_optimize_rule",
+            "kt_weight_path",
+            "kt_expert_checkpoint_path",
+        ),
         FROM_SCRATCH: ("train_from_scratch",),
     },
     "torchtune": {
-        "online RL": ("orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"),
+        "online RL": (
+            "orchestration",
+            "reward_functions",
+            "reward_model",
+            "ppo_epochs",
+            "num_output_samples",
+        ),
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
@@ -120,7 +137,8 @@ V1_DEFAULTS: Mapping[str, Any] = {
     "batching_strategy": "normal",
     "enable_activation_checkpointing": True,
 }
-V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {  # a key of peft_config -> the older key, and its default
+# a key of peft_config -> the older key, and its default
+V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {
     "r": ("lora_rank", 8),
     "lora_alpha": ("lora_alpha", 16),
     "lora_dropout": ("lora_dropout", 0.05),
@@ -140,15 +158,23 @@ V1_UNREAD = (
 
 
 class Refusal(UserError):
-    """A file that is not converted. `cause` names the missing method or capability; `is_training`: it trains at all."""
+    """A file that is not converted.
+
+    `cause` names the missing method or capability; `is_training`: it trains at all.
+    """
 
     cause: str = ""
     is_training: bool = True
 
     @classmethod
-    def because(cls, where: object, evidence: str, cause: str, is_training: bool = True) -> "Refusal":
+    def because(
+        cls, where: object, evidence: str, cause: str, is_training: bool = True
+    ) -> "Refusal":
         """Makes a refusal by `evidence` in the file and the `cause` that it stands for."""
-        reason = "not supported; supervised fine-tuning and preference training of text models are converted"
+        reason = (
+            "not supported; supervised fine-tuning and preference training of text models are "
+            "converted"
+        )
         sentence = f"{cause}: {reason}" if is_training else f"{cause}, not a training recipe"
         refusal = cls(f"{where}: {evidence}: {sentence}")
         refusal.cause = cause
@@ -157,9 +183,11 @@ class Refusal(UserError):
 
 
 def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
-    """Returns the tool that a file was written for, its mapping with `${name}` references resolved, and its text.
+    """Returns the tool that a file was written for, its mapping with `${name}` references resolved,
+    and its text.
 
-    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
+    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a
+    known tool.
     """
     if is_command(source):
         named, options, command = read_command(source)
@@ -196,7 +224,9 @@ def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
 
 
 def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
-    """Raises `Refusal` where names in a v1 file say that another command than sft reads it: no key names the method."""
+    """Raises `Refusal` where names in a v1 file say that another command than sft reads it: no key
+    names the method.
+    """
     for key in ("train_dataset", "output_dir", "model_class"):
         words = re.split(r"[^a-z]+", str(settings.get(key)).lower())
         for word in words:
@@ -208,9 +238,11 @@ def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
 
 
 def rename_v1(settings: ToolFile) -> dict[str, Any]:
-    """Renames LLaMA-Factory's v1 schema to the keys of the older one, with the defaults that differ from those.
+    """Renames LLaMA-Factory's v1 schema to the keys of the older one, with the defaults that differ
+    from those.
 
-    Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
+    Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and
+    v1/core/base_trainer.py.
     """
     if "train_dataset" not in settings:
         renamed = {**settings, "template": settings.get("template")}
@@ -219,9 +251,13 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     adapters = read_section(settings, "peft_config")
     kind = str(adapters.get("name", "lora")) if adapters else "full"
     renamed = {**V1_DEFAULTS, "finetuning_type": kind}
-    renamed |= {V1_NAMES.get(key, key): value for key, value in settings.items() if key not in V1_UNREAD}
+    renamed |= {
+        V1_NAMES.get(key, key): value for key, value in settings.items() if key not in V1_UNREAD
+    }
     if adapters:
-        renamed |= {name: adapters.get(key, default) for key, (name, default) in V1_ADAPTERS.items()}
+        renamed |= {
+            name: adapters.get(key, default) for key, (name, default) in V1_ADAPTERS.items()
+        }
     sharding = read_section(settings, "dist_config").get("name")
     if sharding == "fsdp2":
         renamed["fsdp"] = "full_shard"
@@ -231,12 +267,15 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
     if has_images or settings.get("model_class") == "other":  # not a causal text model's class
         renamed["model_class"] = "other"
-    renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")  # filled by tokens
+    # filled by tokens
+    renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")
     return renamed
 
 
 def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
-    """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
+    """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key
+    that says so.
+    """
     losses = find_unsupported_losses(tool, settings, source)
     for evidence, cause, is_training in (*_methods(tool, settings), *losses):
         raise Refusal.because(source, evidence, cause, is_training)
@@ -246,7 +285,9 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     read = read_recipe(None, ["model_name_or_path=some/name", 'datasets=[{"path": "some/name"}]'])
     for problem in find_problems(read, images=images):
         if not problem.is_note:  # as a run says it
-            refusal = Refusal(f"{source}: {key}: {problem.sentence.replace('some/name', name_model(settings))}")
+            refusal = Refusal(
+                f"{source}: {key}: {problem.sentence.replace('some/name', name_model(settings))}"
+            )
             refusal.cause = f"images of {images}"
             raise refusal
     for evidence, cause, is_training in find_refused_models(settings):
@@ -255,7 +296,9 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
 
 def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
     for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
-        yield from ((f"{key}: {shorten(settings[key])}", cause, True) for key in keys if settings.get(key))
+        yield from (
+            (f"{key}: {shorten(settings[key])}", cause, True) for key in keys if settings.get(key)
+        )
     if asks_for_rounding(settings) and find_rounding(settings) is None:
         key = "qat" if settings.get("qat") else "quantizer"
         cause = "quantization-aware training that torchao finishes on some GPUs only"
@@ -283,10 +326,16 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
     if command == "rlhf":
         kind = str(settings.get("rlhf_type", "dpo"))
-        cause = FACTORY_STAGES.get(kind, f"{SWIFT_KINDS.get(kind, kind.upper())} by ms-swift, whose rows are its own")
+        cause = FACTORY_STAGES.get(
+            kind, f"{SWIFT_KINDS.get(kind, kind.upper())} by ms-swift, whose rows are its own"
+        )
         yield f"rlhf_type: {kind}", cause, True
     elif command == "pt":
-        yield "swift pt", "pretraining by ms-swift, whose rows are conversations of the assistant alone", True
+        yield (
+            "swift pt",
+            "pretraining by ms-swift, whose rows are conversations of the assistant alone",
+            True,
+        )
     elif command != "sft":
         yield f"swift {command}", command, False
     megatron = next((key for key in MEGATRON_KEYS if key in settings), None)
@@ -307,9 +356,15 @@ def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
     plugins = str(settings.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
         yield f"rl: {rl}", "online RL", True
-    is_classifier = settings.get("num_labels") or "Classification" in str(settings.get("model_type"))
+    is_classifier = settings.get("num_labels") or "Classification" in str(
+        settings.get("model_type")
+    )
     if is_classifier and not settings.get("reward_model"):
-        yield "model_type: a classifier", "a classifier, for which Axolotl has no prompt strategy", True
+        yield (
+            "model_type: a classifier",
+            "a classifier, for which Axolotl has no prompt strategy",
+            True,
+        )
     for part, cause in (("diffusion", "diffusion"), (".kd.", "distillation")):
         if part in plugins:
             yield f"plugins: {plugins}", cause, True
@@ -318,8 +373,14 @@ def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
 def _factory(settings: ToolFile) -> Iterator[Unsupported]:
     if not settings.get("do_train") and "stage" not in settings and "dataset" not in settings:
         purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
-        purpose = next((purpose for key, purpose in purposes.items() if key in settings), "generation")
-        yield next(key for key in ("export_dir", "task", "template", *settings) if key in settings), purpose, False
+        purpose = next(
+            (purpose for key, purpose in purposes.items() if key in settings), "generation"
+        )
+        yield (
+            next(key for key in ("export_dir", "task", "template", *settings) if key in settings),
+            purpose,
+            False,
+        )
     elif settings.get("do_predict") and not settings.get("do_train"):
         yield "do_predict: true", "generation", False
     stage = str(settings.get("stage"))
@@ -349,7 +410,9 @@ def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
     recipe = settings.get("recipe")
     target = recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE
     name = str(target).rsplit(".", 1)[-1]
-    if name not in AUTOMODEL_RECIPES and ("Embedding" in name or find_distillation(settings) is None):
+    if name not in AUTOMODEL_RECIPES and (
+        "Embedding" in name or find_distillation(settings) is None
+    ):
         cause = next((cause for part, cause in AUTOMODEL_CAUSES.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
     if "teacher_model" in settings and find_distillation(settings) is None:
@@ -367,7 +430,9 @@ def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
 
 
 def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
-    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left unchanged."""
+    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left
+    unchanged.
+    """
     if isinstance(value, dict):
         return {key: _resolve_references(inner, settings, depth) for key, inner in value.items()}
     if isinstance(value, list):
@@ -378,7 +443,9 @@ def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
     if reference:
         named = _look_up(settings, reference[1])
         return value if named is None else _resolve_references(named, settings, depth + 1)
-    return REFERENCE.sub(lambda match: str(_resolve_references(match[0], settings, depth + 1)), value)
+    return REFERENCE.sub(
+        lambda match: str(_resolve_references(match[0], settings, depth + 1)), value
+    )
 
 
 def _look_up(settings: ToolFile, name: str) -> Any:

@@ -19,16 +19,22 @@ class Conversion:
 
     tool: Tool
     recipe: dict[str, Any] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)  # what this recipe does otherwise, or not at all
+    # what this recipe does otherwise, or not at all
+    differences: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)  # converted, but worth a look
     ignored: list[str] = field(default_factory=list)  # keys without effect here
-    to_do: list[str] = field(default_factory=list)  # what must be set or written before the recipe can train
-    accelerate_file: str | None = None  # the text of one to write beside the recipe, where no shipped one does it
+    # what must be set or written before the recipe can train
+    to_do: list[str] = field(default_factory=list)
+    # the text of one to write beside the recipe, where no shipped one does it
+    accelerate_file: str | None = None
     images: str | None = None  # the model_type of the whole model, where the file trains on images
-    missing_capabilities: list[str] = field(default_factory=list)  # those behind some of the differences
+    # those behind some of the differences
+    missing_capabilities: list[str] = field(default_factory=list)
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
-        """Reports that their `key: value` works differently here, or needs a capability that is missing."""
+        """Reports that their `key: value` works differently here, or needs a capability that is
+        missing.
+        """
         if missing_capability and missing_capability not in self.missing_capabilities:
             self.missing_capabilities.append(missing_capability)
         line = f"{key}: {shorten(value)}"
@@ -78,7 +84,8 @@ LINEAR_LAYERS = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 
-STARTS = ("", "model.", "model.language_model.", "model.text_model.")  # of the names of a model's layers
+# of the names of a model's layers
+STARTS = ("", "model.", "model.language_model.", "model.text_model.")
 STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
 
 LEAVE: Any = object()  # the default here does what they ask for
@@ -106,7 +113,8 @@ def convert_names(value: Any) -> list[str] | None:
 
 
 def convert_targets(value: Any) -> Any:
-    """Returns our names of the layers that get adapters; patterns are matched with the layers of a Llama.
+    """Returns our names of the layers that get adapters; patterns are matched with the layers of a
+    Llama.
 
     >>> convert_targets(["*.q_proj", "output_proj"])
     ['q_proj', 'o_proj']
@@ -126,9 +134,13 @@ def convert_targets(value: Any) -> Any:
 
 
 def _matching_layers(pattern: str) -> list[str]:
-    """Lists the linear layers of a Llama whose dotted names match a shell pattern or a regular expression."""
+    """Lists the linear layers of a Llama whose dotted names match a shell pattern or a regular
+    expression.
+    """
     try:
-        matcher = re.compile(fnmatch.translate(pattern) if re.fullmatch(r"[\w.*]+", pattern) else pattern)
+        matcher = re.compile(
+            fnmatch.translate(pattern) if re.fullmatch(r"[\w.*]+", pattern) else pattern
+        )
     except re.error:
         return []
     layers = []
@@ -140,15 +152,19 @@ def _matching_layers(pattern: str) -> list[str]:
 
 
 def _convert_patterns(value: Any) -> list[str] | None:
-    """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range of rows.
+    """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range
+    of rows.
 
-    A dot there is a dot, not any character; at the end of a pattern it says that a module's name is complete.
+    A dot there is a dot, not any character; at the end of a pattern it says that a module's name is
+    complete.
 
     >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp", "transformer.blocks.[0-7]."]
     >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
     (['lm_head.weight', 'model.layers.4[4-7]+.mlp', 'transformer.blocks.[0-7]'], None)
     """
-    if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
+    if not isinstance(value, list) or any(
+        re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value
+    ):
         return None
     return [re.sub(r"^\^|\\?\.?\$?$", "", str(pattern)) for pattern in value]
 
@@ -159,11 +175,17 @@ def _convert_attention(value: Any) -> Any:
     if value == "xformers" or "/" in str(value):  # a kernel of the hub
         return LEAVE  # exact attention, as every one here
     name = ATTENTION.get(str(value), str(value))
-    return name if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]) else None
+    return (
+        name
+        if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0])
+        else None
+    )
 
 
 def _convert_tracker(key: str, value: Any) -> Any:
-    """Returns the tracker that a key names (`use_wandb: true`), else the first of ours that its value names."""
+    """Returns the tracker that a key names (`use_wandb: true`), else the first of ours that its
+    value names.
+    """
     by_key = next((tracker for tracker in TRACKERS if tracker in key), None)
     if by_key is not None:
         return by_key if value else LEAVE
@@ -211,7 +233,9 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
     "by-code": lambda value: LEAVE,
     "not": lambda value: not value if isinstance(value, bool) else None,
-    "adapter": lambda value: {"lora": True, "qlora": True, "full": False, "freeze": False}.get(str(value)),
+    "adapter": lambda value: {"lora": True, "qlora": True, "full": False, "freeze": False}.get(
+        str(value)
+    ),
     "all-linear": lambda value: "all-linear" if value else LEAVE,
     "on-if-true": lambda value: convert_number(value) if value else LEAVE,
     "flag": lambda value: True if value else LEAVE,
@@ -233,9 +257,11 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
-    """Converts a value into ours; None where there is none, `LEAVE` where the default here is the same.
+    """Converts a value into ours; None where there is none, `LEAVE` where the default here is the
+    same.
 
-    `recipe` has what is converted already; the learning rate is needed for a rate that is given as such.
+    `recipe` has what is converted already; the learning rate is needed for a rate that is given as
+    such.
     """
     match pair.carry:
         case "tracker":
@@ -243,7 +269,9 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "strategy":
             return _convert_strategy(str(pair.ours), value)
         case "schedule-argument":
-            return recipe.get("lr_scheduler_kwargs", {}) | {pair.key.rsplit(".", 1)[-1]: convert_number(value)}
+            return recipe.get("lr_scheduler_kwargs", {}) | {
+                pair.key.rsplit(".", 1)[-1]: convert_number(value)
+            }
         case "optimizer-flag":
             return convert_optimizer(pair.key.removeprefix("use_")) if value else LEAVE
         case "steps":

@@ -1,4 +1,6 @@
-"""What converts must run: the recipe is judged by the rules of a run, and changed to what would run."""
+"""What converts must run: the recipe is judged by the rules of a run, and changed to what would
+run.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +12,13 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import ModelFacts, find_linear_layers, read_family_source, read_model_facts, with_recipe_keys
+from finetune.config.facts import (
+    ModelFacts,
+    find_linear_layers,
+    read_family_source,
+    read_model_facts,
+    with_recipe_keys,
+)
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.layout import DIVISIONS, Fp8, Sharding
 from finetune.config.module_names import find_expert_layers
@@ -30,11 +38,17 @@ SIZES = {
     "vocab_size": 1 << 18,
     "num_hidden_layers": 48,  # which most numbers of stages divide
 }
-# Layers by the names of a Llama's, and what other families call those that compute the same, or fuse them into.
+# Layers by the names of a Llama's, and what other families call those that compute the same, or
+# fuse them into.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value", "Wqkv", "c_attn")),
+    **dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
+    ),
     "o_proj": ("dense", "out_proj", "c_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc", "up_proj")),
+    **dict.fromkeys(
+        ("gate_proj", "up_proj"),
+        ("gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc", "up_proj"),
+    ),
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
 # In transformers' source, but not in the published models, whose queries come out of a latent.
@@ -57,7 +71,9 @@ NO_LAYER = "no such layer in this family: nothing is adapted by that name there 
 
 
 def make_runnable(conversion: Conversion) -> None:
-    """Changes what no run of the recipe would take, a line for each; what nothing resolves is left to do."""
+    """Changes what no run of the recipe would take, a line for each; what nothing resolves is left
+    to do.
+    """
     facts = find_facts(conversion.recipe)
     if facts is not None and conversion.images:
         facts = replace(facts, vision=True)
@@ -68,7 +84,9 @@ def make_runnable(conversion: Conversion) -> None:
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     for _ in range(MOST_CHANGES):
         problems = judge(conversion, facts)
-        change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None)
+        change = next(
+            (problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None
+        )
         if change is None:
             conversion.to_do += [_say(problem, conversion) for problem in problems]
             return
@@ -89,11 +107,15 @@ def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
 
 def _drop_remote_code(family: str, conversion: Conversion) -> None:
     if conversion.recipe.pop("trust_remote_code", None):
-        conversion.remarks.append(f"trust_remote_code is dropped: transformers has the code of {family} itself")
+        conversion.remarks.append(
+            f"trust_remote_code is dropped: transformers has the code of {family} itself"
+        )
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
-    """Reads the facts of a recipe's model from its config.json if at hand, else from what its name says."""
+    """Reads the facts of a recipe's model from its config.json if at hand, else from what its name
+    says.
+    """
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
     try:
@@ -111,7 +133,10 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
 
 
 def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
-    """Lists what a run would refuse, by its rules. A file that is missing here may be there where it is trained."""
+    """Lists what a run would refuse, by its rules.
+
+    A file that is missing here may be there where it is trained.
+    """
     values = {key: _hide_path(key, value) for key, value in conversion.recipe.items()}
     try:
         read = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
@@ -136,7 +161,9 @@ def _hide_path(key: str, value: Any) -> Any:
 
 
 def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
-    """Returns the layout of a shipped Accelerate file with what the file that is written changes of it."""
+    """Returns the layout of a shipped Accelerate file with what the file that is written changes of
+    it.
+    """
     file = yaml.safe_load(accelerate_file or "{}")
     mesh = file.get("parallelism_config", {})
     sizes = {name: mesh.get(f"parallelism_config_{key}", 1) for key, (name, _) in DIVISIONS.items()}
@@ -146,7 +173,8 @@ def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
         layout,
         mixed_precision="bf16" if is_fp8 else precision,
         fp8=Fp8() if is_fp8 else None,
-        strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,  # whose sizes are an example
+        # whose sizes are an example
+        strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,
         replicate_size=None,
         shard_size=None,
         **sizes,
@@ -190,7 +218,10 @@ def _say(problem: Problem, conversion: Conversion) -> str:
 
 
 def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
-    """Names the adapted layers as the family does. A name that it does not have adapts nothing in the other tools."""
+    """Names the adapted layers as the family does.
+
+    A name that it does not have adapts nothing in the other tools.
+    """
     family = facts.model_type
     targets = conversion.recipe.get("lora_target_modules")
     layers = find_linear_layers(family).difference(ABSENT.get(family, ()))
@@ -200,13 +231,16 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         conversion.differences.append(f"lora_target_modules: {note}")
         return
     if targets and not layers and read_family_source(family):
-        conversion.add_difference("lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers")
+        conversion.add_difference(
+            "lora_target_modules", targets, NO_CONV1D, "LoRA on transformers' Conv1D layers"
+        )
     if not isinstance(targets, list) or not layers:
         return
     known = layers | find_expert_layers(family).keys()  # which a run renames
     missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
-    if missing and (not others or conversion.tool == "torchtune"):  # whose own models have the layers of a Llama
+    # whose own models have the layers of a Llama
+    if missing and (not others or conversion.tool == "torchtune"):
         _name_fused_layers(missing, others, layers, conversion)
         return
     conversion.recipe["lora_target_modules"] = others or targets
@@ -220,7 +254,9 @@ def _name_fused_layers(
     """Names the layers into which the family fuses those that it does not have."""
     fused: dict[str, None] = {}
     for name in missing:
-        fused |= dict.fromkeys([other for other in OTHER_NAMES.get(name, ()) if other in layers][:1])
+        fused |= dict.fromkeys(
+            [other for other in OTHER_NAMES.get(name, ()) if other in layers][:1]
+        )
     if fused:
         conversion.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *fused]))
         line = f"adapters of {', '.join(fused)} here, the family's layers for {', '.join(missing)}"

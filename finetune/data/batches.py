@@ -18,42 +18,51 @@ Ids = NDArray[np.int64]
 class MicroBatch:
     """The rows of one forward pass on one rank.
 
-    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer
-    than ROUND_TOKENS tokens of padding (for each rank that has a part of the row) come last, as a document of their
-    own. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
-    labels, so that no mask is needed. The documents of a group (chosen, rejected) follow one another, and no group is
-    in two micro-batches. A rank that has no row left in a step gets a filler, which has no document.
+    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each
+    document begins; fewer than ROUND_TOKENS tokens of padding (for each rank that has a part of the
+    row) come last, as a document of their own. Unpacked, each row is one document, padded on the
+    right; attention is causal and padding comes last without labels, so that no mask is needed. The
+    documents of a group (chosen, rejected) follow one another, and no group is in two
+    micro-batches. A rank that has no row left in a step gets a filler, which has no document.
 
-    Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's, from `first_token` on;
-    boundaries, lengths and documents are those of the whole row.
+    Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's,
+    from `first_token` on; boundaries, lengths and documents are those of the whole row.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
     labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
     position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
-    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found
-    # on the host: a GPU's search would make the host wait.
+    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the
+    # flattened labels are. Found on the host: a GPU's search would make the host wait.
     trained_positions: Tensor
-    cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
+    # int32[documents + 1]: where documents begin in the packed row, and its end
+    cu_seq_lens: Tensor | None
     max_document_length: int
     example_ids: tuple[int, ...]
     document_lengths: tuple[int, ...] = ()  # tokens of each example
-    packed_lengths: tuple[int, ...] | None = None  # what `cu_seq_lens` says, known to the host without asking a GPU
-    # Of each document of `packed_lengths` the place of the one that it continues, such as a prompt; None: of none.
+    # what `cu_seq_lens` says, known to the host without asking a GPU
+    packed_lengths: tuple[int, ...] | None = None
+    # Of each document of `packed_lengths` the place of the one that it continues, such as a prompt;
+    # None: of none.
     continued: tuple[int | None, ...] | None = None
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
-    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them
-    # belongs to; 0 for those without a label. None where documents are not compared.
+    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in
+    # `example_ids`) each of them belongs to; 0 for those without a label. None where documents are
+    # not compared.
     trained_documents: Tensor | None = None
-    desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
+    # bool[documents]: whether the answer is rated good; None where nothing is rated
+    desirable: Tensor | None = None
     first_token: int = 0  # where this rank's tokens begin in the row
-    # Where answers are rated, their prompts with other answers, which are looked at and not trained on.
+    # Where answers are rated, their prompts with other answers, which are looked at and not trained
+    # on.
     mismatched: "MicroBatch | None" = None
-    # The model's arguments for all images of the documents, such as pixel_values; those of a blank image where other
-    # micro-batches have images and this one has none. None: the data holds no image.
+    # The model's arguments for all images of the documents, such as pixel_values; those of a blank
+    # image where other micro-batches have images and this one has none. None: the data holds no
+    # image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
-    rollout: Mapping[str, Tensor] | None = None  # of sampled completions, what the loss reads beside their tokens
+    # of sampled completions, what the loss reads beside their tokens
+    rollout: Mapping[str, Tensor] | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -63,7 +72,10 @@ class MicroBatch:
         if self.token_mask is not None:
             inputs["token_mask"] = self.token_mask
         if self.cu_seq_lens is not None:
-            inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
+            inputs |= {
+                "cu_seq_lens": self.cu_seq_lens,
+                "max_document_length": self.max_document_length,
+            }
             inputs |= {"packed_lengths": self.packed_lengths, "continued": self.continued}
         else:
             inputs["document_lengths"] = self.document_lengths
@@ -87,10 +99,15 @@ class MicroBatch:
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: Any = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        changed: Any = {
+            name: change(value) for name, value in values.items() if isinstance(value, Tensor)
+        }
         mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        maps = {name: value for name, value in values.items() if isinstance(value, Mapping)}  # images, rollout
-        changed |= {name: {key: change(each) for key, each in value.items()} for name, value in maps.items()}
+        # images, rollout
+        maps = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+        changed |= {
+            name: {key: change(each) for key, each in value.items()} for name, value in maps.items()
+        }
         return replace(self, **changed, mismatched=mismatched)
 
 
@@ -115,7 +132,11 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
-    chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen or rated answers
-    squared_tokens: int = 0  # of the step over all ranks: the squares of its documents' lengths, which attention costs
-    groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
-    has_own_rows: bool = False  # that a script has given, so that their numbers are not those of the run's examples
+    # of trained_tokens, those of each group's first document: of the chosen or rated answers
+    chosen_tokens: int = 0
+    # of the step over all ranks: the squares of its documents' lengths, which attention costs
+    squared_tokens: int = 0
+    # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
+    groups: int = 0
+    # that a script has given, so that their numbers are not those of the run's examples
+    has_own_rows: bool = False

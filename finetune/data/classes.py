@@ -1,4 +1,6 @@
-"""Rows with a class: a text, a prompt with its completion or a conversation, and the label that a model learns."""
+"""Rows with a class: a text, a prompt with its completion or a conversation, and the label that a
+model learns.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -27,18 +29,26 @@ EMPTY = make_message("assistant", "")  # in the place of the answer, which a con
 def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> ParsedRow:
     """Reads a row with its class, one of `labels`. Raises `BadRow`.
 
-    >>> parse_class({"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad", "good")).groups
+    >>> parse_class({"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad",
+      "good")).groups
     (Group(documents=(Text(text='Hurrah!'),), rating=0, score=1),)
     """
     columns = Columns(row)
     name = source.label_column or LABEL
     if row.get(name) is None:
-        raise BadRow(f"{name}: no class; its columns are {list_columns(row) or 'none'} (label_column names it)")
+        raise BadRow(
+            f"{name}: no class; its columns are {list_columns(row) or 'none'} (label_column names "
+            "it)"
+        )
     score = _find_class(columns.take(name), name, labels)
     others = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(others, source)
     is_conversation = row_format in ("messages", "sharegpt")
-    document = _read_conversation(columns, source) if is_conversation else PARSERS[row_format](columns, source)
+    document = (
+        _read_conversation(columns, source)
+        if is_conversation
+        else PARSERS[row_format](columns, source)
+    )
     return ParsedRow((Group((document,), score=score),), row_format, columns.unused)
 
 
@@ -49,7 +59,9 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
     is_place = isinstance(value, int) and not isinstance(value, bool)
     if is_place and 0 <= value < len(labels):
         return int(value)
-    raise BadRow(f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0")
+    raise BadRow(
+        f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0"
+    )
 
 
 def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
@@ -61,4 +73,6 @@ def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
     if role_of(turns[-1]) in ANSWERING:
         return make_conversation(columns, turns)
     conversation: Conversation = make_conversation(columns, [*turns, EMPTY])
-    return replace(conversation, messages=conversation.messages[:-1], trained=conversation.trained[:-1])
+    return replace(
+        conversation, messages=conversation.messages[:-1], trained=conversation.trained[:-1]
+    )

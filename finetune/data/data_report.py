@@ -1,4 +1,6 @@
-"""What each source gives: its examples, and the reports behind data_report.json with what is lost and found."""
+"""What each source gives: its examples, and the reports behind data_report.json with what is lost
+and found.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,10 +21,22 @@ from finetune.units import counted
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COUNTED = (
-    "rows_read", "rows_skipped", "examples", "pairs", "desirable", "undesirable", "tokens", "trained_tokens",
-    "overlong", "tokens_lost", "trained_tokens_lost", "images", "image_tokens",
-)  # fmt: skip
-REPEATED_FROM = 10  # a stream's finding is reported when it is first met, and again in so many times more rows
+    "rows_read",
+    "rows_skipped",
+    "examples",
+    "pairs",
+    "desirable",
+    "undesirable",
+    "tokens",
+    "trained_tokens",
+    "overlong",
+    "tokens_lost",
+    "trained_tokens_lost",
+    "images",
+    "image_tokens",
+)
+# a stream's finding is reported when it is first met, and again in so many times more rows
+REPEATED_FROM = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,8 @@ class SourceReport:
     rows_read: int
     rows_skipped: int
     skipped: tuple[str, ...]  # what was wrong with the first of them
-    unused_columns: dict[str, int]  # column that nothing was read from -> rows that hold a value in it
+    # column that nothing was read from -> rows that hold a value in it
+    unused_columns: dict[str, int]
     documents: int
     tokens: int
     trained_tokens: int
@@ -54,7 +69,10 @@ class SourceReport:
     def pictures(self) -> list[str]:
         """A line that counts the images; none where there is none."""
         share = f"{self.image_tokens / max(self.tokens, 1):.1%}"
-        line = f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} ({share}) of its tokens"
+        line = (
+            f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} "
+            f"({share}) of its tokens"
+        )
         return [line] if self.images else []
 
     def sample(self) -> list[str]:
@@ -62,12 +80,14 @@ class SourceReport:
         if self.rows_in_source is None:
             return []
         return [
-            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} (max_samples), "
-            "drawn by the seed"
+            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} "
+            "(max_samples), drawn by the seed"
         ]
 
     def loss(self) -> list[str]:
-        """The line on the share of tokens that are cut off or dropped, in a list; empty where nothing is lost."""
+        """The line on the share of tokens that are cut off or dropped, in a list; empty where
+        nothing is lost.
+        """
         return describe_loss(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
 
 
@@ -91,18 +111,23 @@ def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: i
 def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
     """
     >>> describe_loss("a.jsonl", 640720, 656080, 640720)
-    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained']
+    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them
+    trained']
     """
     share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
     return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
 
 
-def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
+def select_examples(
+    store: TokenStore, source: DatasetSource, data: Data
+) -> tuple[Examples, SourceReport]:
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
     equal = _find_cut_equal(examples, cuts)
     is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1) | store.is_asked
-    kept = examples.take_groups(np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal)))
+    kept = examples.take_groups(
+        np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal))
+    )
     stats = SourceStats.from_json(store.facts)
     groups = np.arange(len(store.hashes[:: store.group_size]))
     _, first = np.unique(store.hashes[:: store.group_size], return_index=True)
@@ -131,13 +156,17 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         duplicates=len(duplicates),
         findings=tuple(tally.list_findings(stats.rows_read, stats.unused_columns)),
         images=stats.images,
-        image_tokens=int(np.isin(store.input_ids, stats.image_token_ids).sum()) if stats.images else 0,
+        image_tokens=int(np.isin(store.input_ids, stats.image_token_ids).sum())
+        if stats.images
+        else 0,
     )
     return kept, report
 
 
 def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
-    """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
+    """The groups of two documents that differ only in what was cut off, but still hold something to
+    train on.
+    """
     if examples.group_size != 2 or examples.is_rated:
         return np.zeros(0, np.int64)
     is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
@@ -147,31 +176,49 @@ def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
     equal = [
         group
         for group, chosen, rejected in pairs
-        if np.array_equal(chosen.input_ids, rejected.input_ids) and np.array_equal(chosen.labels, rejected.labels)
+        if np.array_equal(chosen.input_ids, rejected.input_ids)
+        and np.array_equal(chosen.labels, rejected.labels)
     ]
     return np.array(equal, np.int64)
 
 
 def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
-    for name, documents in (("truncated", cuts.truncated), ("dropped", cuts.dropped), ("split", cuts.split)):
+    for name, documents in (
+        ("truncated", cuts.truncated),
+        ("dropped", cuts.dropped),
+        ("split", cuts.split),
+    ):
         _add_documents(tally, name, store, documents)
     if len(cuts.truncated):
-        emptied = np.unique(examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)])
+        emptied = np.unique(
+            examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)]
+        )
         _add_documents(tally, "truncated_untrained", store, np.intersect1d(emptied, cuts.truncated))
 
 
-def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
+def _add_documents(
+    tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]
+) -> None:
     """Counts a check once for each row, of which several documents may come."""
     _, first = np.unique(number_rows(store)[documents], return_index=True)
-    tally.add(name, [store.where(int(document)) for document in documents[first[:MAX_SHOWN_ROWS]]], len(first))
+    tally.add(
+        name,
+        [store.where(int(document)) for document in documents[first[:MAX_SHOWN_ROWS]]],
+        len(first),
+    )
 
 
 def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
     """A finding where the text of a held-out example is trained on too."""
-    hashes = [examples.look_up(lambda store: store.hashes)[:: examples.group_size] for examples in (held_out, training)]
+    hashes = [
+        examples.look_up(lambda store: store.hashes)[:: examples.group_size]
+        for examples in (held_out, training)
+    ]
     leaked = np.flatnonzero(np.isin(hashes[0], np.unique(hashes[1])))
     tally = Tally()
-    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
+    tally.add(
+        "held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size]
+    )
     return tally.list_findings(of=held_out.groups)
 
 
@@ -180,14 +227,19 @@ def find_same_ratings(examples: Examples) -> list[Finding]:
     if not examples.is_rated or len(np.unique(examples.find_ratings())) != 1:
         return []
     tally = Tally()
-    first = [examples.where(group * examples.group_size) for group in range(min(MAX_SHOWN_ROWS, examples.groups))]
+    first = [
+        examples.where(group * examples.group_size)
+        for group in range(min(MAX_SHOWN_ROWS, examples.groups))
+    ]
     tally.add("same_ratings", first, examples.groups)
     return tally.list_findings(of=examples.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """The report of data that is read before training; every count is of one epoch over all ranks."""
+    """The report of data that is read before training; every count is of one epoch over all
+    ranks.
+    """
 
     sources: tuple[SourceReport, ...]
     eval_sources: tuple[SourceReport, ...]
@@ -201,7 +253,9 @@ class DataReport:
     held_out_groups: dict[str, int]  # by what they are: see `count_groups`
     length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
     rows: int  # packed rows, or padded ones
-    fill: float  # the share of the rows that is not padding: of max_length where packed, of the longest row where not
+    # the share of the rows that is not padding: of max_length where packed, of the longest row
+    # where not
+    fill: float
     steps_per_epoch: int
     findings: tuple[Finding, ...]
 
@@ -227,12 +281,21 @@ class DataReport:
         counts = f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
         counts += counted(self.tokens, "token")
         # Of prompts nothing is trained on: their completions are sampled, and fill the rows.
-        rows = f", {self.trained_tokens:,} trained; rows {self.fill:.1%} full" if self.trained_tokens else " of prompts"
+        rows = (
+            f", {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
+            if self.trained_tokens
+            else " of prompts"
+        )
         totals = counts + rows
         sources = (*self.sources, *self.eval_sources)
         drawn = [line for source in sources for line in source.sample()]
         lost = [line for source in sources for line in (*source.pictures(), *source.loss())]
-        return [totals, *drawn, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
+        return [
+            totals,
+            *drawn,
+            *lost,
+            *(str(finding) for finding in self.findings if finding.severity != "notice"),
+        ]
 
 
 def make_report(
@@ -242,7 +305,10 @@ def make_report(
     held_out: Examples | None = None,
     of_mixture: Sequence[Finding] = (),
 ) -> DataReport:
-    """The report of the batches to train on. `of_mixture`: what was found beside the sources' own findings."""
+    """The report of the batches to train on.
+
+    `of_mixture`: what was found beside the sources' own findings.
+    """
     examples = train.examples
     quantiles = np.quantile(examples.lengths, QUANTILES)
     return DataReport(
@@ -258,12 +324,17 @@ def make_report(
         rows=train.rows_per_epoch,
         fill=measure_fill(train),
         steps_per_epoch=train.steps_per_epoch,
-        findings=(*(finding for source in (*sources, *eval_sources) for finding in source.findings), *of_mixture),
+        findings=(
+            *(finding for source in (*sources, *eval_sources) for finding in source.findings),
+            *of_mixture,
+        ),
     )
 
 
 def measure_fill(train: StoredBatches, steps: int = 256) -> float:
-    """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their longest one."""
+    """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their
+    longest one.
+    """
     if train.config.packing and train.config.one_group_a_row:
         return 1.0  # each micro-batch is packed as it comes
     lengths = train.examples.lengths
@@ -283,7 +354,10 @@ def measure_fill(train: StoredBatches, steps: int = 256) -> float:
 
 @dataclass(slots=True)
 class StreamReport:
-    """The report of a stream so far. A row that is read again, its source having ended, counts again."""
+    """The report of a stream so far.
+
+    A row that is read again, its source having ended, counts again.
+    """
 
     max_length: int
     eval_sources: tuple[SourceReport, ...] = ()
@@ -291,9 +365,11 @@ class StreamReport:
     from_step: int = 0  # where this start of the run began to read
     counts: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
-    unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
+    # column -> rows that hold a value in it
+    unused_columns: dict[str, int] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
-    reported: dict[str, int] = field(default_factory=dict)  # name of a finding -> its rows when it was last reported
+    # name of a finding -> its rows when it was last reported
+    reported: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -314,7 +390,10 @@ class StreamReport:
     @property
     def findings(self) -> list[Finding]:
         """What was found in the rows read so far, and in the held-out data."""
-        return [*self._stream_findings(), *(finding for source in self.eval_sources for finding in source.findings)]
+        return [
+            *self._stream_findings(),
+            *(finding for source in self.eval_sources for finding in source.findings),
+        ]
 
     def add(self, block: SourceReport) -> list[str]:
         """Adds a block of rows, and returns what is worth a line in the log."""
@@ -325,20 +404,28 @@ class StreamReport:
             self.tally.add(finding.name, finding.where, finding.rows)
         lines = []
         for finding in self._stream_findings():
-            if finding.severity != "notice" and finding.rows >= REPEATED_FROM * self.reported.get(finding.name, 0):
+            if finding.severity != "notice" and finding.rows >= REPEATED_FROM * self.reported.get(
+                finding.name, 0
+            ):
                 self.reported[finding.name] = finding.rows
                 lines.append(str(finding))
                 if finding.name in ("truncated", "dropped"):
                     count = self.counts
                     lines += describe_loss(
-                        block.path, count["tokens_lost"], count["tokens"], count["trained_tokens_lost"]
+                        block.path,
+                        count["tokens_lost"],
+                        count["tokens"],
+                        count["trained_tokens_lost"],
                     )
         return lines
 
     def lines(self) -> list[str]:
         of_eval = [finding for source in self.eval_sources for finding in source.findings]
         shown = [f"held out: {finding}" for finding in of_eval if finding.severity != "notice"]
-        first = [f"{path}: its first {rows:,} rows (max_samples), not drawn" for path, rows in self.first_rows]
+        first = [
+            f"{path}: its first {rows:,} rows (max_samples), not drawn"
+            for path, rows in self.first_rows
+        ]
         drawn = [f"held out: {line}" for source in self.eval_sources for line in source.sample()]
         return ["streamed, read while training", *first, *drawn, *shown]
 
@@ -358,4 +445,5 @@ class StreamReport:
 
 
 Report = DataReport | StreamReport
-OnReport = Callable[[Report, list[str]], None]  # the report so far, and what is new in it as lines for the log
+# the report so far, and what is new in it as lines for the log
+OnReport = Callable[[Report, list[str]], None]

@@ -1,4 +1,6 @@
-"""Examples: stretches of at most `max_length` tokens of stored documents; cut, mixed by weight, held out, asked."""
+"""Examples: stretches of at most `max_length` tokens of stored documents; cut, mixed by weight,
+held out, asked.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,8 @@ class Example:
     """One conversation or text, or a stretch of one, as tokens."""
 
     input_ids: NDArray[np.int32]  # [tokens]
-    labels: NDArray[np.int32]  # [tokens]: the id to predict at this position, the next token's, or IGNORE_INDEX
+    # [tokens]: the id to predict at this position, the next token's, or IGNORE_INDEX
+    labels: NDArray[np.int32]
 
 
 COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside the store of each
@@ -30,7 +33,10 @@ COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside t
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Examples of several stores. An example's id is its index here. Returned by `cut`, `join`, `take`."""
+    """Examples of several stores.
+
+    An example's id is its index here. Returned by `cut`, `join`, `take`.
+    """
 
     stores: tuple[TokenStore, ...]
     store: NDArray[np.int32]  # [examples]: index into `stores`
@@ -38,7 +44,8 @@ class Examples:
     start: NDArray[np.int64]  # [examples]: the first token, counted over the store
     lengths: NDArray[np.int32]  # [examples]: tokens
     trained: NDArray[np.int32]  # [examples]: tokens with a label
-    group_size: int = 1  # examples that belong together, one after another: 2 for chosen and rejected
+    # examples that belong together, one after another: 2 for chosen and rejected
+    group_size: int = 1
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -52,10 +59,15 @@ class Examples:
         store = self._store_of(example_id)
         start = int(self.start[example_id])
         length = int(self.lengths[example_id])
-        return Example(store.input_ids[start : start + length], store.labels[start : start + length])
+        return Example(
+            store.input_ids[start : start + length], store.labels[start : start + length]
+        )
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":
-        """The examples `ids`, numbered in that order; an id may come more than once. No group is taken apart."""
+        """The examples `ids`, numbered in that order; an id may come more than once.
+
+        No group is taken apart.
+        """
         taken: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
         return replace(self, **taken)
 
@@ -82,10 +94,14 @@ class Examples:
         return values
 
     def answers(self) -> "Examples":
-        """What is worth imitating, each alone: every example, the chosen sides of pairs, or answers rated good."""
+        """What is worth imitating, each alone: every example, the chosen sides of pairs, or answers
+        rated good.
+        """
         if self.group_size == 1:
             return self
-        return replace(self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1)
+        return replace(
+            self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1
+        )
 
     def count_images(self, example_id: int) -> int:
         """The images of an example."""
@@ -111,14 +127,19 @@ class Examples:
         return self.stores[int(self.store[example_id])]
 
     def refuse_typed_images(self, image_token_ids: Sequence[int]) -> None:
-        """Raises `UserError` where a document without an image holds an image's token, which another's would take."""
+        """Raises `UserError` where a document without an image holds an image's token, which
+        another's would take.
+        """
         for store in self.stores:
             places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
             documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
-            typed = [document for document in documents.tolist() if not store.count_images(document)]
+            typed = [
+                document for document in documents.tolist() if not store.count_images(document)
+            ]
             if typed:
                 raise UserError(
-                    f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image"
+                    f"{store.where(typed[0])}: its text holds a token of an image, and the row has "
+                    "no image"
                 )
 
 
@@ -136,10 +157,10 @@ class Cuts:
 def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
     """The store's documents as examples of at most `max_length` tokens.
 
-    `overlength` None: plain text is split into several examples, and anything else is truncated. Labels are those of
-    the whole document: the last token of a cut example still has its successor as label, so that splitting loses no
-    target. A group with a long document is dropped whole. Raises `UserError` where a document is longer and
-    `overlength` is `error`.
+    `overlength` None: plain text is split into several examples, and anything else is truncated.
+    Labels are those of the whole document: the last token of a cut example still has its successor
+    as label, so that splitting loses no target. A group with a long document is dropped whole.
+    Raises `UserError` where a document is longer and `overlength` is `error`.
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
@@ -150,10 +171,10 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
         places = np.stack([store.files[overlong], store.rows[overlong]])
         rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
         raise UserError(
-            f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} tokens (overlength: "
-            f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
-            f"{int(lengths[worst])} tokens; "
-            f"raise max_length or set overlength to {'truncate, drop or split' if size == 1 else 'truncate or drop'}"
+            f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} "
+            f"tokens (overlength: error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, "
+            f"the longest of {int(lengths[worst])} tokens; raise max_length or set overlength to "
+            f"{'truncate, drop or split' if size == 1 else 'truncate or drop'}"
         )
     _refuse_torn(store, overlong, max_length, overlength)
     to_drop = is_group_overlong & (overlength == "drop")
@@ -167,7 +188,9 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     trained = store.trained[document].astype(np.int32)
     for i in np.flatnonzero(overlong[document]):
         trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
-    examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained, size)
+    examples = Examples(
+        (store,), np.zeros(len(document), np.int32), document, start, length, trained, size
+    )
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
@@ -192,7 +215,8 @@ def _refuse_torn(
     if torn:
         raise UserError(
             f"{store.where(torn[0])}: an image that max_length = {max_length} tokens would cut; "
-            f"{counted(len(torn), 'document')} of this kind; raise max_length, or set overlength: drop"
+            f"{counted(len(torn), 'document')} of this kind; raise max_length, or set overlength: "
+            "drop"
         )
 
 
@@ -200,13 +224,19 @@ def join(parts: Sequence[Examples]) -> Examples:
     """The examples of all `parts`, one part after the other."""
     shifts = np.cumsum([0] + [len(part.stores) for part in parts])
     stores = tuple(store for part in parts for store in part.stores)
-    store = np.concatenate([part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)])
-    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    store = np.concatenate(
+        [part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)]
+    )
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS
+    }
     return replace(parts[0], stores=stores, store=store, **joined)
 
 
 def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
-    """All sources' examples, each as often as its weight: 2 is twice, 0.5 is a half of them, drawn by the seed."""
+    """All sources' examples, each as often as its weight: 2 is twice, 0.5 is a half of them, drawn
+    by the seed.
+    """
     return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
 
 
@@ -217,26 +247,35 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
     count = examples.groups
     drawn = make_generator(seed, "weights", number).permutation(count)
     drawn = drawn[: max(round(rest * count), 0 if whole else 1)]  # no source vanishes
-    return examples.take_groups(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
+    return examples.take_groups(
+        np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)])
+    )
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of rows.
+    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of
+    rows.
 
-    All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError` if one is empty.
+    All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError`
+    if one is empty.
     """
-    rows, of = np.unique(_number(examples.store, examples.look_up(number_rows)), return_inverse=True)
+    rows, of = np.unique(
+        _number(examples.store, examples.look_up(number_rows)), return_inverse=True
+    )
     total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
         raise UserError(
             f"eval_split_size: {size:g} of {total} rows is {count}, which leaves none to "
-            f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in eval_datasets"
+            f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in "
+            "eval_datasets"
         )
     held = np.zeros(total, bool)
     held[make_generator(seed, "held out").permutation(total)[:count]] = True
     is_held = held[of]
-    return examples.take(np.flatnonzero(~is_held)), _drop_repeats(examples.take(np.flatnonzero(is_held)))
+    return examples.take(np.flatnonzero(~is_held)), _drop_repeats(
+        examples.take(np.flatnonzero(is_held))
+    )
 
 
 def number_rows(store: TokenStore) -> NDArray[np.int64]:
@@ -266,7 +305,9 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` examples (chosen sides of pairs) that ask something, cut where the last answer begins."""
+    """At most `count` examples (chosen sides of pairs) that ask something, cut where the last
+    answer begins.
+    """
     examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):
@@ -288,12 +329,15 @@ def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
     prompt_ids = example.input_ids[: first + 1].tolist()
     if first == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
         return None
-    answer: str = tokenizer.decode(example.labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True)
+    answer: str = tokenizer.decode(
+        example.labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True
+    )
     return Prompt(prompt_ids, answer.strip())
 
 
 def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size - 1.
+    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size -
+    1.
 
     >>> expand_groups(np.array([3, 0]), 2)
     array([6, 7, 0, 1])
@@ -303,4 +347,6 @@ def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
     """Random numbers that are a pure function of the arguments; each purpose has its own."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()]))
+    )

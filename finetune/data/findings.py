@@ -1,4 +1,6 @@
-"""What can be wrong with training data, or worth knowing about it: how severe each is, and how it is reported."""
+"""What can be wrong with training data, or worth knowing about it: how severe each is, and how it
+is reported.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +32,14 @@ class Finding:
 
     def __str__(self) -> str:
         """
-        >>> print(Finding("doubled_bos", "fatal", 2, 2, ("a.jsonl:1", "a.jsonl:2"), "the text begins with two BOS"))
+        >>> print(Finding("doubled_bos", "fatal", 2, 2, ("a.jsonl:1", "a.jsonl:2"), "the text begins
+          with two BOS"))
         fatal: doubled_bos: in 2 of 2 rows the text begins with two BOS (a.jsonl:1, a.jsonl:2)
         """
-        text = f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}"
+        text = (
+            f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} "
+            f"{self.what}"
+        )
         if not self.where:
             return text
         more = ", ..." if self.rows > len(self.where) else ""
@@ -53,112 +59,256 @@ class Check:
 
 CHECKS: dict[str, Check] = {
     "nothing_trained": Check("warning", "fatal", "no token is trained on; such rows are not used"),
-    "no_end_of_turn": Check("fatal", "fatal",
-        "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes "
-        "one after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% "
-        "generation %} markers), or a tokenizer with an eos_token"),
-    "stop_not_trained": Check("warning", "fatal",
-        "the token that is trained at the end of the assistant's turn is none at which generation stops (eos_token, "
-        "generation_config.json), so no answer would end; name it in eot_tokens"),
-    "end_of_turn_is_text": Check("warning", "warning",
-        "the chat template ends the assistant's turn with text that is not a special token of this tokenizer; "
-        "generation will not stop at it (added_tokens and eot_tokens make it one)"),
-    "doubled_bos": Check("warning", "fatal",
-        "the text begins with two BOS tokens; remove one from the template or the text"),
-    "typed_special_token": Check("warning", "warning",
-        "the content contains a special token, such as an end-of-turn, and is tokenized with it: content can end "
-        "turns and begin others"),
+    "no_end_of_turn": Check(
+        "fatal",
+        "fatal",
+        "no end-of-turn token is trained on, so the model does not learn to stop; use a "
+        "chat_template that writes one after the assistant's content (a named one, such as glm4 "
+        "or chatml, or your own with it inside {% generation %} markers), or a tokenizer with "
+        "an eos_token",
+    ),
+    "stop_not_trained": Check(
+        "warning",
+        "fatal",
+        "the token that is trained at the end of the assistant's turn is none at which generation "
+        "stops (eos_token, generation_config.json), so no answer would end; name it in eot_tokens",
+    ),
+    "end_of_turn_is_text": Check(
+        "warning",
+        "warning",
+        "the chat template ends the assistant's turn with text that is not a special token of "
+        "this tokenizer; generation will not stop at it (added_tokens and eot_tokens make it one)",
+    ),
+    "doubled_bos": Check(
+        "warning",
+        "fatal",
+        "the text begins with two BOS tokens; remove one from the template or the text",
+    ),
+    "typed_special_token": Check(
+        "warning",
+        "warning",
+        "the content contains a special token, such as an end-of-turn, and is tokenized with it: "
+        "content can end turns and begin others",
+    ),
     "system_dropped": Check("warning", "warning", "the chat template drops the system message"),
     "user_dropped": Check("warning", "fatal", "the chat template drops a user's message"),
-    "assistant_dropped": Check("warning", "fatal",
-        "the chat template drops the assistant's content; use one that writes message['content']", many=0.1),
-    "tool_calls_dropped": Check("fatal", "fatal",
-        "the chat template drops tool calls, so the model learns to say nothing where it should call; use one that "
-        "writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)"),
-    "tools_dropped": Check("warning", "warning",
-        "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that writes "
-        "them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)"),
-    "reasoning_dropped": Check("warning", "fatal",
-        "the chat template drops an answer's reasoning; use one that writes it (and turns: auto), or remove it"),
-    "unlike_inference": Check("warning", "warning",
-        "an answer, or what stands before it, is not what the model sees and writes when it is asked for this turn: "
-        "the chat template writes earlier turns differently once others follow; remove turns: whole, where it is "
-        "set"),
-    "prompt_not_continued": Check("warning", "warning",
-        "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an answer "
-        "without reasoning): the model is never trained at the place where it is asked; give the answers "
-        "reasoning_content, ask without it (chat_template_kwargs: {enable_thinking: false} in the entry of "
-        "datasets, and in chat), or use a chat_template whose prompt is what its answers begin with"),
-    "no_reasoning": Check("notice", "warning",
-        "no answer has reasoning, which the chat template writes where the model thinks: it learns to answer "
-        "without; give the answers reasoning_content, or set chat_template_kwargs: {enable_thinking: false} in the "
-        "entry of datasets, and in chat, where the template reads it"),
-    "not_read_back": Check("warning", "warning",
-        "the tokenizer's own response_template reads an answer back otherwise than the row has it, and so would a "
-        "server; use the chat_template that it was made for, or set it to null in tokenizer_config.json"),
-    "turns_split": Check("notice", "notice",
-        "the turns are trained in several documents, each with the prompt that inference gives, because the chat "
-        "template writes earlier turns differently once others follow (turns: whole keeps one document)"),
-    "empty_answer": Check("warning", "fatal",
-        "an answer that is trained on is empty, so the model learns to say nothing", many=0.5),
-    "repeated_keys": Check("warning", "warning",
-        "two columns, or two keys of one object, have the same name; only the last one's value is read"),
-    "skipped": Check("warning", "warning", "the format is unknown or the row is damaged; it was skipped (on_bad_row)"),
-    "truncated": Check("warning", "warning", "the row has more than max_length tokens and was truncated (overlength)"),
-    "truncated_untrained": Check("warning", "fatal",
-        "no trained token is left after truncating to max_length; such rows are not used"),
-    "dropped": Check("warning", "fatal", "the row has more than max_length tokens and was dropped (overlength)"),
-    "split": Check("notice", "notice", "the row has more than max_length tokens and was split (overlength)"),
-        "duplicates": Check("notice", "warning", "the text is the same as an earlier row's", many=0.5),
-    "held_out_in_training": Check("warning", "warning",
-        "a held-out text is also trained on; the held-out loss will be too low"),
-    "sides_equal": Check("warning", "fatal", "chosen and rejected are the same; such pairs are not used"),
-    "side_empty": Check("warning", "fatal", "the chosen or the rejected answer is empty; such pairs are not used"),
-    "side_untrained": Check("warning", "fatal",
-        "the chosen or the rejected answer is masked (train: false or weight: 0); such pairs are not used"),
-    "prompt_missing": Check("warning", "fatal",
-        "no prompt is found: no column with a known name holds one, and the answers do not begin with it, so they "
-        "would be trained on without it; name its column (prompt_column), or remove the columns that are not "
-        "used", many=0.5, names_unused=True),
-    "prompt_unread": Check("warning", "warning",
-        "the prompt's column is not read: chosen and rejected are whole conversations that ask something else; "
-        "remove the column, or keep only the answers in chosen and rejected"),
-    "truncated_equal": Check("warning", "fatal",
-        "chosen and rejected are the same after truncating to max_length; such pairs are not used"),
-    "order_swapped": Check("notice", "warning",
-        "the row's own scores rate the rejected answer higher; in most rows it means that the columns are swapped "
-        "(chosen_column, rejected_column)", many=0.5),
-    "same_ratings": Check("warning", "warning",
-        "the answer is rated as all others are; a method of ratings learns from good answers beside bad ones"),
-    "images_unread": Check("warning", "warning",
-        "a column holds images that nothing reads; remove it, or name a vision-language model"),
-    "images_dropped": Check("fatal", "fatal",
-        "a column holds images that nothing reads, so the model would learn to answer without seeing them; make the "
-        "rows conversations (type: messages, and a chat_template that writes images), with the images in a column "
-        "`images`, or remove the column"),
-    "prompts_differ": Check("warning", "warning",
-        "the chat template writes the prompt before chosen differently from that before rejected"),
-    "no_space_between": Check("notice", "notice",
-        "there is no space between prompt and completion; they are joined as they are"),
-    "begins_with_assistant": Check("notice", "warning",
-        "the conversation begins with the assistant, as none does that answers a user"),
-    "calls_without_tools": Check("warning", "warning",
-        "the assistant calls a tool that neither `tools` nor a system message describes; name the schemas in "
-        "`tools`"),
-    "plain_template": Check("notice", "notice",
-        "the tokenizer has no chat template; `plain` is used and saved with the model (chat_template sets another)"),
-    "columns_recognized": Check("notice", "notice",
-        "two columns are read as a user's turn and the assistant's by their names (type: messages, prompt_column "
-        "and completion_column say it; type: prompt_completion joins them without a chat template)"),
-    "template_unused": Check("warning", "warning",
-        "prompt and completion are plain text and do not use the tokenizer's chat template, in which the model will "
-        "be asked; type: messages in the entry of datasets does"),
-}  # fmt: skip
+    "assistant_dropped": Check(
+        "warning",
+        "fatal",
+        "the chat template drops the assistant's content; use one that writes message['content']",
+        many=0.1,
+    ),
+    "tool_calls_dropped": Check(
+        "fatal",
+        "fatal",
+        "the chat template drops tool calls, so the model learns to say nothing where it should "
+        "call; use one that writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
+    ),
+    "tools_dropped": Check(
+        "warning",
+        "warning",
+        "the chat template drops tool schemas, tool results, or calls that are not trained on; "
+        "use one that writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
+    ),
+    "reasoning_dropped": Check(
+        "warning",
+        "fatal",
+        (
+            "the chat template drops an answer's reasoning; use one that writes it (and turns: "
+            "auto), or remove it"
+        ),
+    ),
+    "unlike_inference": Check(
+        "warning",
+        "warning",
+        "an answer, or what stands before it, is not what the model sees and writes when it is "
+        "asked for this turn: the chat template writes earlier turns differently once others "
+        "follow; remove turns: whole, where it is set",
+    ),
+    "prompt_not_continued": Check(
+        "warning",
+        "warning",
+        "a trained answer does not follow the prompt that inference gives (one that opens "
+        "<think>, for an answer without reasoning): the model is never trained at the place where "
+        "it is asked; give the answers reasoning_content, ask without it (chat_template_kwargs: "
+        "{enable_thinking: false} in the entry of datasets, and in chat), or use a "
+        "chat_template whose prompt is what its answers begin with",
+    ),
+    "no_reasoning": Check(
+        "notice",
+        "warning",
+        "no answer has reasoning, which the chat template writes where the model thinks: it "
+        "learns to answer without; give the answers reasoning_content, or set "
+        "chat_template_kwargs: {enable_thinking: false} in the entry of datasets, and in chat, "
+        "where the template reads it",
+    ),
+    "not_read_back": Check(
+        "warning",
+        "warning",
+        "the tokenizer's own response_template reads an answer back otherwise than the row has "
+        "it, and so would a server; use the chat_template that it was made for, or set it to null "
+        "in tokenizer_config.json",
+    ),
+    "turns_split": Check(
+        "notice",
+        "notice",
+        "the turns are trained in several documents, each with the prompt that inference gives, "
+        "because the chat template writes earlier turns differently once others follow (turns: "
+        "whole keeps one document)",
+    ),
+    "empty_answer": Check(
+        "warning",
+        "fatal",
+        "an answer that is trained on is empty, so the model learns to say nothing",
+        many=0.5,
+    ),
+    "repeated_keys": Check(
+        "warning",
+        "warning",
+        (
+            "two columns, or two keys of one object, have the same name; only the last one's "
+            "value is read"
+        ),
+    ),
+    "skipped": Check(
+        "warning",
+        "warning",
+        "the format is unknown or the row is damaged; it was skipped (on_bad_row)",
+    ),
+    "truncated": Check(
+        "warning",
+        "warning",
+        "the row has more than max_length tokens and was truncated (overlength)",
+    ),
+    "truncated_untrained": Check(
+        "warning",
+        "fatal",
+        "no trained token is left after truncating to max_length; such rows are not used",
+    ),
+    "dropped": Check(
+        "warning", "fatal", "the row has more than max_length tokens and was dropped (overlength)"
+    ),
+    "split": Check(
+        "notice", "notice", "the row has more than max_length tokens and was split (overlength)"
+    ),
+    "duplicates": Check("notice", "warning", "the text is the same as an earlier row's", many=0.5),
+    "held_out_in_training": Check(
+        "warning",
+        "warning",
+        "a held-out text is also trained on; the held-out loss will be too low",
+    ),
+    "sides_equal": Check(
+        "warning", "fatal", "chosen and rejected are the same; such pairs are not used"
+    ),
+    "side_empty": Check(
+        "warning", "fatal", "the chosen or the rejected answer is empty; such pairs are not used"
+    ),
+    "side_untrained": Check(
+        "warning",
+        "fatal",
+        (
+            "the chosen or the rejected answer is masked (train: false or weight: 0); such pairs "
+            "are not used"
+        ),
+    ),
+    "prompt_missing": Check(
+        "warning",
+        "fatal",
+        "no prompt is found: no column with a known name holds one, and the answers do not begin "
+        "with it, so they would be trained on without it; name its column (prompt_column), or "
+        "remove the columns that are not used",
+        many=0.5,
+        names_unused=True,
+    ),
+    "prompt_unread": Check(
+        "warning",
+        "warning",
+        "the prompt's column is not read: chosen and rejected are whole conversations that ask "
+        "something else; remove the column, or keep only the answers in chosen and rejected",
+    ),
+    "truncated_equal": Check(
+        "warning",
+        "fatal",
+        "chosen and rejected are the same after truncating to max_length; such pairs are not used",
+    ),
+    "order_swapped": Check(
+        "notice",
+        "warning",
+        "the row's own scores rate the rejected answer higher; in most rows it means that the "
+        "columns are swapped (chosen_column, rejected_column)",
+        many=0.5,
+    ),
+    "same_ratings": Check(
+        "warning",
+        "warning",
+        (
+            "the answer is rated as all others are; a method of ratings learns from good answers "
+            "beside bad ones"
+        ),
+    ),
+    "images_unread": Check(
+        "warning",
+        "warning",
+        "a column holds images that nothing reads; remove it, or name a vision-language model",
+    ),
+    "images_dropped": Check(
+        "fatal",
+        "fatal",
+        "a column holds images that nothing reads, so the model would learn to answer without "
+        "seeing them; make the rows conversations (type: messages, and a chat_template that "
+        "writes images), with the images in a column `images`, or remove the column",
+    ),
+    "prompts_differ": Check(
+        "warning",
+        "warning",
+        "the chat template writes the prompt before chosen differently from that before rejected",
+    ),
+    "no_space_between": Check(
+        "notice",
+        "notice",
+        "there is no space between prompt and completion; they are joined as they are",
+    ),
+    "begins_with_assistant": Check(
+        "notice",
+        "warning",
+        "the conversation begins with the assistant, as none does that answers a user",
+    ),
+    "calls_without_tools": Check(
+        "warning",
+        "warning",
+        "the assistant calls a tool that neither `tools` nor a system message describes; name the "
+        "schemas in `tools`",
+    ),
+    "plain_template": Check(
+        "notice",
+        "notice",
+        (
+            "the tokenizer has no chat template; `plain` is used and saved with the model "
+            "(chat_template sets another)"
+        ),
+    ),
+    "columns_recognized": Check(
+        "notice",
+        "notice",
+        "two columns are read as a user's turn and the assistant's by their names (type: "
+        "messages, prompt_column and completion_column say it; type: prompt_completion joins them "
+        "without a chat template)",
+    ),
+    "template_unused": Check(
+        "warning",
+        "warning",
+        "prompt and completion are plain text and do not use the tokenizer's chat template, in "
+        "which the model will be asked; type: messages in the entry of datasets does",
+    ),
+}
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many rows each check was found in, and the first of them. Stored with the tokens as JSON."""
+    """How many rows each check was found in, and the first of them.
+
+    Stored with the tokens as JSON.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)
     where: dict[str, list[str]] = field(default_factory=dict)
@@ -166,15 +316,21 @@ class Tally:
     tokens: dict[str, int] = field(default_factory=dict)  # that it adds to the data
 
     def add(self, name: str, places: Sequence[str], rows: int | None = None) -> None:
-        """Counts check `name` as found at `places`, or in `rows` rows of which `places` are the first."""
+        """Counts check `name` as found at `places`, or in `rows` rows of which `places` are the
+        first.
+        """
         rows = len(places) if rows is None else rows
         if rows:
             self.rows[name] = self.rows.get(name, 0) + rows
             shown = [*self.where.get(name, ()), *places[:MAX_SHOWN_ROWS]]
-            self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]  # a stream can read a row again
+            # a stream can read a row again
+            self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]
 
     def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
-        """The findings in `of` rows, the most severe first. `unused_columns`: that hold a value and were not read."""
+        """The findings in `of` rows, the most severe first.
+
+        `unused_columns`: that hold a value and were not read.
+        """
         findings = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
@@ -183,7 +339,9 @@ class Tally:
             more = f"; {self.tokens[name]:,} more tokens" if name in self.tokens else ""
             first = f"; first: {self.details[name]}" if name in self.details else ""
             what = check.what + unused + more + first
-            findings.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
+            findings.append(
+                Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what)
+            )
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
@@ -194,8 +352,11 @@ def refuse_fatal(findings: Iterable[Finding]) -> None:
         raise UserError.of(stop)
 
 
-def check_longest_example(tokens: int, max_position_embeddings: int | None, whose: str = "model") -> list[str]:
-    """A warning if the longest example has more tokens than the model (`whose`: or the teacher) has positions.
+def check_longest_example(
+    tokens: int, max_position_embeddings: int | None, whose: str = "model"
+) -> list[str]:
+    """A warning if the longest example has more tokens than the model (`whose`: or the teacher) has
+    positions.
 
     >>> check_longest_example(512, 512), check_longest_example(512, None)
     ([], [])
@@ -205,6 +366,7 @@ def check_longest_example(tokens: int, max_position_embeddings: int | None, whos
     if max_position_embeddings is None or tokens <= max_position_embeddings:
         return []
     return [
-        f"warning: examples have up to {tokens:,} tokens, but the {whose} was made for {max_position_embeddings:,} "
-        f"positions (max_position_embeddings of its config); set max_length: {max_position_embeddings}"
+        f"warning: examples have up to {tokens:,} tokens, but the {whose} was made for "
+        f"{max_position_embeddings:,} positions (max_position_embeddings of its config); set "
+        f"max_length: {max_position_embeddings}"
     ]

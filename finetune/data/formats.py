@@ -1,4 +1,6 @@
-"""Rows as conversations, prompts with completions, plain text or tokens; the format is recognized from the columns."""
+"""Rows as conversations, prompts with completions, plain text or tokens; the format is recognized
+from the columns.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +26,21 @@ from finetune.data.messages import (
 Row = Mapping[str, Any]
 # The names of columns in published data, in lower case, the most usual first.
 QUESTION_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input", "context")
-ANSWER_COLUMNS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply")
+ANSWER_COLUMNS = (
+    "completion",
+    "answer",
+    "response",
+    "output",
+    "solution",
+    "target",
+    "assistant",
+    "reply",
+)
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content", "document", "body", "article")
 LABEL_COLUMNS = ("label", "kto_tag")  # whether the answer is good
-# Those of a question and its answer, in any case of letters, that name themselves: a user's turn and the assistant's.
+# Those of a question and its answer, in any case of letters, that name themselves: a user's turn
+# and the assistant's.
 COMMON_PAIRS = (
     ("prompt", "response"),
     ("input", "output"),
@@ -36,17 +48,21 @@ COMMON_PAIRS = (
     ("instruction", "response"),
     ("instruction", "output"),
 )
-# The name, in lower case, of a column that may be part of the question: options, option_a, choices, A to E, passage.
+# The name, in lower case, of a column that may be part of the question: options, option_a, choices,
+# A to E, passage.
 QUESTION_PART = re.compile(
     r"(option|choice|context|passage|paragraph|document|article|body|content|text|story|background"
     r"|table|schema|premise|candidate|ending)(s|_?[a-z0-9])?|history|[a-e]"
 )
-VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template reads beside its messages
+# the column of what a row's chat template reads beside its messages
+VARIABLES = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders, from messages, sharegpt and alpaca rows, and conversational prompts."""
+    """Messages that a chat template renders, from messages, sharegpt and alpaca rows, and
+    conversational prompts.
+    """
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
@@ -57,7 +73,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its completion, joined without a chat template; only the completion is trained on."""
+    """A prompt and its completion, joined without a chat template; only the completion is trained
+    on.
+    """
 
     prompt: str
     completion: str
@@ -73,7 +91,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Ids that another program has made, with what it trains on. No template and no BOS is put to them."""
+    """Ids that another program has made, with what it trains on.
+
+    No template and no BOS is put to them.
+    """
 
     ids: tuple[int, ...]
     trained: tuple[bool, ...]  # [ids]
@@ -86,7 +107,10 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt without an answer, which the model in training samples. `row`: what rewards read, as JSON."""
+    """A prompt without an answer, which the model in training samples.
+
+    `row`: what rewards read, as JSON.
+    """
 
     asked: Conversation | str
     row: str
@@ -97,12 +121,16 @@ Document = Conversation | Completion | Text | TokenRow | Question
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents of one batch: an answer; chosen and rejected; or a rated answer and one of another prompt."""
+    """Documents of one batch: an answer; chosen and rejected; or a rated answer and one of another
+    prompt.
+    """
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
-    score: int | None = None  # the class of its documents, of which the last token is scored; None: they are not
-    pooling: Pooling | None = field(default=None, repr=False)  # how each document becomes one vector; None: it does not
+    # the class of its documents, of which the last token is scored; None: they are not
+    score: int | None = None
+    # how each document becomes one vector; None: it does not
+    pooling: Pooling | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +168,9 @@ class Columns:
     used: set[str] = field(default_factory=set)
 
     def take(self, column: str) -> Any:
-        """The value of a column, which counts as used from now on; None if the row has no such column."""
+        """The value of a column, which counts as used from now on; None if the row has no such
+        column.
+        """
         self.used.add(column)
         return self.row.get(column)
 
@@ -157,7 +187,9 @@ class Columns:
         """Raises `BadRow` if the column holds no list."""
         value = self.take(column)
         if not isinstance(value, list):
-            raise BadRow(f"{column}: a list of messages is expected, found {self._describe(column, value)}")
+            raise BadRow(
+                f"{column}: a list of messages is expected, found {self._describe(column, value)}"
+            )
         return value
 
     def _describe(self, column: str, value: Any) -> str:
@@ -167,11 +199,18 @@ class Columns:
     @property
     def unused(self) -> tuple[str, ...]:
         """The columns that hold a value and have not been read."""
-        return tuple(str(c) for c, value in self.row.items() if c not in self.used and value not in (None, "", [], {}))
+        return tuple(
+            str(c)
+            for c, value in self.row.items()
+            if c not in self.used and value not in (None, "", [], {})
+        )
 
 
 def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a row in the format that the source's `type` names, else in the one that its columns show. Raises `BadRow`.
+    """Reads a row in the format that the source's `type` names, else in the one that its columns
+    show.
+
+    Raises `BadRow`.
 
     >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')
@@ -184,41 +223,61 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     if common:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
     group = Group((PARSERS[row_format](columns, source),))
-    return ParsedRow((group,), row_format, columns.unused, ("columns_recognized",) if common else ())
+    return ParsedRow(
+        (group,), row_format, columns.unused, ("columns_recognized",) if common else ()
+    )
 
 
 def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
-    """The columns of a question and its answer in a row of no known format, where their names leave no doubt.
+    """The columns of a question and its answer in a row of no known format, where their names leave
+    no doubt.
 
     >>> find_common_pair({"Prompt": "2+2?", "Response": "4"}, DatasetSource(path="sums.csv"))
     ('Prompt', 'Response')
     """
-    if source.type or source.messages_column or source.prompt_column or source.completion_column or source.text_column:
+    if (
+        source.type
+        or source.messages_column
+        or source.prompt_column
+        or source.completion_column
+        or source.text_column
+    ):
         return None
     present = [str(column) for column, value in row.items() if value is not None]
-    if {"instruction", "output"} <= set(present) or any(name.lower() in CONVERSATION_COLUMNS for name in present):
+    if {"instruction", "output"} <= set(present) or any(
+        name.lower() in CONVERSATION_COLUMNS for name in present
+    ):
         return None
     if any(QUESTION_PART.fullmatch(name.lower()) for name in present):
         return None
     questions, answers = (
-        [name for name in present if name.lower() in names] for names in (QUESTION_COLUMNS, ANSWER_COLUMNS)
+        [name for name in present if name.lower() in names]
+        for names in (QUESTION_COLUMNS, ANSWER_COLUMNS)
     )
     if len(questions) != 1 or len(answers) != 1:
         return None
     question = questions[0]
     answer = answers[0]
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
-    return (question, answer) if is_known and isinstance(row[question], str) and isinstance(row[answer], str) else None
+    return (
+        (question, answer)
+        if is_known and isinstance(row[question], str) and isinstance(row[answer], str)
+        else None
+    )
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
-    """The format of a row, from the columns that the source names, else those of the row. Raises `BadRow`."""
+    """The format of a row, from the columns that the source names, else those of the row.
+
+    Raises `BadRow`.
+    """
     present = {column for column, value in row.items() if value is not None}
     is_sharegpt = bool(present.intersection(CONVERSATION_COLUMNS[1:]))
     completes_sharegpt = is_sharegpt and "prompt" not in present
     named = {
         "messages": source.messages_column,
-        "prompt_completion": source.prompt_column or (None if completes_sharegpt else source.completion_column),
+        "prompt_completion": source.prompt_column
+        or (None if completes_sharegpt else source.completion_column),
         "text": source.text_column,
     }
     for row_format, column in named.items():
@@ -231,23 +290,31 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     if fitting is not None:
         return fitting
     _refuse_null_column(row, present)
-    known = (" + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "") for facts in FORMATS.values())
+    known = (
+        " + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "")
+        for facts in FORMATS.values()
+    )
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
             hint = (
-                f"{chosen} and {rejected} are two answers to one prompt: method: {' or '.join(PAIRED)} "
-                "learns from such pairs; to train on the better answers alone, set prompt_column and "
-                f"completion_column: {chosen}"
+                f"{chosen} and {rejected} are two answers to one prompt: method: "
+                f"{' or '.join(PAIRED)} learns from such pairs; to train on the better answers "
+                f"alone, set prompt_column and completion_column: {chosen}"
             )
     raise BadRow(
-        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {', '.join(known)}. {hint}"
+        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: "
+        f"{', '.join(known)}. {hint}"
     )
 
 
 def _refuse_null_column(row: Row, present: set[str]) -> None:
-    """Raises `BadRow` where a row has all columns of a known format, but no value in one of them."""
-    whole = [(name, c) for name, facts in FORMATS.items() for c in facts.columns if row.keys() >= set(c)]
+    """Raises `BadRow` where a row has all columns of a known format, but no value in one of
+    them.
+    """
+    whole = [
+        (name, c) for name, facts in FORMATS.items() for c in facts.columns if row.keys() >= set(c)
+    ]
     if whole:
         name, columns = max(whole, key=lambda each: len(present.intersection(each[1])))
         expected = "text" if name in ("alpaca", "prompt_completion", "text") else "a value"
@@ -256,7 +323,9 @@ def _refuse_null_column(row: Row, present: set[str]) -> None:
 
 
 def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:
-    """Raises `BadRow` for rows that rate an answer: a bad answer would be trained on like a good one."""
+    """Raises `BadRow` for rows that rate an answer: a bad answer would be trained on like a good
+    one.
+    """
     row = columns.row
     for column in LABEL_COLUMNS:
         label = row.get(column)
@@ -265,20 +334,20 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             columns.take(column)
         if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on like a good one; method: {RATED[0]} "
-                "learns from both; else train on the other rows alone"
+                f"{column}: false marks a bad answer, which would be trained on like a good one; "
+                f"method: {RATED[0]} learns from both; else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:
         key = "messages_column" if row_format == "messages" else "completion_column"
         raise BadRow(
-            f"rejected: method: {' or '.join(PAIRED)} learns from pairs; to train on the chosen answers alone, set "
-            f"{key}: chosen"
+            f"rejected: method: {' or '.join(PAIRED)} learns from pairs; to train on the chosen "
+            f"answers alone, set {key}: chosen"
         )
     if row.get("score") is not None and not any(named):
         raise BadRow(
-            "score: training by scores is not supported; to train on every row alike, name the columns to read "
-            "(messages_column, or prompt_column and completion_column)"
+            "score: training by scores is not supported; to train on every row alike, name the "
+            "columns to read (messages_column, or prompt_column and completion_column)"
         )
 
 
@@ -286,7 +355,9 @@ def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
     if source.prompt_column or source.completion_column:
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
-        return make_conversation(columns, [make_message("user", question), make_message("assistant", answer)])
+        return make_conversation(
+            columns, [make_message("user", question), make_message("assistant", answer)]
+        )
     default = "messages" if columns.row.get("messages") is not None else "chosen"
     return make_conversation(columns, columns.take_messages(source.messages_column or default))
 
@@ -307,7 +378,10 @@ def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
 
 
 def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
-    """The turns before an Alpaca row's answer: earlier ones, then instruction and input. Raises `BadRow`."""
+    """The turns before an Alpaca row's answer: earlier ones, then instruction and input.
+
+    Raises `BadRow`.
+    """
     instruction = columns.take_text(source.prompt_column or "instruction")
     extra = columns.take_text("input") if columns.row.get("input") is not None else ""
     if source.alpaca_prompt:
@@ -320,17 +394,23 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
 
 
 def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
-    """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and others write it.
+    """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and
+    others write it.
 
     >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
     ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
     paired = ", paired with an input that provides further context" if extra else ""
     task = (
-        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes "
-        "the request."
+        f"Below is an instruction that describes a task{paired}. Write a response that "
+        "appropriately completes the request."
     )
-    parts = [task, f"### Instruction:\n{instruction}", f"### Input:\n{extra}" if extra else "", "### Response:\n"]
+    parts = [
+        task,
+        f"### Instruction:\n{instruction}",
+        f"### Input:\n{extra}" if extra else "",
+        "### Response:\n",
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -339,8 +419,14 @@ def _parse_history(columns: Columns) -> list[Message]:
     history = parse_json(columns.take("history")) or []
     turns = []
     for pair in history if isinstance(history, list) else [history]:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow(f"history: a list of [question, answer] is expected, found {describe_value(pair)}")
+        if (
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+        ):
+            raise BadRow(
+                f"history: a list of [question, answer] is expected, found {describe_value(pair)}"
+            )
         turns += [make_message("user", pair[0]), make_message("assistant", pair[1])]
     return turns
 
@@ -355,7 +441,9 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
         prompt = columns.take_messages(prompt_column)
         completion = columns.take_messages(completion_column)
         return make_conversation(columns, [*without_training(prompt), *completion])
-    return Completion(columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False))
+    return Completion(
+        columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False)
+    )
 
 
 def without_training(turns: list[Any]) -> list[Any]:
@@ -372,10 +460,15 @@ def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
     answers = columns.take(source.completion_column or "answers")
     texts = answers.get("text") if isinstance(answers, Mapping) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadRow(f"answers: a mapping with a list of text is expected, found {describe_value(answers)}")
+        raise BadRow(
+            f"answers: a mapping with a list of text is expected, found {describe_value(answers)}"
+        )
     if not texts:
         raise BadRow("answers: there is none")
-    prompt = f"Context: {columns.take_text('context')} Question: {columns.take_text('question')} Answer: "
+    prompt = (
+        f"Context: {columns.take_text('context')} Question: {columns.take_text('question')} "
+        "Answer: "
+    )
     return Completion(prompt, texts[0].strip(), are_turns=True)
 
 
@@ -384,7 +477,10 @@ def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
     endings = columns.take("endings")
     label = str(columns.take("label"))
     if not isinstance(endings, list) or not label.isdecimal() or int(label) >= len(endings):
-        raise BadRow(f"endings: a list in which label {label} names one is expected, found {describe_value(endings)}")
+        raise BadRow(
+            f"endings: a list in which label {label} names one is expected, found "
+            f"{describe_value(endings)}"
+        )
     return Completion(columns.take_text("ctx"), str(endings[int(label)]))
 
 
@@ -395,20 +491,28 @@ def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
     for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
         if label not in (token, IGNORE_INDEX):
             raise BadRow(
-                f"labels: {label} at position {position}, where input_ids has {token}; labels are the ids themselves, "
-                f"and {IGNORE_INDEX} where nothing is trained"
+                f"labels: {label} at position {position}, where input_ids has {token}; labels are "
+                f"the ids themselves, and {IGNORE_INDEX} where nothing is trained"
             )
     kept = [i for i, attended in enumerate(mask) if attended]  # the rest is padding
     return TokenRow(tuple(ids[i] for i in kept), tuple(labels[i] != IGNORE_INDEX for i in kept))
 
 
 def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int]:
-    """A column of whole numbers, as many as `length`; empty where that is given and the row has no such column."""
+    """A column of whole numbers, as many as `length`; empty where that is given and the row has no
+    such column.
+    """
     numbers = columns.take(column)
     if numbers is None and length is not None:
         return []
-    if not isinstance(numbers, list) or not numbers or any(type(number) is not int for number in numbers):
-        raise BadRow(f"{column}: a list of whole numbers is expected, found {describe_value(numbers)}")
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or any(type(number) is not int for number in numbers)
+    ):
+        raise BadRow(
+            f"{column}: a list of whole numbers is expected, found {describe_value(numbers)}"
+        )
     if length is not None and len(numbers) != length:
         raise BadRow(f"{column}: {len(numbers)} numbers, but input_ids has {length}")
     return numbers
@@ -442,9 +546,14 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     variables = parse_json(columns.take(VARIABLES)) or {}
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
-    given = {name: value for name, value in variables.items() if value is not None}  # Parquet fills with nulls
-    of_system = messages[0].pop("tools", None) if messages[0]["role"] in ("system", "developer") else None
-    return Conversation(messages, trained, parse_tools(columns.take("tools") or of_system), given, images)
+    # Parquet fills with nulls
+    given = {name: value for name, value in variables.items() if value is not None}
+    of_system = (
+        messages[0].pop("tools", None) if messages[0]["role"] in ("system", "developer") else None
+    )
+    return Conversation(
+        messages, trained, parse_tools(columns.take("tools") or of_system), given, images
+    )
 
 
 def _take_images(columns: Columns) -> list[Any]:

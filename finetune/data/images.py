@@ -1,4 +1,6 @@
-"""Images in the rows: their bytes, what the model's own processor writes in their place, and their pixels."""
+"""Images in the rows: their bytes, what the model's own processor writes in their place, and their
+pixels.
+"""
 
 import base64
 import importlib
@@ -28,13 +30,20 @@ from finetune.errors import UserError, install_command
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
 MAX_BYTES = 4 * MAX_PIXELS  # of its file
-MAX_RATIO = 200  # of an image's sides: a processor that enlarges the shorter one enlarges the other as much
+# of an image's sides: a processor that enlarges the shorter one enlarges the other as much
+MAX_RATIO = 200
 MAX_SCANS = 100  # of a progressive JPEG, which has ten or so; each goes over all pixels again
 RGB_BYTES = 3  # of a pixel
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
 IN_FILE = b"f"  # how a stored image begins whose path follows
 IN_STORE = b"b"  # the same where its bytes follow
-TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+TEXT_INPUTS = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+}
 LAYOUTS = {"rows", "cols", "num_soft_tokens_per_image"}  # of an image's parts, which no model reads
 
 
@@ -63,9 +72,15 @@ def load_stored(stored: bytes) -> EncodedImage:
 
 
 def read_image(value: Any, folder: Path) -> EncodedImage:
-    """The image that a row names: a path (of `folder`), bytes, or a mapping of either. Raises `BadRow`."""
+    """The image that a row names: a path (of `folder`), bytes, or a mapping of either.
+
+    Raises `BadRow`.
+    """
     while isinstance(value, Mapping):
-        value = next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
+        value = next(
+            (value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)),
+            None,
+        )
     if isinstance(value, bytes | bytearray):
         return EncodedImage(bytes(value))
     if isinstance(value, str) and value.startswith("data:"):
@@ -74,7 +89,10 @@ def read_image(value: Any, folder: Path) -> EncodedImage:
         except ValueError:
             raise BadRow(f"image: not base64: {describe_value(value)}") from None
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise BadRow(f"image: {value}: an address is not downloaded; save the image as a file and name its path")
+        raise BadRow(
+            f"image: {value}: an address is not downloaded; save the image as a file and name its "
+            "path"
+        )
     if isinstance(value, str) and value:
         return _read_file(folder / value.removeprefix("file://"))
     if hasattr(value, "save"):  # a picture of Pillow, as `datasets` decodes one
@@ -88,14 +106,20 @@ IMAGE_COLUMN = re.compile(r"(.*_)?(images?|imgs?|pictures?|photos?|pixel_values)
 
 
 def holds_images(column: str, value: Any) -> bool:
-    """Whether a column's value is an image or a list of them: by the column's name, or by what it holds.
+    """Whether a column's value is an image or a list of them: by the column's name, or by what it
+    holds.
 
-    >>> holds_images("photo", "fox.png"), holds_images("file", {"bytes": b"...", "path": None}), holds_images("id", 7)
+    >>> holds_images("photo", "fox.png"), holds_images("file", {"bytes": b"...", "path": None}),
+      holds_images("id", 7)
     (True, True, False)
     """
     first = value[0] if isinstance(value, list) and value else value
     is_stored = isinstance(first, Mapping) and isinstance(first.get("bytes"), bytes)
-    return is_stored or hasattr(first, "save") or (bool(IMAGE_COLUMN.fullmatch(column)) and not isinstance(first, int))
+    return (
+        is_stored
+        or hasattr(first, "save")
+        or (bool(IMAGE_COLUMN.fullmatch(column)) and not isinstance(first, int))
+    )
 
 
 def _read_file(path: Path) -> EncodedImage:
@@ -103,7 +127,10 @@ def _read_file(path: Path) -> EncodedImage:
         if not path.is_file():
             raise BadRow(f"image: {path}: no such file")
         if path.stat().st_size > MAX_BYTES:
-            raise BadRow(f"image: {path}: {path.stat().st_size:,} bytes, more than the {MAX_BYTES:,} that are read")
+            raise BadRow(
+                f"image: {path}: {path.stat().st_size:,} bytes, more than the {MAX_BYTES:,} that "
+                "are read"
+            )
         return EncodedImage(path.read_bytes(), str(path.absolute()))
     except (OSError, ValueError) as error:
         raise BadRow(f"image: {path}: cannot be read: {error}") from None
@@ -117,23 +144,30 @@ def open_image(image: EncodedImage) -> Any:
         raise UserError(f"images need Pillow; {install_command('images')}") from None
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
     try:
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own bounds are below it
+        # our own bounds are below it
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         picture: Any = Image.open(BytesIO(image.content), formats=FORMATS)
-        if problem := _find_excess(picture, image.content):  # known from its header, before it is decoded
+        # known from its header, before it is decoded
+        if problem := _find_excess(picture, image.content):
             raise BadRow(f"{name}: {problem}")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":
             raise BadRow(f"{name}: animated; save one of its {picture.n_frames} frames as an image")
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
-        return picture if picture.mode == "RGB" else picture.convert("RGB")  # to the same mode it would be a copy
+        # to the same mode it would be a copy
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
     except BadRow:
         raise
     except Image.DecompressionBombError:
         raise BadRow(f"{name}: more than {2 * MAX_PIXELS:,} pixels; shrink it") from None
     except UnidentifiedImageError:  # its text names a Python object
-        raise BadRow(f"{name}: cannot be read as an image: not one of {', '.join(FORMATS)}") from None
+        raise BadRow(
+            f"{name}: cannot be read as an image: not one of {', '.join(FORMATS)}"
+        ) from None
     except Exception as error:  # each format has its own
-        raise BadRow(f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}") from None
+        raise BadRow(
+            f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}"
+        ) from None
 
 
 def _find_excess(picture: Any, content: bytes) -> str | None:
@@ -147,14 +181,19 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
         times = f"more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size"
         return f"{width:,} x {height:,} pixels unpack to {times}; shrink it"
     if max(width, height) > MAX_RATIO * min(width, height):
-        return f"{width:,} x {height:,} pixels: one side is more than {MAX_RATIO} times the other; cut it"
+        return (
+            f"{width:,} x {height:,} pixels: one side is more than {MAX_RATIO} times the other; "
+            "cut it"
+        )
     if scans > MAX_SCANS:
         return f"a JPEG of more than {MAX_SCANS} scans; save it again"
     return None
 
 
 def _count_scans(content: bytes) -> int:
-    """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in some, is none."""
+    """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in
+    some, is none.
+    """
     scans = 0
     at = 2
     while scans <= MAX_SCANS and (at := content.find(b"\xff", at)) >= 0:
@@ -163,7 +202,9 @@ def _count_scans(content: bytes) -> int:
             break
         if marker == b"\xff":  # filling
             at += 1
-        elif marker in (b"\x00", b"\x01") or b"\xd0" <= marker <= b"\xd8":  # a byte of a scan, or a mark alone
+        elif (
+            marker in (b"\x00", b"\x01") or b"\xd0" <= marker <= b"\xd8"
+        ):  # a byte of a scan, or a mark alone
             at += 2
         else:
             scans += marker == b"\xda"
@@ -181,35 +222,55 @@ class ImageProcessor:
 
     @cached_property
     def _own(self) -> Any:
-        """Transformers' processor of the family, without the part for videos, which needs torchvision; Pillow resizes
-        the images, whatever else is installed, so that they are the same everywhere."""
+        """Transformers' processor of the family, without the part for videos, which needs
+        torchvision; Pillow resizes the images, whatever else is installed, so that they are the
+        same everywhere.
+        """
         from transformers import AutoImageProcessor
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         name = self._name
         family = str(load_config(self._model).model_type)
         if name is None or family not in PROCESSOR_MAPPING_NAMES:
-            raise UserError(f"{name or family}: a row holds an image, and this model takes none; name another model")
-        options = {"revision": self._model.model_revision} if name == self._model.model_name_or_path else {}
+            raise UserError(
+                f"{name or family}: a row holds an image, and this model takes none; name another "
+                "model"
+            )
+        options = (
+            {"revision": self._model.model_revision}
+            if name == self._model.model_name_or_path
+            else {}
+        )
         try:
             read = [json.loads(text) for text in self.describe().values()]
-            named = next((each["processor_class"] for each in read[::-1] if each.get("processor_class")), None)
+            named = next(
+                (each["processor_class"] for each in read[::-1] if each.get("processor_class")),
+                None,
+            )
             known = _find_processor_class(named or PROCESSOR_MAPPING_NAMES[family])
             parts = dict.fromkeys(known.get_attributes())
-            parts |= {"image_processor": AutoImageProcessor.from_pretrained(name, backend="pil", **options)}
-            parts |= {"tokenizer": deepcopy(self._tokenizer)}  # a processor may leave its own padding in it
+            parts |= {
+                "image_processor": AutoImageProcessor.from_pretrained(
+                    name, backend="pil", **options
+                )
+            }
+            # a processor may leave its own padding in it
+            parts |= {"tokenizer": deepcopy(self._tokenizer)}
             values = known.get_processor_dict(name, **options)[0]
-            checks = {"check_argument_for_proper_class": lambda *_: None}  # the part for videos is None
+            # the part for videos is None
+            checks = {"check_argument_for_proper_class": lambda *_: None}
             unchecked: Any = type(known.__name__, (known,), checks)
             own = unchecked.from_args_and_dict(list(parts.values()), values)
         except Exception as error:  # a file is missing or damaged, or a package
-            raise UserError(f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}") from None
+            raise UserError(
+                f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}"
+            ) from None
         expected = load_config(self._model).image_token_id
         image_ids = list(own.image_token_ids)
         if expected not in image_ids:
             raise UserError(
-                f"{name}: image_token_id is {expected} in the model's config, and an image's tokens have the ids "
-                f"{image_ids} in the tokenizer; make them equal"
+                f"{name}: image_token_id is {expected} in the model's config, and an image's "
+                f"tokens have the ids {image_ids} in the tokenizer; make them equal"
             )
         return own
 
@@ -218,7 +279,9 @@ class ImageProcessor:
         return self._model.model_name_or_path or self._model.tokenizer_name_or_path
 
     def describe(self) -> dict[str, str]:
-        """The processor's files, which decide about tokens and pixels; empty where there are none."""
+        """The processor's files, which decide about tokens and pixels; empty where there are
+        none.
+        """
         if self._name is None:
             return {}
         from transformers.utils import cached_file
@@ -228,12 +291,16 @@ class ImageProcessor:
             path = cached_file(
                 self._name,
                 file,
-                revision=self._model.model_revision if self._name == self._model.model_name_or_path else None,
+                revision=self._model.model_revision
+                if self._name == self._model.model_name_or_path
+                else None,
                 _raise_exceptions_for_gated_repo=False,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )
-            files |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
+            files |= (
+                {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
+            )
         return files
 
     @cached_property
@@ -248,10 +315,18 @@ class ImageProcessor:
 
     @property
     def family(self) -> str:
-        """The model_type of the model's config, and how its images see themselves where that is known of no family."""
+        """The model_type of the model's config, and how its images see themselves where that is
+        known of no family.
+        """
         config = load_config(self._model)
-        in_windows = getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
-        return f"{config.model_type} with use_bidirectional_attention: vision" if in_windows else str(config.model_type)
+        in_windows = (
+            getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
+        )
+        return (
+            f"{config.model_type} with use_bidirectional_attention: vision"
+            if in_windows
+            else str(config.model_type)
+        )
 
     @property
     def token(self) -> str:
@@ -275,40 +350,59 @@ class ImageProcessor:
         blank = Image.new("RGB", size)
         own = self._own
         try:
-            processed = own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
+            processed = own(
+                text=[self.token], images=[[blank]], return_text_replacement_offsets=True
+            )
         except ValueError as error:  # a processor's own limits, such as a ratio of the sides
-            raise BadRow(f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}") from None
+            raise BadRow(
+                f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}"
+            ) from None
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         processed = self._process(images)
-        return {name: value for name, value in processed.items() if name not in TEXT_INPUTS | LAYOUTS}
+        return {
+            name: value for name, value in processed.items() if name not in TEXT_INPUTS | LAYOUTS
+        }
 
     def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
         """All that the processor makes of `images` and of a text that holds nothing else."""
         pictures = [open_image(image) for image in images]
         text = [self.token * len(pictures)]
-        made: Mapping[str, Any] = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)
+        made: Mapping[str, Any] = self._own(
+            text=text, images=[pictures], return_tensors="pt", verbose=False
+        )
         return made
 
-    def make_generation_inputs(self, model: Any, input_ids: Any, images: Sequence[EncodedImage]) -> dict[str, Any]:
-        """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on the model's device."""
+    def make_generation_inputs(
+        self, model: Any, input_ids: Any, images: Sequence[EncodedImage]
+    ) -> dict[str, Any]:
+        """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on
+        the model's device.
+        """
         import torch
 
         is_image = torch.isin(input_ids, torch.tensor(self.token_ids, device=input_ids.device))
         names = inspect.signature(model.forward).parameters
         types = "token_type_ids" if "token_type_ids" in names else "mm_token_type_ids"
         inputs = {types: is_image.long()} if types in names else {}
-        return {name: value.to(model.device) for name, value in (inputs | self.make_inputs(images)).items()}
+        return {
+            name: value.to(model.device)
+            for name, value in (inputs | self.make_inputs(images)).items()
+        }
 
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:
-        """Those of one small image, for a micro-batch without any: the tower takes part in every rank's collectives."""
+        """Those of one small image, for a micro-batch without any: the tower takes part in every
+        rank's collectives.
+        """
         return self.make_inputs([_make_blank()])
 
     def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
-        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's arguments for it)."""
+        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's
+        arguments for it).
+        """
         ids = self._process([_make_blank()])["input_ids"]
         return ids, self.blank_inputs
 
@@ -326,7 +420,8 @@ def _find_processor_class(name: str) -> Any:
     from transformers.models.auto.processing_auto import processor_class_from_name
 
     if name == "PixtralProcessor" and importlib.util.find_spec("torchvision") is None:
-        # It imports one function of the module that needs torchvision; the module for Pillow has the same function.
+        # It imports one function of the module that needs torchvision; the module for Pillow has
+        # the same function.
         folder = "transformers.models.pixtral"
         for_pillow = importlib.import_module(f"{folder}.image_processing_pil_pixtral")
         with patch.dict(sys.modules, {f"{folder}.image_processing_pixtral": for_pillow}):
@@ -334,8 +429,11 @@ def _find_processor_class(name: str) -> Any:
     return processor_class_from_name(name)
 
 
-def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str) -> Any:
-    """(the text with what the processor has `written` for each `token`; its trained spans, without images).
+def place_images(
+    text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str
+) -> Any:
+    """(the text with what the processor has `written` for each `token`; its trained spans, without
+    images).
 
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))
@@ -359,7 +457,12 @@ def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[
 
     kept = [(move(start), move(end)) for start, end in spans]
     for first, last in holes:
-        kept = [piece for a, b in kept for piece in ((a, min(b, first)), (max(a, last), b)) if piece[0] < piece[1]]
+        kept = [
+            piece
+            for a, b in kept
+            for piece in ((a, min(b, first)), (max(a, last), b))
+            if piece[0] < piece[1]
+        ]
     return "".join([*parts, text[position:]]), tuple(kept)
 
 

@@ -49,13 +49,24 @@ TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees 
 UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
 COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
 RESET = "\033[0m"
-STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "untrained": UNTRAINED[0], "end": RESET}
+STYLES = {
+    "prompt": UNTRAINED[0],
+    "other": "\033[31m",
+    "trained": TRAINED[0],
+    "untrained": UNTRAINED[0],
+    "end": RESET,
+}
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop training, else 0."""
+    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop
+    training, else 0.
+    """
     if options.html is not None and Path(options.html).suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html: {options.html}: a page's name ends in .html; write for example --html page.html")
+        raise UserError(
+            f"--html: {options.html}: a page's name ends in .html; write for example --html "
+            "page.html"
+        )
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
     train, report = preview_data(recipe, tokenizer, alone())
@@ -114,27 +125,39 @@ def _format_examples(
 
 
 def _build_recipe(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options name, or one of defaults around FILE; `key=value` overrides both."""
+    """The recipe that the options name, or one of defaults around FILE; `key=value` overrides
+    both.
+    """
     if options.file is None and options.model is None:
         return read_recipe(options.recipe or "quickstart", options.overrides)
     if options.file is not None and options.file.endswith((".yaml", ".yml")):
-        raise UserError(f"{options.file}: not a data file; for a recipe write --recipe {options.file}")
+        raise UserError(
+            f"{options.file}: not a data file; for a recipe write --recipe {options.file}"
+        )
     named = "function" if ".py:" in (options.file or "") else "path"
-    overrides = [f"datasets={json.dumps([{named: options.file}])}"] if options.file is not None else []
+    overrides = (
+        [f"datasets={json.dumps([{named: options.file}])}"] if options.file is not None else []
+    )
     if options.model is not None:
         overrides += [
             f"model_name_or_path={json.dumps(options.model)}",
             "model_config=null",
             "tokenizer_name_or_path=null",
         ]
-    elif options.recipe is None:  # no model is named; the tokenizer that comes with the project shows the format
-        overrides += ['model_config={"model_type": "llama"}', f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}"]
+    elif (
+        options.recipe is None
+    ):  # no model is named; the tokenizer that comes with the project shows the format
+        overrides += [
+            'model_config={"model_type": "llama"}',
+            f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}",
+        ]
     recipe = options.recipe if options.file is not None else options.recipe or "quickstart"
     return read_recipe(recipe, [*overrides, *options.overrides])
 
 
 def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
-    """What `launch` would report about the recipe's model for data with examples of up to `longest` tokens.
+    """What `launch` would report about the recipe's model for data with examples of up to `longest`
+    tokens.
 
     A line that begins with `fatal:` would stop it.
     """
@@ -142,7 +165,9 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     except UserError as error:
         return [f"notice: the data was not compared with the model: {error}"]
-    lines = check_longest_example(longest, getattr(text_config_of(config), "max_position_embeddings", None))
+    lines = check_longest_example(
+        longest, getattr(text_config_of(config), "max_position_embeddings", None)
+    )
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_problems(find_problems(recipe, facts=facts))
@@ -152,21 +177,32 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
 
 def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequence[int]:
-    """The ids of the examples to show, both sides of a pair. Raises `UserError` if one does not exist."""
+    """The ids of the examples to show, both sides of a pair.
+
+    Raises `UserError` if one does not exist.
+    """
     count = len(examples)
     size = examples.group_size
     if options.examples is None:
         if options.rows < 0:
-            raise UserError(f"--rows {options.rows}: not a count of examples; 0 shows the report alone")
+            raise UserError(
+                f"--rows {options.rows}: not a count of examples; 0 shows the report alone"
+            )
         return range(min(options.rows * size, count))
     try:
         ids = [int(number) for number in options.examples.split(",")]
     except ValueError:
-        raise UserError(f"--examples {options.examples}: not numbers with commas between, such as 169,120") from None
+        raise UserError(
+            f"--examples {options.examples}: not numbers with commas between, such as 169,120"
+        ) from None
     beyond = [example_id for example_id in ids if not 0 <= example_id < count]
     if beyond:
         raise UserError(f"--examples {beyond[0]}: there are {count:,} examples, numbered from 0")
-    return [first + i for first in dict.fromkeys(example_id // size * size for example_id in ids) for i in range(size)]
+    return [
+        first + i
+        for first in dict.fromkeys(example_id // size * size for example_id in ids)
+        for i in range(size)
+    ]
 
 
 def name_side(examples: Examples, example_id: int) -> str:
@@ -177,7 +213,9 @@ def name_side(examples: Examples, example_id: int) -> str:
         return ("query", "document", "negative")[min(example_id % examples.group_size, 2)]
     if not examples.is_rated:
         return ("chosen", "rejected")[example_id % 2]
-    (rating,) = examples.take(np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])).find_ratings()
+    (rating,) = examples.take(
+        np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])
+    ).find_ratings()
     return ("good" if rating > 0 else "bad", "mismatched")[example_id % 2]
 
 
@@ -198,8 +236,12 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     return described | {"tokens": tokens}
 
 
-def format_example(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
-    """The lines of one example: what is trained on is green, or stands between >> and << without color."""
+def format_example(
+    examples: Examples, tokenizer: Any, example_id: int, color: bool
+) -> Iterator[str]:
+    """The lines of one example: what is trained on is green, or stands between >> and << without
+    color.
+    """
     example = examples[example_id]
     trained = find_trained_tokens(examples, example_id)
     side = name_side(examples, example_id)
@@ -216,20 +258,29 @@ def format_example(examples: Examples, tokenizer: Any, example_id: int, color: b
             texts[places[0] : places[-1] + 1] = [word] + [""] * (len(places) - 1)
     tokens = list(zip(texts, trained, strict=True))
     if color:
-        yield "".join(f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(tokens))
+        yield "".join(
+            f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}"
+            for i, (text, on) in enumerate(tokens)
+        )
         return
-    spans = [(on, "".join(text for text, _ in run)) for on, run in groupby(tokens, key=lambda token: token[1])]
+    spans = [
+        (on, "".join(text for text, _ in run))
+        for on, run in groupby(tokens, key=lambda token: token[1])
+    ]
     yield "".join(f">>{text}<<" if on else text for on, text in spans)
 
 
 def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
     """The text that each token adds. Of the tokens that share a character, the last one adds it.
 
-    A token is decoded together with the one before it: alone, a token of SentencePiece would lose its leading space.
+    A token is decoded together with the one before it: alone, a token of SentencePiece would lose
+    its leading space.
     """
 
     def decode(begin: int, end: int) -> str:
-        text = tokenizer.decode(ids[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            ids[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     ids = example.input_ids.tolist()
@@ -257,7 +308,9 @@ def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
 
 
 def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
-    """bool[tokens]: whether each token is trained on, that is, the label of the position before it; or is scored."""
+    """bool[tokens]: whether each token is trained on, that is, the label of the position before it;
+    or is scored.
+    """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
     is_read = bool(_name_scores(examples, example_id)) or _is_pooled(examples, example_id)
     return has_label if is_read else [False, *has_label[:-1]]
@@ -269,7 +322,9 @@ def _is_pooled(examples: Examples, example_id: int) -> bool:
 
 
 def _name_scores(examples: Examples, example_id: int) -> list[str]:
-    """The names of the scores of an example whose last token is scored; none where its tokens are predicted."""
+    """The names of the scores of an example whose last token is scored; none where its tokens are
+    predicted.
+    """
     names: list[str] = examples.stores[examples.store[example_id]].facts.get("scores", [])
     return names
 
@@ -293,13 +348,17 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
         yield from map(printable, _format_source(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
-        f"an epoch: {count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, "
-        f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of them trained ({share:.1%}), in "
-        f"{counted(report.rows, 'row')}, {report.fill:.2%} full, {counted(report.steps_per_epoch, 'step')} on one rank"
+        "an epoch: "
+        f"{count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, "
+        f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of them trained "
+        f"({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
+        f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
         yield f"held out: {count_examples(report.held_out_examples, **report.held_out_groups)}"
-    quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
+    quantiles = ", ".join(
+        f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items()
+    )
     yield f"tokens in an example, by quantile: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
         yield f"{COLORS[line.partition(':')[0]]}{line}{RESET}" if color else line
@@ -309,15 +368,16 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
 
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
-        f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
-        f"{source.overlong:,} over max_length, "
+        f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} "
+        f"skipped, {source.overlong:,} over max_length, "
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
     yield from (f"  {line}" for line in (*source.sample(), *source.pictures(), *source.loss()))
     if source.unused_columns:
         columns = ", ".join(
-            f"{list_columns([name])} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()
+            f"{list_columns([name])} ({counted(rows, 'row')})"
+            for name, rows in source.unused_columns.items()
         )
         yield f"  unused columns: {columns}"
     for problem in source.skipped:
@@ -338,11 +398,21 @@ class ShownTurn:
 
     def as_json(self) -> dict[str, Any]:
         pieces = [{"text": text, "trained": trained} for text, trained in self.pieces]
-        return {"message": self.message, "prompt": self.prompt, "as_trained": self.same, "answer": pieces}
+        return {
+            "message": self.message,
+            "prompt": self.prompt,
+            "as_trained": self.same,
+            "answer": pieces,
+        }
 
 
-def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[str, list[ShownTurn]]:
-    """Place of a row -> its turns, for each of `places`. Reads the sources up to the last of them."""
+def read_turns(
+    recipe: Recipe, tokenizer: Any, places: Collection[str]
+) -> dict[str, list[ShownTurn]]:
+    """Place of a row -> its turns, for each of `places`.
+
+    Reads the sources up to the last of them.
+    """
     turns: dict[str, list[ShownTurn]] = {}
     left = set(places)
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
@@ -354,7 +424,9 @@ def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[
             if left & set(names):
                 for name, row in zip(names, reader.read(batch.rows, source), strict=True):
                     if name in left and not isinstance(row, BadRow):
-                        turns[name] = list(chain.from_iterable(_show(group, renderer) for group in row.groups))
+                        turns[name] = list(
+                            chain.from_iterable(_show(group, renderer) for group in row.groups)
+                        )
             left -= set(names)
             if not left:
                 return turns
@@ -364,7 +436,8 @@ def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[
 def _show(group: Any, renderer: Renderer) -> Iterator[ShownTurn]:
     texts = render_group(group, renderer)[0]
     for i, text in enumerate(texts):
-        document = group.documents[min(i, len(group.documents) - 1)]  # one document is several texts where it is split
+        # one document is several texts where it is split
+        document = group.documents[min(i, len(group.documents) - 1)]
         yield from _show_text(document, text, renderer)
 
 
@@ -383,24 +456,38 @@ def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> It
 
 def _cut(text: RenderedText, start: int, end: int) -> Pieces:
     """The text from `start` to `end`, cut where what is trained on begins and ends."""
-    borders = {start, end, *(border for span in text.spans for border in span if start < border < end)}
+    borders = {
+        start,
+        end,
+        *(border for span in text.spans for border in span if start < border < end),
+    }
     ordered = sorted(borders)
     return tuple(
-        (text.text[a:b], any(first <= a and b <= last for first, last in text.spans)) for a, b in pairwise(ordered)
+        (text.text[a:b], any(first <= a and b <= last for first, last in text.spans))
+        for a, b in pairwise(ordered)
     )
 
 
 def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a row's turns. `styles`: the codes of prompt, other, trained and untrained; empty: >> and <<."""
+    """The lines of a row's turns.
+
+    `styles`: the codes of prompt, other, trained and untrained; empty: >> and <<.
+    """
     end = styles.get("end", "")
     for turn in turns:
         yield f"  message {turn.message}, asked with:"
         prompt = [(turn.prompt[: turn.same], "prompt"), (turn.prompt[turn.same :], "other")]
-        yield "".join(f"{styles.get(style, '')}{printable(text)}{end}" for text, style in prompt if text)
+        yield "".join(
+            f"{styles.get(style, '')}{printable(text)}{end}" for text, style in prompt if text
+        )
         if turn.same < len(turn.prompt):
-            yield "  which is not what stands before it in training" + (", from the part in red on" if styles else "")
+            yield "  which is not what stands before it in training" + (
+                ", from the part in red on" if styles else ""
+            )
         yield "  and trained to answer:"
-        yield "".join(_mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces)
+        yield "".join(
+            _mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces
+        )
 
 
 def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
@@ -440,8 +527,13 @@ pre {{ font: 13px/1.45 ui-monospace, monospace;
 """
 
 
-def write_page(path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]) -> None:
-    """Writes one HTML file that needs nothing but a browser. Raises `UserError` where it cannot be written."""
+def write_page(
+    path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
+) -> None:
+    """Writes one HTML file that needs nothing but a browser.
+
+    Raises `UserError` where it cannot be written.
+    """
 
     def mark(text: str, style: str) -> str:
         pieces = []
@@ -452,7 +544,11 @@ def write_page(path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_toke
                 f'<span class="token">{html.escape(token[0])}</span>',
             ]
             position = token.end()
-        return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>' if text else ""
+        return (
+            f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
+            if text
+            else ""
+        )
 
     parts = []
     for place, turns in rows.items():
@@ -461,7 +557,8 @@ def write_page(path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_toke
             prompt = mark(turn.prompt[: turn.same], "off") + mark(turn.prompt[turn.same :], "other")
             answer = "".join(mark(text, "on" if on else "off") for text, on in turn.pieces)
             parts.append(
-                f'<div class="turn"><div><h3>message {turn.message} is asked with</h3><pre>{prompt}</pre></div>'
+                f'<div class="turn"><div><h3>message {turn.message} is asked '
+                f"with</h3><pre>{prompt}</pre></div>"
                 f"<div><h3>and trained to answer</h3><pre>{answer}</pre></div></div>"
             )
     try:

@@ -1,8 +1,9 @@
 """Which characters of a rendered conversation come from which message, whatever its words are.
 
-The conversation is rendered a second time with marks, which no text holds, beside the words of its messages. Where the
-template writes the same text otherwise, the places of the marks are known. Nothing is searched for in the text, so no
-content is mistaken for the template's own words, or for those of another message.
+The conversation is rendered a second time with marks, which no text holds, beside the words of its
+messages. Where the template writes the same text otherwise, the places of the marks are known.
+Nothing is searched for in the text, so no content is mistaken for the template's own words, or for
+those of another message.
 """
 
 import re
@@ -14,7 +15,8 @@ from typing import Any
 from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message, count_common
 from finetune.data.tokenizer import Renderer, Tools, apply_template
 
-# Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its number, and one ends it.
+# Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its
+# number, and one ends it.
 FIRST = 0xFDD0
 WRITTEN = {ord(str(digit)): FIRST + 1 + digit for digit in range(10)}
 READ = {character: chr(digit) for digit, character in WRITTEN.items()}
@@ -31,7 +33,8 @@ class Mark:
     position: int
     message: int  # its index
     part: str  # of the message: a key, or an argument of a call by its number
-    ends: bool = False  # it stands behind the words of an assistant, not before them or amid those of another role
+    # it stands behind the words of an assistant, not before them or amid those of another role
+    ends: bool = False
     lead: str = ""  # the words of another role before it
     begin: int = 0  # where these begin in the text, as far as the template writes them as they are
 
@@ -44,23 +47,34 @@ Marks = tuple[Mark, ...]  # in the order of their places
 
 
 class Rendering:
-    """What the template writes for messages, and where the words of each stand in it. Raises `BadRow` as it does."""
+    """What the template writes for messages, and where the words of each stand in it.
+
+    Raises `BadRow` as it does.
+    """
 
     def __init__(
-        self, messages: Sequence[Message], tools: Tools, renderer: Renderer, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        renderer: Renderer,
+        *,
+        add_generation_prompt: bool = False,
     ) -> None:
         self._messages = messages
         self._tools = tools
         self._renderer = renderer
         self._asks = add_generation_prompt
-        self.text = apply_template(renderer, list(messages), tools, add_generation_prompt=add_generation_prompt)
+        self.text = apply_template(
+            renderer, list(messages), tools, add_generation_prompt=add_generation_prompt
+        )
         self.unmarked: tuple[int, ...] = ()
 
     @cached_property
     def marks(self) -> Marks:
         """The marks in the text; those of `unmarked` messages are unknown.
 
-        Because of their marks the template would write something else, as Mistral's does for a result that is a number.
+        Because of their marks the template would write something else, as Mistral's does for a
+        result that is a number.
         """
         marks = self._mark(range(len(self._messages)))
         if marks is not None:
@@ -73,14 +87,22 @@ class Rendering:
         return self._mark(kept) or ()
 
     def _mark(self, indexes: Sequence[int]) -> Marks | None:
-        return _mark(self.text, self._messages, indexes, self._tools, self._renderer, add_generation_prompt=self._asks)
+        return _mark(
+            self.text,
+            self._messages,
+            indexes,
+            self._tools,
+            self._renderer,
+            add_generation_prompt=self._asks,
+        )
 
 
 def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Marks:
     """The marks in the text of a document that ends with the last of `messages`.
 
-    Raises `BadRow` as rendering does, and where the text is not the template's own: what it writes for `messages`; or
-    what it writes for those before the last, with the generation prompt, and behind that how the first one ends.
+    Raises `BadRow` as rendering does, and where the text is not the template's own: what it writes
+    for `messages`; or what it writes for those before the last, with the generation prompt, and
+    behind that how the first one ends.
     """
     marks = _mark(text, messages, range(len(messages)), tools, renderer)
     if marks is not None:
@@ -93,7 +115,10 @@ def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Render
     if not text.startswith(prompt.text) or not own.text.endswith(text[end:]):
         raise BadRow("its text is not what the chat template writes; use another chat_template")
     shift = len(text) - len(own.text)
-    answered = (replace(mark, position=mark.position + shift, begin=mark.begin + shift) for mark in own.marks)
+    answered = (
+        replace(mark, position=mark.position + shift, begin=mark.begin + shift)
+        for mark in own.marks
+    )
     return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
 
 
@@ -106,13 +131,17 @@ def _mark(
     *,
     add_generation_prompt: bool = False,
 ) -> Marks | None:
-    """The marks of the messages at `indexes`; None where the template does not write `text` beside them."""
+    """The marks of the messages at `indexes`; None where the template does not write `text` beside
+    them.
+    """
     marked = list(messages)
     names: list[Mark] = []
     for index in indexes:
         marked[index] = _mark_message(messages[index], index, names)
     try:
-        written = apply_template(renderer, marked, tools, add_generation_prompt=add_generation_prompt)
+        written = apply_template(
+            renderer, marked, tools, add_generation_prompt=add_generation_prompt
+        )
     except BadRow:
         return None
     pieces = MARK.split(written)  # words and the numbers of marks, by turns
@@ -125,7 +154,9 @@ def _mark(
         mark = names[int(character.translate(READ))]
         lead = count_common(mark.lead[::-1], text[position - len(mark.lead) : position][::-1])
         mark = replace(mark, position=position, begin=position - lead)
-        is_repeated = mark.part.endswith(FUNCTION_NAME) and any(mark.name == other.name for other in marks)
+        is_repeated = mark.part.endswith(FUNCTION_NAME) and any(
+            mark.name == other.name for other in marks
+        )
         marks += [] if is_repeated else [mark]  # a result may repeat its function's name
     return tuple(marks)
 
@@ -138,7 +169,8 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
         begin = _measure_padding(words)
         end = len(words) - _measure_padding(words[::-1])
         if not is_assistant:
-            middle = (begin + end) // 2  # how a content begins and ends may decide what a template makes of it
+            # how a content begins and ends may decide what a template makes of it
+            middle = (begin + end) // 2
             return words[:middle] + write(part, lead=words[:middle]) + words[middle:]
         if begin >= end:
             return words
@@ -157,10 +189,14 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
             return [mark_values(each, f"{part}.{number}") for number, each in enumerate(value)]
         return value
 
-    marked = {key: mark_values(value, key) if key in WORDS else value for key, value in message.items()}
+    marked = {
+        key: mark_values(value, key) if key in WORDS else value for key, value in message.items()
+    }
     calls = []
     for number, call in enumerate(message.get("tool_calls", ())):
-        function = {key: mark_values(value, f"{number}.{key}") for key, value in call["function"].items()}
+        function = {
+            key: mark_values(value, f"{number}.{key}") for key, value in call["function"].items()
+        }
         calls.append({**call, "function": function})
     return {**marked, "tool_calls": calls} if calls else marked
 

@@ -11,38 +11,58 @@ from finetune.errors import UserError
 from finetune.units import counted
 
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
-Tool = dict[str, Any]  # a JSON schema, as {"type": "function", "function": {name, description, parameters}}
+# a JSON schema, as {"type": "function", "function": {name, description, parameters}}
+Tool = dict[str, Any]
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model", "ai", "bot"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("function", "ipython", "observation", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(
+        ("function", "ipython", "observation", "tool_response", "function_response"), "tool"
+    ),
 }
 CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON text
 # What rendering gives a chat template itself, so that chat_template_kwargs cannot.
-OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
-KNOWN_KEYS = frozenset({"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"})
+OWN_VARIABLES = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+}
+KNOWN_KEYS = frozenset(
+    {"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"}
+)
 SHOWN_COLUMNS = 100
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
+# transformers passes them to templates as one
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
 
 
-IMAGE = "\ufffc"  # stands for an image in a message's content: Unicode's object replacement character
+# stands for an image in a message's content: Unicode's object replacement character
+IMAGE = "\ufffc"
 
 
 class BadRow(Exception):
-    """A row that cannot be used. Its message says what is wrong with it; the reader of the file adds its place."""
+    """A row that cannot be used.
+
+    Its message says what is wrong with it; the reader of the file adds its place.
+    """
 
 
 def parse_messages(
     turns: Sequence[Any], images: Sequence[Any] = ()
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
-    """(the messages as chat templates read them, whether each is trained on, their images). Raises `BadRow`.
+    """(the messages as chat templates read them, whether each is trained on, their images).
 
-    In a content, IMAGE stands for each image. `images`: of the row's own column, in the order of their places.
+    Raises `BadRow`.
+
+    In a content, IMAGE stands for each image. `images`: of the row's own column, in the order of
+    their places.
     """
     if not turns:
         raise BadRow("the list of messages is empty")
@@ -52,12 +72,21 @@ def parse_messages(
     for number, turn in enumerate(turns, 1):
         message, is_trained = _parse_message(turn, number, part_images)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
-            # ShareGPT has a turn for the text and one for each call; a chat template reads them as one message.
-            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+            # ShareGPT has a turn for the text and one for each call; a chat template reads them as
+            # one message.
+            messages[-1]["tool_calls"] = [
+                *messages[-1].get("tool_calls", ()),
+                *message["tool_calls"],
+            ]
             trained[-1] = trained[-1] and is_trained
             continue
-        if messages and messages[-1].get("channel") == "analysis" and message["role"] == "assistant":
-            # gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it leads to.
+        if (
+            messages
+            and messages[-1].get("channel") == "analysis"
+            and message["role"] == "assistant"
+        ):
+            # gpt-oss has a turn for each channel; a chat template reads the reasoning as part of
+            # what it leads to.
             message = {**message, "reasoning_content": messages.pop()["content"]}
             is_trained = trained.pop() and is_trained
         messages.append(message)
@@ -68,8 +97,11 @@ def parse_messages(
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
 
 
-def _find_images(messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]) -> tuple[Any, ...]:
-    """The image of each IMAGE in the contents: as its part of the content has it, else the next of the row's column.
+def _find_images(
+    messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The image of each IMAGE in the contents: as its part of the content has it, else the next of
+    the row's column.
 
     Raises `BadRow` where they are not as many.
     """
@@ -83,16 +115,25 @@ def _find_images(messages: Sequence[Message], of_parts: Sequence[Any], of_row: S
         asked["content"], places = IMAGE * len(of_row) + asked["content"], len(of_row)
     named = [image for image in of_parts if image is not None]
     if named and of_row:
-        raise BadRow("images are named both in the messages and in a column of the row; keep one of the two")
+        raise BadRow(
+            "images are named both in the messages and in a column of the row; keep one of the two"
+        )
     if places != len(named or of_row):
         image_count = counted(len(named or of_row), "image")
-        raise BadRow(f"its messages have {counted(places, 'place')} for an image, and the row has {image_count}")
+        raise BadRow(
+            f"its messages have {counted(places, 'place')} for an image, and the row has "
+            f"{image_count}"
+        )
     return tuple(named or of_row)
 
 
 def read_reasoning(message: Message) -> str:
-    """What the assistant thinks before it answers: from its own key, or from the tags inside the content."""
-    own = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
+    """What the assistant thinks before it answers: from its own key, or from the tags inside the
+    content.
+    """
+    own = next(
+        (message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), ""
+    ).strip()
     inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
     return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
 
@@ -107,15 +148,26 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     if not tools:
         return ()
     tools = [parse_json(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]
-    if not all(isinstance(tool, dict) and tool.keys() & {"name", "function", "type"} for tool in tools):
-        raise BadRow(f"tools: a list of JSON schemas, each with its name, is expected, found {describe_value(value)}")
+    if not all(
+        isinstance(tool, dict) and tool.keys() & {"name", "function", "type"} for tool in tools
+    ):
+        raise BadRow(
+            "tools: a list of JSON schemas, each with its name, is expected, found "
+            f"{describe_value(value)}"
+        )
     return tuple(
-        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+        {"type": "function", "function": tool}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
     )
 
 
 def describe_tool(name: str) -> Tool:
-    """The JSON schema of the function `FILE.py:NAME`. Raises `UserError` for one without type hints or a docstring."""
+    """The JSON schema of the function `FILE.py:NAME`.
+
+    Raises `UserError` for one without type hints or a docstring.
+    """
     from transformers.utils.chat_template_utils import get_json_schema
 
     function = load(name)
@@ -124,11 +176,14 @@ def describe_tool(name: str) -> Tool:
         schema = get_json_schema(function)
     except Exception as error:  # its own kinds, and what type hints raise
         raise UserError(f"{place_of(function)}{called}, a tool: {error}") from None
-    return {**schema, "function": schema["function"] | {"name": called}}  # by which it is found, also if it is an alias
+    # by which it is found, also if it is an alias
+    return {**schema, "function": schema["function"] | {"name": called}}
 
 
 def parse_json(value: Any) -> Any:
-    """The value of a JSON text; None for an empty value; any other value, and text that is not JSON, unchanged."""
+    """The value of a JSON text; None for an empty value; any other value, and text that is not
+    JSON, unchanged.
+    """
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
@@ -145,32 +200,50 @@ def describe_value(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         text = "deeply nested values"
-    return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+    return (
+        f"{text[:60]}... ({type(value).__name__})"
+        if len(text) > 60
+        else f"{text} ({type(value).__name__})"
+    )
 
 
 def list_columns(columns: Collection[str]) -> str:
-    r"""The names of columns in one line, the first SHOWN_COLUMNS of them; one that would break the line is quoted.
+    r"""The names of columns in one line, the first SHOWN_COLUMNS of them; one that would break the
+    line is quoted.
 
     >>> print(list_columns(["text", "a\nb"]))
     text, 'a\nb'
     """
-    names = [name if name.isprintable() else repr(name) for name in map(str, islice(columns, SHOWN_COLUMNS))]
+    names = [
+        name if name.isprintable() else repr(name)
+        for name in map(str, islice(columns, SHOWN_COLUMNS))
+    ]
     more = [f"{len(columns) - SHOWN_COLUMNS:,} more"] if len(columns) > SHOWN_COLUMNS else []
     return ", ".join([*(name if len(name) <= 200 else f"{name[:200]}..." for name in names), *more])
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
-    """(a turn as chat templates read it, whether it is trained on); adds its images to `images`. Raises `BadRow`."""
+    """(a turn as chat templates read it, whether it is trained on); adds its images to `images`.
+
+    Raises `BadRow`.
+    """
     if not isinstance(turn, dict):
-        raise BadRow(f"message {number}: a mapping with role and content is expected, found {describe_value(turn)}")
+        raise BadRow(
+            f"message {number}: a mapping with role and content is expected, found "
+            f"{describe_value(turn)}"
+        )
     name = _normalize_role(turn)
     if name not in ROLES:
         raise BadRow(
-            f"message {number}: unknown role {describe_value(turn.get('role', turn.get('from')))}; known are system, "
-            "developer, user, assistant, tool (human, gpt, function_call and observation too)"
+            f"message {number}: unknown role {describe_value(turn.get('role', turn.get('from')))}; "
+            "known are system, developer, user, assistant, tool (human, gpt, function_call and "
+            "observation too)"
         )
     content, calls = _separate_calls(turn, name, number)
-    message: Message = {"role": ROLES[name], "content": _read_content(content, ROLES[name], number, images)}
+    message: Message = {
+        "role": ROLES[name],
+        "content": _read_content(content, ROLES[name], number, images),
+    }
     known = KNOWN_KEYS | {"recipient"} if isinstance(turn.get("recipient"), str) else KNOWN_KEYS
     message |= {key: value for key, value in turn.items() if key not in known and value is not None}
     if calls:
@@ -180,7 +253,9 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
-    """(the content of a turn, its calls): of keys of their own, or in place of the content. Raises `BadRow`.
+    """(the content of a turn, its calls): of keys of their own, or in place of the content.
+
+    Raises `BadRow`.
 
     `name`: the turn's role, as a key of ROLES.
     """
@@ -190,9 +265,16 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
         calls = parse_json(content)
         content = ""
         if not calls:
-            raise BadRow(f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing")
+            raise BadRow(
+                f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing"
+            )
     recipient = turn.get("recipient")
-    if isinstance(recipient, str) and recipient.startswith("functions.") and ROLES[name] == "assistant":  # gpt-oss
+    # gpt-oss
+    if (
+        isinstance(recipient, str)
+        and recipient.startswith("functions.")
+        and ROLES[name] == "assistant"
+    ):
         return "", {"name": recipient.removeprefix("functions."), "arguments": content}
     if content is None and calls:
         content = ""
@@ -204,9 +286,12 @@ def _read_content(content: Any, role: str, number: int, images: list[Any]) -> st
     if isinstance(content, list) and (role != "tool" or _has_parts(content)):
         return "".join(_parse_part(part, number, images) for part in content)
     if role == "tool" and content is not None and not isinstance(content, str):
-        return json.dumps(content, ensure_ascii=False)  # a result as an object: templates write texts
+        # a result as an object: templates write texts
+        return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
-        raise BadRow(f"message {number}: content: text is expected, found {describe_value(content)}")
+        raise BadRow(
+            f"message {number}: content: text is expected, found {describe_value(content)}"
+        )
     return content
 
 
@@ -215,10 +300,15 @@ def _has_parts(content: list[Any]) -> bool:
 
 
 def _read_train(turn: Message, number: int) -> bool:
-    """Whether a turn is trained on, as far as it says: `train`, or OpenAI's `weight`. Raises `BadRow`."""
+    """Whether a turn is trained on, as far as it says: `train`, or OpenAI's `weight`.
+
+    Raises `BadRow`.
+    """
     train = turn.get("train") if turn.get("train") is not None else turn.get("weight")
     if train not in (None, True, False):  # 0 and 1 are equal to these
-        raise BadRow(f"message {number}: train: true or false is expected, found {describe_value(train)}")
+        raise BadRow(
+            f"message {number}: train: true or false is expected, found {describe_value(train)}"
+        )
     return train is None or bool(train)
 
 
@@ -233,36 +323,55 @@ def _normalize_role(turn: Any) -> str:
 
 
 def _parse_call(value: Any, number: int) -> dict[str, Any]:
-    """One tool call as {"type": "function", "function": {name, arguments}}, its arguments parsed. Raises `BadRow`."""
+    """One tool call as {"type": "function", "function": {name, arguments}}, its arguments parsed.
+
+    Raises `BadRow`.
+    """
     call = parse_json(value)
     if isinstance(call, dict) and "function" not in call:  # {name, arguments}, the form of ShareGPT
         outer = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
-        call = {**outer, "function": {"arguments": {}} | {k: v for k, v in call.items() if k not in outer}}
+        call = {
+            **outer,
+            "function": {"arguments": {}} | {k: v for k, v in call.items() if k not in outer},
+        }
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow(f"message {number}: a tool call {{name, arguments}} is expected, found {describe_value(value)}")
+        raise BadRow(
+            f"message {number}: a tool call {{name, arguments}} is expected, found "
+            f"{describe_value(value)}"
+        )
     if "arguments" in function:
         arguments = parse_json(function["arguments"])
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
             raise BadRow(
-                f"message {number}: tool call {function['name']}: arguments: a JSON object is expected, found "
-                f"{describe_value(function['arguments'])}"
+                f"message {number}: tool call {function['name']}: arguments: a JSON object is "
+                f"expected, found {describe_value(function['arguments'])}"
             )
         function = {**function, "arguments": arguments}
     return {"type": "function", **call, "function": function}
 
 
 def _parse_part(part: Any, number: int, images: list[Any]) -> str:
-    """The text of one part of a content list; an image is IMAGE, and added to `images`. Raises `BadRow`."""
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+    """The text of one part of a content list; an image is IMAGE, and added to `images`.
+
+    Raises `BadRow`.
+    """
+    if (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         return str(part["text"])
     if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
         keys = ("image", "image_url", "path", "url", "bytes", "base64")
         images.append(next((part[key] for key in keys if part.get(key) is not None), None))
         return IMAGE
-    raise BadRow(f"message {number}: content: only text and image parts are supported, found {describe_value(part)}")
+    raise BadRow(
+        f"message {number}: content: only text and image parts are supported, found "
+        f"{describe_value(part)}"
+    )
 
 
 def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -275,11 +384,18 @@ def _check_order(roles: list[str]) -> None:
     for number, (previous, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
         if role in ("system", "developer") and previous not in (None, "system", "developer"):
             raise BadRow(
-                f"message {number}: roles out of order: a {role} turn may only come first, not after {previous}"
+                f"message {number}: roles out of order: a {role} turn may only come first, not "
+                f"after {previous}"
             )
         if role == previous and role in ("user", "assistant"):
-            raise BadRow(f"message {number}: roles out of order: two {role} turns in a row; join them, or drop the row")
+            raise BadRow(
+                f"message {number}: roles out of order: two {role} turns in a row; join them, or "
+                "drop the row"
+            )
         if role == "tool" and previous not in ("assistant", "tool"):
-            raise BadRow(f"message {number}: roles out of order: a tool turn follows an assistant turn, not {previous}")
+            raise BadRow(
+                f"message {number}: roles out of order: a tool turn follows an assistant turn, not "
+                f"{previous}"
+            )
     if "assistant" not in roles:
         raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")

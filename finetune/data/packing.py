@@ -56,12 +56,14 @@ class Rows:
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
-    """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens, best fit decreasing.
+    """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens,
+    best fit decreasing.
 
-    Longest document first, each into the fullest row that still has room for it, a new row where none has; documents
-    of equal length go in their order in `lengths` (Johnson 1974: at most 11/9 of the fewest rows possible, plus one).
-    The result is exactly that of the one-by-one algorithm, but documents of one length and rows of one free space are
-    moved together, so that the loop below runs over distinct lengths: a million documents take a fraction of a second.
+    Longest document first, each into the fullest row that still has room for it, a new row where
+    none has; documents of equal length go in their order in `lengths` (Johnson 1974: at most 11/9
+    of the fewest rows possible, plus one). The result is exactly that of the one-by-one algorithm,
+    but documents of one length and rows of one free space are moved together, so that the loop
+    below runs over distinct lengths: a million documents take a fraction of a second.
 
     >>> pack(np.array([2, 6, 3, 5]), 8)
     Rows(ids=array([1, 0, 3, 2]), starts=array([0, 2, 4]))
@@ -69,11 +71,14 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     if len(lengths) == 0:
         return Rows(np.zeros(0, np.int64), np.zeros(1, np.int64))
     if int(lengths.min()) < 1 or int(lengths.max()) > capacity:
-        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}")
+        raise ValueError(
+            f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}"
+        )
     narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
     moves = _plan_moves(np.bincount(lengths, minlength=capacity + 1), capacity)
-    # Each move puts `each` documents into each of `rows` rows from `first` on; spelled out, document by document:
+    # Each move puts `each` documents into each of `rows` rows from `first` on; spelled out,
+    # document by document:
     first, rows, each = moves.T
     counts = rows * each
     move_of = np.repeat(np.arange(len(moves)), counts)
@@ -85,11 +90,12 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
 
 
 def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """int64[moves, 3]: (first row, rows, documents put into each of them), for documents from the longest on.
+    """int64[moves, 3]: (first row, rows, documents put into each of them), for documents from the
+    longest on.
 
-    Rows with the same free space are kept as ranges of row numbers. The fullest rows with room, `free` tokens each,
-    take documents of `length` until less than `length` is left in them: after its first document such a row is
-    fuller still, so best fit stays with it.
+    Rows with the same free space are kept as ranges of row numbers. The fullest rows with room,
+    `free` tokens each, take documents of `length` until less than `length` is left in them: after
+    its first document such a row is fuller still, so best fit stays with it.
     """
     moves: list[tuple[int, int, int]] = []
     ranges: dict[int, list[tuple[int, int]]] = {}  # free tokens -> ranges (first row, rows)
@@ -158,19 +164,27 @@ class BatchConfig:
         )
 
 
-def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
+def arrange_epoch(
+    lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
+) -> Rows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
 
-    With one group in a row, these come as they are drawn; packed then is each micro-batch alone. Else:
+    With one group in a row, these come as they are drawn; packed then is each micro-batch alone.
+    Else:
 
-    Packed, examples of equal length change places from epoch to epoch, so that each epoch composes its rows differently
-    while their number stays. Unpacked, rows of similar length share a step, so that little is padding. The last,
-    short step of an epoch holds what remains. The `group_size` examples of a group stay side by side in one row.
+    Packed, examples of equal length change places from epoch to epoch, so that each epoch composes
+    its rows differently while their number stays. Unpacked, rows of similar length share a step, so
+    that little is padding. The last, short step of an epoch holds what remains. The `group_size`
+    examples of a group stay side by side in one row.
     """
-    return _arrange_groups(lengths.reshape(-1, group_size).sum(1), config, group_size, epoch).expand(group_size)
+    return _arrange_groups(
+        lengths.reshape(-1, group_size).sum(1), config, group_size, epoch
+    ).expand(group_size)
 
 
-def _arrange_groups(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
+def _arrange_groups(
+    lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
+) -> Rows:
     random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
     if config.one_group_a_row:
@@ -183,17 +197,28 @@ def _arrange_groups(lengths: NDArray[np.int32], config: BatchConfig, group_size:
 
 
 def _group_by_length(
-    drawn: NDArray[np.int64], lengths: NDArray[np.int32], step_rows: int, random: np.random.Generator
+    drawn: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    step_rows: int,
+    random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """`drawn` with the rows of each step of similar length, longest first within it, and the steps in random order."""
+    """`drawn` with the rows of each step of similar length, longest first within it, and the steps
+    in random order.
+    """
     steps = [
         group[np.argsort(-lengths[group], kind="stable")][start : start + step_rows]
-        for group in np.split(drawn, range(step_rows * GROUP_STEPS, len(drawn), step_rows * GROUP_STEPS))
+        for group in np.split(
+            drawn, range(step_rows * GROUP_STEPS, len(drawn), step_rows * GROUP_STEPS)
+        )
         for start in range(0, len(group), step_rows)
     ]
     whole = [step for step in steps if len(step) == step_rows]
     short = [step for step in steps if len(step) < step_rows]  # at most one: it ends the epoch
-    return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short) if steps else drawn
+    return (
+        np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
+        if steps
+        else drawn
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +251,26 @@ class StoredBatches:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the training files. The rendered text is left out, because it may contain a date."""
+        """A hash of the training files.
+
+        The rendered text is left out, because it may contain a date.
+        """
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def rows_of(self, step: int) -> list[Ids]:
-        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are one step."""
+        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are
+        one step.
+        """
         epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
         rows = self.epoch_rows(epoch)
         size = self.config.global_batch_size
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their tokens."""
+        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their
+        tokens.
+        """
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
         lengths = self.examples.lengths[ids].astype(np.int64)
@@ -258,7 +290,9 @@ class StoredBatches:
             tokens=int(lengths.sum()),
             squared_tokens=int(lengths @ lengths),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
-            chosen_tokens=int(self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)),
+            chosen_tokens=int(
+                self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)
+            ),
             groups=len(ids) // self.examples.group_size,
         )
 
@@ -267,7 +301,8 @@ class StoredBatches:
         return deal_rows(rows, rank, self.world.size, self.per_device_batch_size)
 
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
+        """The step batches from `from_step` to the end, built in advance by threads, in pinned
+        memory for CUDA.
 
         `on_report` is never called: all of the data has been read.
         """
@@ -292,11 +327,15 @@ class StoredBatches:
         batch = self.step_batch(step)
         if self.world.device.type != "cuda":
             return batch
-        return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
+        return replace(
+            batch,
+            micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches),
+        )
 
 
 def deal_rows(rows: Sequence[Ids], rank: int, ranks: int, size: int) -> list[Ids]:
-    """The example ids of each micro-batch of a rank; as many on every rank, of which the last may be empty.
+    """The example ids of each micro-batch of a rank; as many on every rank, of which the last may
+    be empty.
 
     Args:
         rows: Of a step, each the ids of its examples.
@@ -306,7 +345,10 @@ def deal_rows(rows: Sequence[Ids], rank: int, ranks: int, size: int) -> list[Ids
     """
     count = ceil(ceil(len(rows) / ranks) / size)
     own = rows[rank::ranks]
-    return [np.concatenate([np.zeros(0, np.int64), *own[i * size : (i + 1) * size]]) for i in range(count)]
+    return [
+        np.concatenate([np.zeros(0, np.int64), *own[i * size : (i + 1) * size]])
+        for i in range(count)
+    ]
 
 
 def make_batches(
@@ -317,14 +359,21 @@ def make_batches(
     tokenizer: Any = None,
     threads: int = 0,
 ) -> StoredBatches:
-    """The batches of one epoch; `replace` its `steps` for more or fewer. `tokenizer`: None for tokens without text."""
-    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
+    """The batches of one epoch; `replace` its `steps` for more or fewer.
+
+    `tokenizer`: None for tokens without text.
+    """
+    rows = lru_cache(maxsize=2)(
+        partial(arrange_epoch, examples.lengths, config, examples.group_size)
+    )
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     images = None
     if examples.has_images:
         images = tokenizer.images
         examples.refuse_typed_images(images.token_ids)
-    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad, rows, images)
+    batches = StoredBatches(
+        examples, config, per_device_batch_size, 0, world, threads, pad, rows, images
+    )
     return replace(batches, steps=batches.steps_per_epoch)
 
 
@@ -338,21 +387,31 @@ def collate(
     parts: int = 1,
     images: ImageProcessor | None = None,
 ) -> MicroBatch:
-    """The examples `ids` as one micro-batch, or one of several `parts` of its tokens; a filler where there are none."""
+    """The examples `ids` as one micro-batch, or one of several `parts` of its tokens; a filler
+    where there are none.
+    """
     if not examples.is_rated:
         micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
         return micro_batch if images is None else _add_images(micro_batch, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
-    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1))
+    rated, mismatched = (
+        _collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1)
+    )
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
-def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int) -> MicroBatch:
+def _collate(
+    examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int
+) -> MicroBatch:
     if len(ids) == 0:
         micro_batch = make_filler(packing, parts)
     else:
         documents = [examples[example_id] for example_id in ids]
-        micro_batch = pack_documents(documents, parts) if packing else pad_documents(documents, pad_token_id, parts)
+        micro_batch = (
+            pack_documents(documents, parts)
+            if packing
+            else pad_documents(documents, pad_token_id, parts)
+        )
         micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist()))
     if parts > 1:
         micro_batch = _take_part(micro_batch, part, parts)
@@ -360,7 +419,10 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
 
 
 def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
-    """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
+    """The micro-batch with the pixels of its documents' images.
+
+    Raises `UserError` where one cannot be read.
+    """
     ids = micro_batch.example_ids
     read = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
@@ -375,19 +437,28 @@ def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     tokens = micro_batch.labels.shape[1] // parts
     first = part * tokens
     names = ("input_ids", "labels", "position_ids", "token_mask")
-    mine = {name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names}
+    mine = {
+        name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names
+    }
     return replace(
-        micro_batch, **mine, trained_positions=_find_trained_positions(mine["labels"].numpy()), first_token=first
+        micro_batch,
+        **mine,
+        trained_positions=_find_trained_positions(mine["labels"].numpy()),
+        first_token=first,
     )
 
 
 def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
-    """Documents one after another in a single row, whose tokens `parts` divides. `example_ids` are left empty."""
+    """Documents one after another in a single row, whose tokens `parts` divides.
+
+    `example_ids` are left empty.
+    """
     document_lengths = [len(document.input_ids) for document in documents]
     tokens = sum(document_lengths)
     padding = -tokens % (ROUND_TOKENS * parts)
-    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
-    # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
+    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a
+    # document holds nothing else, Gemma 3n, which takes the square root of its states' mean square,
+    # has a gradient of 0 x infinity.
     input_ids = np.full(tokens + padding, documents[0].input_ids[0], np.int64)
     labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
     np.concatenate([document.input_ids for document in documents], out=input_ids[:tokens])
@@ -411,7 +482,10 @@ def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
 
 
 def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 1) -> MicroBatch:
-    """Documents in a row each, all as long as the longest, which `parts` divides. `example_ids` are left empty."""
+    """Documents in a row each, all as long as the longest, which `parts` divides.
+
+    `example_ids` are left empty.
+    """
     lengths = [len(document.input_ids) for document in documents]
     longest = -(-max(lengths) // parts) * parts
     input_ids = np.full((len(documents), longest), pad_token_id, np.int64)
@@ -433,19 +507,25 @@ def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 
 
 
 def _find_trained_positions(labels: Ids) -> Tensor:
-    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
+    """Where the flattened `labels` are, and then places without one, which add nothing to the
+    loss.
+    """
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
     return torch.from_numpy(np.concatenate((trained, others)))
 
 
 def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
-    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives
-    and add nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers
-    again."""
+    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the
+    step's collectives and add nothing.
+
+    Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers
+    again.
+    """
     tokens = ROUND_TOKENS * parts
     return MicroBatch(
-        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `pack_documents`
+        # 0 is often the pad token, see `pack_documents`
+        input_ids=torch.ones(1, tokens, dtype=torch.int64),
         labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
         position_ids=torch.arange(tokens)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),

@@ -1,4 +1,5 @@
-"""Rows of other methods: a prompt with a chosen and a rejected answer, a rated one, or a prompt that waits for one.
+"""Rows of other methods: a prompt with a chosen and a rejected answer, a rated one, or a prompt
+that waits for one.
 
 They are read in the forms that people have; the common prompt of a pair is found.
 """
@@ -34,12 +35,21 @@ from finetune.data.formats import (
     take_question,
     without_training,
 )
-from finetune.data.messages import BadRow, Message, count_common, describe_value, list_columns, role_of
+from finetune.data.messages import (
+    BadRow,
+    Message,
+    count_common,
+    describe_value,
+    list_columns,
+    role_of,
+)
 
 CHOSEN = ("chosen", "response_w")
 REJECTED = ("rejected", "response_l")
-PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")  # those that are read
-OF_CHAT = ("question", "instruction")  # text in these is a user's turn; in others it is a prompt without a template
+# those that are read
+PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
+# text in these is a user's turn; in others it is a prompt without a template
+OF_CHAT = ("question", "instruction")
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
 ASKING = ("system", "developer", "user", "human", "prompter")  # roles that begin no answer
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
@@ -58,14 +68,19 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
     columns = Columns(row)
     if source.type == "text" or source.text_column:
         raise BadRow(
-            "plain text (type: text, text_column) holds no pairs of answers; remove the key, or set method: sft"
+            "plain text (type: text, text_column) holds no pairs of answers; remove the key, or "
+            "set method: sft"
         )
     names = _require_sides(row, source)
     sides = [columns.take(name) for name in names]
     prompt_name = _find_prompt(row, source, names)
     prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
     is_chat = FORMATS[source.type].is_chat if source.type else prompt_name in OF_CHAT
-    if not is_chat and not isinstance(prompt, list) and all(isinstance(side, str) for side in sides):
+    if (
+        not is_chat
+        and not isinstance(prompt, list)
+        and all(isinstance(side, str) for side in sides)
+    ):
         pair = _read_texts(prompt, *sides)
     else:
         turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
@@ -77,7 +92,10 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
 
 
 def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a preference row, of whose answers a reward model scores the last token. Raises `BadRow`."""
+    """Reads a preference row, of whose answers a reward model scores the last token.
+
+    Raises `BadRow`.
+    """
     parsed = parse_pair(row, source)
     return replace(parsed, groups=tuple(replace(group, score=0) for group in parsed.groups))
 
@@ -91,38 +109,55 @@ def is_empty_answer(document: Document) -> bool:
     if isinstance(document, TokenRow):
         return not any(document.trained)
     assert isinstance(document, Conversation), "a prompt has no answer"
-    answers = [message for message, on in zip(document.messages, document.trained, strict=True) if on]
-    return all(not message["content"].strip() and not message.keys() - {"role", "content"} for message in answers)
+    answers = [
+        message for message, on in zip(document.messages, document.trained, strict=True) if on
+    ]
+    return all(
+        not message["content"].strip() and not message.keys() - {"role", "content"}
+        for message in answers
+    )
 
 
 def find_end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the prompt ends that two texts share: at the start of a word, so that no token of an answer is cut in two.
+    """Where the prompt ends that two texts share: at the start of a word, so that no token of an
+    answer is cut in two.
 
-    A space before the answer belongs to it, as in most tokenizers' words, and as in TRL's `extract_prompt`.
+    A space before the answer belongs to it, as in most tokenizers' words, and as in TRL's
+    `extract_prompt`.
 
     >>> find_end_of_prompt("Q: 1+1? A: two is right", "Q: 1+1? A: twelve")
     10
     """
     end = count_common(chosen, rejected)
-    while end > 0 and not (chosen[end - 1].isspace() and chosen[end:].strip() and rejected[end:].strip()):
+    while end > 0 and not (
+        chosen[end - 1].isspace() and chosen[end:].strip() and rejected[end:].strip()
+    ):
         end -= 1
     return end - 1 if end > 0 and chosen[end - 1] == " " else end
 
 
 def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
     """The columns of the chosen and of the rejected answer; None where the row has none."""
-    chosen, rejected = (next((name for name in names if row.get(name) is not None), None) for names in _sides(source))
+    chosen, rejected = (
+        next((name for name in names if row.get(name) is not None), None)
+        for names in _sides(source)
+    )
     return chosen, rejected
 
 
 def _sides(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names that the columns of both answers may have."""
     chosen = source.chosen_column or source.completion_column
-    return (chosen,) if chosen else CHOSEN, (source.rejected_column,) if source.rejected_column else REJECTED
+    return (chosen,) if chosen else CHOSEN, (
+        source.rejected_column,
+    ) if source.rejected_column else REJECTED
 
 
 def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
-    """The columns of the chosen and of the rejected answer. Raises `BadRow` where the row has none."""
+    """The columns of the chosen and of the rejected answer.
+
+    Raises `BadRow` where the row has none.
+    """
     named, (chosen, rejected) = _sides(source), find_sides(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
@@ -130,13 +165,17 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     hint = f"; method: {RATED[0]} learns from answers rated by {rated}" if rated else ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
-        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen "
-        f"and a rejected answer (chosen_column and rejected_column name them){hint}"
+        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "
+        "row holds a chosen and a rejected answer (chosen_column and rejected_column name "
+        f"them){hint}"
     )
 
 
 def _named_prompt(row: Row, source: DatasetSource) -> str | None:
-    """The column of the prompt that the source names. Raises `BadRow` where the row has nothing in it."""
+    """The column of the prompt that the source names.
+
+    Raises `BadRow` where the row has nothing in it.
+    """
     named = source.prompt_column or source.messages_column
     if named is not None and row.get(named) is None:
         raise BadRow(f"{named}: nothing; its columns are {list_columns(row)}")
@@ -154,7 +193,9 @@ def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | li
         return take_question(columns, source)
     value = columns.take(name)
     if not isinstance(value, str | list):
-        raise BadRow(f"{name}: text or a list of messages is expected, found {describe_value(value)}")
+        raise BadRow(
+            f"{name}: text or a list of messages is expected, found {describe_value(value)}"
+        )
     return value
 
 
@@ -165,19 +206,26 @@ def _read_turns(value: Any, column: str) -> list[Any]:
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, list) or not value:
-        raise BadRow(f"{column}: an answer is expected, as text or messages, found {describe_value(value)}")
+        raise BadRow(
+            f"{column}: an answer is expected, as text or messages, found {describe_value(value)}"
+        )
     return value
 
 
-def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> tuple[Side, Side]:
-    """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
+def _read_messages(
+    columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None
+) -> tuple[Side, Side]:
+    """The pair of a conversational row: a prompt and answers, or two conversations that begin
+    alike.
+    """
     turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
     holds_prompt = any(role_of(side[0]) in ASKING for side in sides)
     if turns and not holds_prompt:
         before = without_training(turns)
         chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
         return chosen, rejected
-    # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
+    # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such
+    # as a system message.
     before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
     is_repeated = all(side[: len(before)] == before for side in sides)
     if is_repeated:
@@ -191,16 +239,23 @@ def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt
 def _require_shared(
     shared: int, chosen: Conversation, rejected: Conversation, prompt: Any, prompt_name: str | None
 ) -> None:
-    """Raises `BadRow` where two conversations share no message, or differ where it is not the assistant's turn."""
+    """Raises `BadRow` where two conversations share no message, or differ where it is not the
+    assistant's turn.
+    """
     if shared == 0:
         advice = ""
         if prompt == []:
             advice = f", and {prompt_name} is an empty list"
         elif prompt_name is None:
             advice = "; name its column (prompt_column)"
-        raise BadRow(f"chosen and rejected have no common prompt: their first messages differ{advice}")
+        raise BadRow(
+            f"chosen and rejected have no common prompt: their first messages differ{advice}"
+        )
     if any(side.messages[shared]["role"] != "assistant" for side in (chosen, rejected)):
-        raise BadRow(f"message {shared + 1}: chosen and rejected differ in a turn that is not the assistant's")
+        raise BadRow(
+            f"message {shared + 1}: chosen and rejected differ in a turn that is not the "
+            "assistant's"
+        )
 
 
 def _train_from(first: int, conversation: Conversation) -> Conversation:
@@ -209,7 +264,9 @@ def _train_from(first: int, conversation: Conversation) -> Conversation:
     return replace(conversation, trained=trained)
 
 
-def _check_prompt(columns: Columns, chosen: Side, prompt: str | list[Any] | None) -> tuple[str, ...]:
+def _check_prompt(
+    columns: Columns, chosen: Side, prompt: str | list[Any] | None
+) -> tuple[str, ...]:
     """Names of the checks for what is wrong with `prompt`, the content of its column."""
     if isinstance(chosen, Conversation):
         return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
@@ -217,27 +274,41 @@ def _check_prompt(columns: Columns, chosen: Side, prompt: str | list[Any] | None
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
-    """Whether an unread column may hold the prompt, rather than `shared`, with which both answers begin."""
+    """Whether an unread column may hold the prompt, rather than `shared`, with which both answers
+    begin.
+    """
     for name in columns.unused:
         value = columns.row[name]
         is_conversation = isinstance(value, list) and isinstance(value[0], dict)
         if not shared.strip() and (isinstance(value, str) or is_conversation):
             return True
-        if name.lower() in USUAL_PROMPTS and isinstance(value, str) and len(value.strip()) > len(shared):
+        if (
+            name.lower() in USUAL_PROMPTS
+            and isinstance(value, str)
+            and len(value.strip()) > len(shared)
+        ):
             return True  # what the answers share is then how both begin, such as "It is"
     return False
 
 
 def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
-    """Whether the column of the prompt, if there is one, was read or repeats what the conversation holds."""
+    """Whether the column of the prompt, if there is one, was read or repeats what the conversation
+    holds.
+    """
     if not isinstance(prompt, str) or not prompt.strip():
         return True
-    asked = [m["content"].strip() for m, on in zip(conversation.messages, conversation.trained, strict=True) if not on]
+    asked = [
+        m["content"].strip()
+        for m, on in zip(conversation.messages, conversation.trained, strict=True)
+        if not on
+    ]
     return any(text and (text in prompt or prompt.strip() in text) for text in asked)
 
 
 def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """The messages that both begin with; where one of them ends there, those before the last answer that both have."""
+    """The messages that both begin with; where one of them ends there, those before the last answer
+    that both have.
+    """
     shared = count_common(chosen, rejected)
     if shared < min(len(chosen), len(rejected)):
         return shared
@@ -254,7 +325,8 @@ def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, S
 
 
 def _is_swapped(columns: Columns, is_turned: bool) -> bool:
-    """Whether the row's own numbers rate the rejected answer higher, such as score_chosen below score_rejected.
+    """Whether the row's own numbers rate the rejected answer higher, such as score_chosen below
+    score_rejected.
 
     `is_turned`: the recipe names the columns the other way round.
     """
@@ -263,11 +335,19 @@ def _is_swapped(columns: Columns, is_turned: bool) -> bool:
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
-    """(the row's rating of its chosen answer, that of its rejected one), for each kind of rating that it has."""
+    """(the row's rating of its chosen answer, that of its rejected one), for each kind of rating
+    that it has.
+    """
     for name in columns.row:
-        other = f"{name[:-2]}_l" if name.endswith("_w") else re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
+        other = (
+            f"{name[:-2]}_l"
+            if name.endswith("_w")
+            else re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
+        )
         values = [columns.row.get(column) for column in (name, other)]
-        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        is_number = all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in values
+        )
         if other != name and is_number and any(word in name.lower() for word in RATINGS):
             yield columns.take(name), columns.take(other)
 
@@ -291,8 +371,9 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
         raise BadRow(
-            f"{' or '.join(names)}: no rating of the answer; its columns are {list_columns(row) or 'none'} "
-            "(label_column names it); rows with a chosen and a rejected answer are read too"
+            f"{' or '.join(names)}: no rating of the answer; its columns are "
+            f"{list_columns(row) or 'none'} (label_column names it); rows with a chosen and a "
+            "rejected answer are read too"
         )
     columns = Columns(row)
     value = columns.take(label)
@@ -303,8 +384,8 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
     document = PARSERS[row_format](columns, source)
     if isinstance(document, Text | TokenRow):
         raise BadRow(
-            "plain text is no answer that could be rated; name its prompt and completion (prompt_column, "
-            "completion_column)"
+            "plain text is no answer that could be rated; name its prompt and completion "
+            "(prompt_column, completion_column)"
         )
     if isinstance(document, Conversation) and row_format != "prompt_completion":
         document = _train_last(document)
@@ -320,7 +401,11 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     if isinstance(prompt, Completion):
         if isinstance(answer, Completion):
             return replace(prompt, completion=answer.completion)
-        contents = [m["content"] for m, on in _split(answer)[1] if on] if isinstance(answer, Conversation) else []
+        contents = (
+            [m["content"] for m, on in _split(answer)[1] if on]
+            if isinstance(answer, Conversation)
+            else []
+        )
         return replace(prompt, completion="\n".join(contents))
     assert isinstance(prompt, Conversation), "plain text has no prompt"
     if isinstance(answer, Conversation):
@@ -329,18 +414,27 @@ def join_answer(prompt: Document, answer: Document) -> Document:
         assert isinstance(answer, Completion), "plain text has no answer"
         turns = [(make_message("assistant", answer.completion), True)]
     whole = [*_split(prompt)[0], *turns]
-    return replace(prompt, messages=tuple(m for m, _ in whole), trained=tuple(on for _, on in whole))
+    return replace(
+        prompt, messages=tuple(m for m, _ in whole), trained=tuple(on for _, on in whole)
+    )
 
 
 def have_same_prompt(first: Document, second: Document) -> bool:
     """Whether two documents answer the same prompt."""
     if isinstance(first, Conversation) and isinstance(second, Conversation):
         return _split(first)[0] == _split(second)[0]
-    return isinstance(first, Completion) and isinstance(second, Completion) and first.prompt == second.prompt
+    return (
+        isinstance(first, Completion)
+        and isinstance(second, Completion)
+        and first.prompt == second.prompt
+    )
 
 
-def find_mismatched(documents: Sequence[Document], earlier: Document | None) -> list[Document | None]:
-    """For each of `documents` the next, in a circle, with another prompt; else `earlier`, which was read before.
+def find_mismatched(
+    documents: Sequence[Document], earlier: Document | None
+) -> list[Document | None]:
+    """For each of `documents` the next, in a circle, with another prompt; else `earlier`, which was
+    read before.
 
     None where there is none.
     """
@@ -349,19 +443,25 @@ def find_mismatched(documents: Sequence[Document], earlier: Document | None) -> 
     for i, document in enumerate(documents):
         following = (documents[(i + k) % count] for k in range(1, count))
         candidates = chain(following, () if earlier is None else (earlier,))
-        mismatched.append(next((other for other in candidates if _can_mismatch(other, document)), None))
+        mismatched.append(
+            next((other for other in candidates if _can_mismatch(other, document)), None)
+        )
     return mismatched
 
 
 def _can_mismatch(other: Document, document: Document) -> bool:
-    """Whether `other` has an answer, which `train: false` takes from it, and to another prompt than `document`."""
+    """Whether `other` has an answer, which `train: false` takes from it, and to another prompt than
+    `document`.
+    """
     has_answer = not isinstance(other, Conversation) or any(other.trained)
     return has_answer and not have_same_prompt(document, other)
 
 
 def _train_last(conversation: Conversation) -> Conversation:
     """Only the last answer is rated; what comes before it is its prompt."""
-    last = max(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
+    last = max(
+        i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
+    )
     trained = tuple(on and i == last for i, on in enumerate(conversation.trained))
     return replace(conversation, trained=trained)
 
@@ -374,16 +474,19 @@ def _split(conversation: Conversation) -> tuple[Turns, Turns]:
 
 
 ANSWER = "answer"  # the argument of reward functions that has the row's own answer
-OF_COMPLETION = ("prompt", "completion", "completion_ids")  # columns that TRL does not hand to reward functions
+# columns that TRL does not hand to reward functions
+OF_COMPLETION = ("prompt", "completion", "completion_ids")
 EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
 
 
 def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a row as a prompt: messages without the last answer, a question as the user's turn, or a text.
+    """Reads a row as a prompt: messages without the last answer, a question as the user's turn, or
+    a text.
 
     Raises `BadRow`.
 
-    >>> parsed = parse_prompt({"prompt": "2+2=", "completion": "4", "level": 1}, DatasetSource(path="sums.jsonl"))
+    >>> parsed = parse_prompt({"prompt": "2+2=", "completion": "4", "level": 1},
+      DatasetSource(path="sums.jsonl"))
     >>> parsed.document.asked, parsed.document.row
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """
@@ -402,16 +505,26 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
         elif isinstance(value, list) and value:
             turns = value
         else:
-            raise BadRow(f"{name}: text or a list of messages is expected, found {describe_value(value)}")
+            raise BadRow(
+                f"{name}: text or a list of messages is expected, found {describe_value(value)}"
+            )
     answer = _find_answer(columns, source)
     if not turns:
-        return ParsedRow((Group((Question(row[name], _keep(kept_row, row[name], answer)),)),), "prompt_completion", ())
+        return ParsedRow(
+            (Group((Question(row[name], _keep(kept_row, row[name], answer)),)),),
+            "prompt_completion",
+            (),
+        )
     has_answer = role_of(turns[-1]) in ("assistant", "gpt")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
     if conversation.images:
-        raise BadRow("images: completions are sampled of text alone; remove the images, or these rows")
+        raise BadRow(
+            "images: completions are sampled of text alone; remove the images, or these rows"
+        )
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
-        raise BadRow(f"{name}: the prompt is empty, or it does not end where the assistant would answer")
+        raise BadRow(
+            f"{name}: the prompt is empty, or it does not end where the assistant would answer"
+        )
     if has_answer and not is_named:
         answer = str(conversation.messages[-1]["content"])
     messages = conversation.messages[:-1]
@@ -423,20 +536,27 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
 
 def _name_prompt(row: Row, source: DatasetSource) -> str:
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    name = _named_prompt(row, source) or next((name for name in usual if row.get(name) is not None), None)
+    name = _named_prompt(row, source) or next(
+        (name for name in usual if row.get(name) is not None), None
+    )
     if name is None:
         raise BadRow(
-            f"no prompt: its columns are {list_columns(row) or 'none'}; name the one that holds the question or the "
-            "messages (prompt_column)"
+            f"no prompt: its columns are {list_columns(row) or 'none'}; name the one that holds "
+            "the question or the messages (prompt_column)"
         )
     return name
 
 
 def _find_answer(columns: Columns, source: DatasetSource) -> Any:
-    """What the column holds that the source names; else the row's own answer, where it has one as text."""
+    """What the column holds that the source names; else the row's own answer, where it has one as
+    text.
+    """
     if source.completion_column is not None:
         return columns.row.get(source.completion_column)
-    return next((columns.row[name] for name in ANSWER_COLUMNS if isinstance(columns.row.get(name), str)), None)
+    return next(
+        (columns.row[name] for name in ANSWER_COLUMNS if isinstance(columns.row.get(name), str)),
+        None,
+    )
 
 
 def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
@@ -447,7 +567,9 @@ def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
     columns = {name: value for name, value in row.items() if name not in OF_COMPLETION}
     if answer is not None:
         columns.setdefault(ANSWER, answer)
-    kept = {"prompt": prompt, "columns": columns} | {name: value for name, value in of_template.items() if value}
+    kept = {"prompt": prompt, "columns": columns} | {
+        name: value for name, value in of_template.items() if value
+    }
     return json.dumps(kept, ensure_ascii=False, default=str)
 
 

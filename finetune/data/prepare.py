@@ -1,4 +1,6 @@
-"""From a recipe to batches: sources, their documents as tokens, examples cut from these, and batches of examples."""
+"""From a recipe to batches: sources, their documents as tokens, examples cut from these, and
+batches of examples.
+"""
 
 import json
 import os
@@ -30,7 +32,14 @@ from finetune.data.data_report import (
     make_report,
     select_examples,
 )
-from finetune.data.examples import Examples, Prompt, cut_prompts, hold_out, make_generator, mix_sources
+from finetune.data.examples import (
+    Examples,
+    Prompt,
+    cut_prompts,
+    hold_out,
+    make_generator,
+    mix_sources,
+)
 from finetune.data.findings import refuse_fatal
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.sources import (
@@ -100,13 +109,17 @@ class StreamedBatches:
         return fingerprint_samples(self.data.datasets)
 
     def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end; the next block is made while one is trained on.
+        """The step batches from `from_step` to the end; the next block is made while one is trained
+        on.
 
         `on_report` is called before the first batch of each block.
         """
-        if from_step >= self.steps:  # local rank 0 would remove a block that the others still look for
+        # local rank 0 would remove a block that the others still look for
+        if from_step >= self.steps:
             return
-        report = StreamReport(self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step)
+        report = StreamReport(
+            self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step
+        )
         block, step, examples = self._find_block(from_step)
         canceled = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
@@ -119,7 +132,9 @@ class StreamedBatches:
                         on_report(report, news)
                     if step + note.steps < self.steps:
                         next_block = pool.submit(self.open_block, block + 1, canceled)
-                    for batch in islice(current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)):
+                    for batch in islice(
+                        current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)
+                    ):
                         yield _renumber(batch, step, examples, note)
                     step = step + note.steps
                     examples = examples + note.examples
@@ -131,7 +146,9 @@ class StreamedBatches:
                 pool.shutdown()
                 self.remove_blocks()
 
-    def open_block(self, number: int, canceled: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
+    def open_block(
+        self, number: int, canceled: Event | None = None
+    ) -> tuple[StoredBatches, Note, SourceReport]:
         """A block's batches, numbered from 0, and the report of its rows.
 
         Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
@@ -144,7 +161,8 @@ class StreamedBatches:
         refuse_fatal(report.findings)
         if not len(examples):
             raise UserError(
-                f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+                f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token "
+                "to train on"
             )
         batches = self._make_batches(examples, number)
         if batches.images is not None:
@@ -152,7 +170,9 @@ class StreamedBatches:
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
             text = json.dumps(asdict(note))
-            replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+            replace_file(
+                self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n"
+            )
         return batches, note, report
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
@@ -221,17 +241,24 @@ class StreamedBatches:
         return self.folder.parent / f"block-{number:06}.json"
 
     def _remove_block(self, number: int) -> None:
-        """Removes a block that every rank has opened. A rank that still reads it keeps it: it is memory-mapped."""
+        """Removes a block that every rank has opened.
+
+        A rank that still reads it keeps it: it is memory-mapped.
+        """
         if number >= 0 and self.world.local_rank == 0:
             remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)
 
 
 def open_stream(
-    recipe: Recipe, tokenizer: Any, world: DataParallelRank, eval_sources: tuple[SourceReport, ...] = ()
+    recipe: Recipe,
+    tokenizer: Any,
+    world: DataParallelRank,
+    eval_sources: tuple[SourceReport, ...] = (),
 ) -> StreamedBatches:
     """The batches of a run over a stream. `eval_sources`: the report of what is held out beside it.
 
-    A tokenizer without a chat template gets the plain one: whether the stream needs it is not known before it is read.
+    A tokenizer without a chat template gets the plain one: whether the stream needs it is not known
+    before it is read.
     """
     data = recipe.data
     steps = recipe.optimization.max_steps
@@ -242,12 +269,15 @@ def open_stream(
     content = [describe_source(source) for source in data.datasets]
     kind = recipe.method_facts.rows
     key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
-    # Blocks are this launch's alone (its ranks have one parent); the notes beside them are everybody's.
+    # Blocks are this launch's alone (its ranks have one parent); the notes beside them are
+    # everybody's.
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
     folder = cache_folder(data) / f"stream-{key}" / launch
     folder.mkdir(parents=True, exist_ok=True)
     first_rows = tuple(
-        (source.origin, source.max_samples) for source in data.datasets if source.max_samples is not None
+        (source.origin, source.max_samples)
+        for source in data.datasets
+        if source.max_samples is not None
     )
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
@@ -258,7 +288,9 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
     """A block's batch under the run's own numbers."""
 
     def shift(micro_batch: MicroBatch) -> MicroBatch:
-        return replace(micro_batch, example_ids=tuple(first_example + i for i in micro_batch.example_ids))
+        return replace(
+            micro_batch, example_ids=tuple(first_example + i for i in micro_batch.example_ids)
+        )
 
     return replace(
         batch,
@@ -279,12 +311,15 @@ class PreparedData:
 
     @property
     def images(self) -> str | None:
-        """The family of the model whose images are in the rows; None where none are, or they are not read yet."""
+        """The family of the model whose images are in the rows; None where none are, or they are
+        not read yet.
+        """
         parts = [part for part in (self.train, self.evaluation) if isinstance(part, StoredBatches)]
         return next((part.images.family for part in parts if part.images is not None), None)
 
     def complete_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the data decides: without plain text, an `overlength` of null is `truncate`.
+        """The recipe with what the data decides: without plain text, an `overlength` of null is
+        `truncate`.
 
         A run over conversations from when this was every format's default resumes with it.
         """
@@ -295,14 +330,17 @@ class PreparedData:
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """At most `count` held-out examples as prompts."""
-        return cut_prompts(self.evaluation.examples, count, self.tokenizer) if self.evaluation else []
+        return (
+            cut_prompts(self.evaluation.examples, count, self.tokenizer) if self.evaluation else []
+        )
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
-    """Reads, tokenizes (or finds tokenized), splits and arranges the data of a recipe, for one rank.
+    """Reads, tokenizes (or finds tokenized), splits and arranges the data of a recipe, for one
+    rank.
 
-    A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for data that
-    cannot be read, and for fatal findings.
+    A tokenizer without a chat template gets the plain one where conversations need it. Raises
+    `UserError` for data that cannot be read, and for fatal findings.
     """
     if recipe.rollout.tools:
         make_tool_turns(recipe, tokenizer)  # or it says why no tool can be called
@@ -319,19 +357,27 @@ GIVEN = "rows"  # how messages name rows that no file holds
 
 
 def batch_rows(
-    rows: Sequence[Mapping[str, Any]], recipe: Recipe, tokenizer: Any, world: DataParallelRank, step: int = 0
+    rows: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+    tokenizer: Any,
+    world: DataParallelRank,
+    step: int = 0,
 ) -> StepBatch:
-    """One rank's share of a step over `rows`, which are read as the rows of a file. All ranks give the same.
+    """One rank's share of a step over `rows`, which are read as the rows of a file.
 
-    A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for a row
-    that cannot be used, for fatal findings, and where nothing is trained on.
+    All ranks give the same.
+
+    A tokenizer without a chat template gets the plain one where conversations need it. Raises
+    `UserError` for a row that cannot be used, for fatal findings, and where nothing is trained on.
     """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
     source = DatasetSource(path=GIVEN)
     stats = SourceStats()
     read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, rows)))
-    tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
+    tokens = tokenize_rows(
+        [(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows
+    )
     examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
     refuse_fatal(report.findings)
     if not len(examples):
@@ -346,7 +392,9 @@ def batch_rows(
     return replace(next(batches.batches()), step=step, epoch=0.0, has_own_rows=True)
 
 
-def preview_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> tuple[StoredBatches, DataReport]:
+def preview_data(
+    recipe: Recipe, tokenizer: Any, world: DataParallelRank
+) -> tuple[StoredBatches, DataReport]:
     """The training data and its report, whatever was found in it; of a stream, its first block.
 
     Raises `UserError` for data that cannot be read, or that leaves nothing to train on.
@@ -355,7 +403,9 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> tup
         train, _, report = _read_stored(recipe, tokenizer, world)
         return train, report
     stream = open_stream(recipe, tokenizer, world)
-    examples, source = select_examples(stream.open_block_store(0), recipe.data.datasets[0], recipe.data)
+    examples, source = select_examples(
+        stream.open_block_store(0), recipe.data.datasets[0], recipe.data
+    )
     stream.remove_blocks()  # an open store is memory-mapped, and needs no name
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
@@ -364,7 +414,9 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> tup
 def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     train: StreamedBatches = open_stream(recipe, tokenizer, world, eval_sources)
-    return PreparedData(train, make_eval_batches(recipe, held_out, tokenizer, world), train.report, tokenizer)
+    return PreparedData(
+        train, make_eval_batches(recipe, held_out, tokenizer, world), train.report, tokenizer
+    )
 
 
 def _read_stored(
@@ -376,7 +428,9 @@ def _read_stored(
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
         stop = [str(finding) for finding in findings if finding.is_fatal]
-        raise UserError.of([*stop, f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"])
+        raise UserError.of(
+            [*stop, f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"]
+        )
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     leaked = [] if held_out is None else find_held_out_in_training(examples, held_out)
@@ -384,7 +438,9 @@ def _read_stored(
         tokenizer.chat_template = PLAIN
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
-    report = make_report(train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked])
+    report = make_report(
+        train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]
+    )
     return train, evaluation, report
 
 
@@ -394,18 +450,31 @@ def _read_sources(
     """(the examples of all sources, a report of each); None where there is no source."""
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
-    stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind) for source in sources)
+    stores = (
+        open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
+        for source in sources
+    )
     selected = [
-        select_examples(store, source, recipe.document_data) for store, source in zip(stores, sources, strict=True)
+        select_examples(store, source, recipe.document_data)
+        for store, source in zip(stores, sources, strict=True)
     ]
     parts = [examples for examples, _ in selected]
-    return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)
+    return mix_sources(parts, sources, seed) if parts else None, tuple(
+        report for _, report in selected
+    )
 
 
 def open_cached_store(
-    source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0, kind: RowKind = "answers"
+    source: DatasetSource,
+    data: Data,
+    tokenizer: Any,
+    local_rank: int,
+    seed: int = 0,
+    kind: RowKind = "answers",
 ) -> TokenStore:
-    """The source as tokens, from the cache. If missing or damaged, local rank 0 writes it and the others wait.
+    """The source as tokens, from the cache.
+
+    If missing or damaged, local rank 0 writes it and the others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
@@ -420,38 +489,54 @@ def open_cached_store(
         if stats.rows_read == 0:
             raise UserError(f"{source.origin}: it has no rows")
         if stats.rows_read == stats.rows_skipped:
-            raise UserError(f"{source.origin}: every row was skipped; the first: {stats.skipped[0]}")
+            raise UserError(
+                f"{source.origin}: every row was skipped; the first: {stats.skipped[0]}"
+            )
 
     return open_or_write_store(folder, local_rank, write)
 
 
-def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank) -> StoredBatches:
+def make_train_batches(
+    recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank
+) -> StoredBatches:
     """The batches of a run. Raises `UserError` for fewer rows than ranks."""
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
-    train = make_batches(examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
+    train = make_batches(
+        examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers
+    )
     if train.rows_per_epoch < world.size:
         given = ""
         less = ""
         if config.packing:
-            given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
+            given = (
+                f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
+            )
             less = ", a smaller max_length, or packing: false"
         raise UserError(
-            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
-            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
-            f"or fewer ranks{less}"
+            f"{recipe.place_of('datasets')}: datasets: "
+            f"{counted(train.rows_per_epoch, 'row')}{given} "
+            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give "
+            f"more data or fewer ranks{less}"
         )
     epochs = recipe.optimization.num_train_epochs
     train = replace(train, iterations=recipe.rollout.num_iterations)
-    return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
+    return replace(
+        train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch)
+    )
 
 
 def make_eval_batches(
     recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches | None:
-    """One pass over the held-out examples. Their order does not matter to a loss that weighs every token alike."""
+    """One pass over the held-out examples.
+
+    Their order does not matter to a loss that weighs every token alike.
+    """
     if held_out is None or not len(held_out):
         return None
     size = recipe.batch.per_device_eval_batch_size or recipe.batch.per_device_train_batch_size
     config = BatchConfig.from_recipe(recipe, size * world.size)
-    return make_batches(held_out, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
+    return make_batches(
+        held_out, config, world, size, tokenizer, recipe.data.dataloader_num_workers
+    )

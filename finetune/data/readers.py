@@ -1,8 +1,10 @@
-"""Text files as rows: JSON, CSV and lines, gzipped or not. A damaged row is a `BadRow`, a damaged file a `UserError`.
+"""Text files as rows: JSON, CSV and lines, gzipped or not.
 
-They are read here, not through the `datasets` library: it unifies the columns of all rows (a key that one message has
-is null in every other, "007" becomes 7), and names neither the file nor the row of what it cannot read. Of an array of
-rows one is held at a time.
+A damaged row is a `BadRow`, a damaged file a `UserError`.
+
+They are read here, not through the `datasets` library: it unifies the columns of all rows (a key
+that one message has is null in every other, "007" becomes 7), and names neither the file nor the
+row of what it cannot read. Of an array of rows one is held at a time.
 """
 
 import codecs
@@ -47,18 +49,23 @@ KINDS = {
 
 
 CHUNK_BYTES = 2**20
-MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus that belongs in several rows
+# a longer row is a broken file, or a whole corpus that belongs in several rows
+MAX_ROW_BYTES = 16 * 2**20
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row in which, at any depth, two keys have the same name: only the last one's value is kept."""
+    """A row in which, at any depth, two keys have the same name: only the last one's value is
+    kept.
+    """
 
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
 
 
 class RowDecoder(json.JSONDecoder):
-    """JSON that notices equal keys in one object; the `json` module silently drops all but the last."""
+    """JSON that notices equal keys in one object; the `json` module silently drops all but the
+    last.
+    """
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=_make_object)
@@ -144,32 +151,46 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
                     yield stream
         except EOFError:
             raise UserError(
-                f"{path}: the file is truncated: its gzip stream has no end; copy or download it again"
+                f"{path}: the file is truncated: its gzip stream has no end; copy or download it "
+                "again"
             ) from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{path}: not a valid gzip file: {error}; copy or download it again") from None
+            raise UserError(
+                f"{path}: not a valid gzip file: {error}; copy or download it again"
+            ) from None
 
 
 def _refuse_binary(path: str, stream: IO[bytes]) -> None:
-    """Raises `UserError` where the file begins like no text in UTF-8; else the stream is at its start again."""
+    """Raises `UserError` where the file begins like no text in UTF-8; else the stream is at its
+    start again.
+    """
     start = stream.read(1024)
     stream.seek(0)
     problem = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-    if problem is None and start.count(0) > len(start) // 4:  # a few are a damaged row, and the others are read
-        problem = "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as UTF-8"
+    # a few are a damaged row, and the others are read
+    if problem is None and start.count(0) > len(start) // 4:
+        problem = (
+            "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as "
+            "UTF-8"
+        )
     if problem is not None:
         raise UserError(f"{path}: {problem}")
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
-    """Lines that are not blank, with their numbers from 1; one that is too long is skipped without being held."""
+    """Lines that are not blank, with their numbers from 1; one that is too long is skipped without
+    being held.
+    """
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
                 pass
-            yield number, BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows")
+            yield (
+                number,
+                BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"),
+            )
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -191,7 +212,9 @@ def _read_text(path: str) -> Iterator[NumberedRow]:
 
 
 def _read_json(path: str) -> Iterator[NumberedRow]:
-    """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file begins."""
+    """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file
+    begins.
+    """
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
         first = next(_read_lines(stream), (0, ""))[1]
@@ -202,8 +225,13 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
             yield from read_array(path, stream)
             return
         decoder = RowDecoder()
-        if start.startswith(b"{") and isinstance(first, str) and isinstance(parse_line(first, decoder), BadRow):
-            rows = read_wrapped_rows(path, stream)  # an object over many lines, or a damaged first row
+        if (
+            start.startswith(b"{")
+            and isinstance(first, str)
+            and isinstance(parse_line(first, decoder), BadRow)
+        ):
+            # an object over many lines, or a damaged first row
+            rows = read_wrapped_rows(path, stream)
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
@@ -228,7 +256,9 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
                 values = next(reader, None)
             except csv.Error as error:
                 if "unexpected end" in str(error):
-                    raise UserError(f"{path}:{number}: a quoted field that begins here is never closed") from None
+                    raise UserError(
+                        f"{path}:{number}: a quoted field that begins here is never closed"
+                    ) from None
                 yield number, BadRow(f"not CSV: {error}")
                 continue
             if values is None:
@@ -240,29 +270,46 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
             elif len(values) == len(columns):
                 yield number, row_type(zip(columns, values, strict=True))
             elif values:
-                yield number, BadRow(f"{len(values)} fields where the first line names {len(columns)} columns")
+                yield (
+                    number,
+                    BadRow(
+                        f"{len(values)} fields where the first line names {len(columns)} columns"
+                    ),
+                )
 
 
 def _refuse_other_delimiter(path: str, columns: list[str], delimiter: str) -> None:
-    """Raises `UserError` where the first line names one column that looks like several: every row would be one text."""
+    """Raises `UserError` where the first line names one column that looks like several: every row
+    would be one text.
+    """
     if len(columns) != 1:
         return
-    ours, as_ours = ("tabs", "save it with tabs") if delimiter == "\t" else ("commas", "save it with commas")
-    for sign, name, advice in ((";", "semicolons", as_ours), ("\t", "tabs", "end its name with .tsv")):
+    ours, as_ours = (
+        ("tabs", "save it with tabs") if delimiter == "\t" else ("commas", "save it with commas")
+    )
+    for sign, name, advice in (
+        (";", "semicolons", as_ours),
+        ("\t", "tabs", "end its name with .tsv"),
+    ):
         if sign in columns[0]:
-            raise UserError(f"{path}: its columns are separated by {name}, where {ours} are expected; {advice}")
+            raise UserError(
+                f"{path}: its columns are separated by {name}, where {ours} are expected; {advice}"
+            )
 
 
 def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             raise UserError(
-                f"{path}:{number}: a line longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"
+                f"{path}:{number}: a line longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into "
+                "several rows"
             )
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+            raise UserError(
+                f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}"
+            ) from None
 
 
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
@@ -279,11 +326,17 @@ def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
 
 
 def _as_row(value: Any) -> dict[str, Any] | BadRow:
-    return value if isinstance(value, dict) else BadRow(f"a JSON object is expected, found {type(value).__name__}")
+    return (
+        value
+        if isinstance(value, dict)
+        else BadRow(f"a JSON object is expected, found {type(value).__name__}")
+    )
 
 
 def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
-    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one is held."""
+    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one
+    is held.
+    """
     text = _Text(path, stream)
     text.at = text.buffer.index("[") + 1
     decoder = RowDecoder()
@@ -295,7 +348,9 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
             raise UserError(f"{path}, row {number}: nested too deeply") from None
         except ValueError as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise UserError(f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read") from None
+            raise UserError(
+                f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read"
+            ) from None
         yield number, _as_row(value)
         number += 1
         if text.peek() == ",":
@@ -303,10 +358,16 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         elif text.peek() != "]":
             break
     if text.peek() != "]":
-        raise UserError(f"{path}, row {number}: the array is never closed; the file is truncated or damaged there")
+        raise UserError(
+            f"{path}, row {number}: the array is never closed; the file is truncated or damaged "
+            "there"
+        )
     text.at += 1
     if text.peek():
-        raise UserError(f"{path}: more text after its array of {counted(number - 1, 'row')}; join the arrays into one")
+        raise UserError(
+            f"{path}: more text after its array of {counted(number - 1, 'row')}; join the arrays "
+            "into one"
+        )
 
 
 class _Text:
@@ -321,7 +382,9 @@ class _Text:
         self._read()
 
     def peek(self) -> str:
-        """Moves `at` to the next character that is no white space, and returns it; empty at the end."""
+        """Moves `at` to the next character that is no white space, and returns it; empty at the
+        end.
+        """
         while True:
             self.at = _skip_space(self.buffer, self.at)
             if self.at < len(self.buffer):
@@ -336,15 +399,20 @@ class _Text:
         self.at += 1
 
     def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
-        """The value that begins at `at`, and moves to its end. Raises `ValueError`, `RecursionError`.
+        """The value that begins at `at`, and moves to its end.
 
-        Of row `number` all is read that could end it; else what is surely no JSON is an error at once.
+        Raises `ValueError`, `RecursionError`.
+
+        Of row `number` all is read that could end it; else what is surely no JSON is an error at
+        once.
         """
         while True:
             try:
                 value, end = decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
+                is_cut = (
+                    error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
+                )
                 if (is_cut or number) and self.grow(number or 1):
                     continue
                 raise
@@ -354,11 +422,14 @@ class _Text:
             return value
 
     def grow(self, number: int) -> bool:
-        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` if it is too long."""
+        """Reads more of the row that begins at `at`; False at the end.
+
+        Raises `UserError` if it is too long.
+        """
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
             raise UserError(
-                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it "
-                "has no end"
+                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged "
+                "so that it has no end"
             )
         return self._read()
 
@@ -379,14 +450,16 @@ class _Text:
 
 
 def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
-    """The one list of rows in `{"data": [{...}, {...}]}`, read a second time; None where the file is no such object."""
+    """The one list of rows in `{"data": [{...}, {...}]}`, read a second time; None where the file
+    is no such object.
+    """
     kinds: dict[str, set[bool]] = {}  # of each key's list: whether its values are rows
     try:
         for key, value in _walk_object(_Text(path, stream)):
             if value is LIST and key in kinds:
                 raise UserError(
-                    f"{path}: two keys of its one object have the same name; only one could be read: rename "
-                    "or join them"
+                    f"{path}: two keys of its one object have the same name; only one could be "
+                    "read: rename or join them"
                 )
             kinds.setdefault(key, set())
             if value is not LIST:
@@ -395,16 +468,23 @@ def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] 
         return None
     lists = [key for key, are_lists in kinds.items() if are_lists == {True}]
     if len(lists) != 1:
-        raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
+        raise UserError(
+            f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected"
+        )
     stream.seek(0)
-    return (row for key, row in _walk_object(_Text(path, stream)) if key == lists[0] and row is not LIST)
+    return (
+        row for key, row in _walk_object(_Text(path, stream)) if key == lists[0] and row is not LIST
+    )
 
 
 LIST = object()  # the beginning of a list, or of another value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """(key, LIST) for each key of one object, and (key, value) for its list's values. Raises `ValueError`."""
+    """(key, LIST) for each key of one object, and (key, value) for its list's values.
+
+    Raises `ValueError`.
+    """
     decoder = RowDecoder()
     text.peek()
     text.take("{")

@@ -1,4 +1,6 @@
-"""Documents as text with the spans that are trained on, and checks of what the chat template made of them."""
+"""Documents as text with the spans that are trained on, and checks of what the chat template made
+of them.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +13,15 @@ import xxhash
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Pooling, Turns
-from finetune.data.formats import Completion, Conversation, Document, Question, Text, TokenRow, make_message
+from finetune.data.formats import (
+    Completion,
+    Conversation,
+    Document,
+    Question,
+    Text,
+    TokenRow,
+    make_message,
+)
 from finetune.data.images import EncodedImage, hash_images, open_image, place_images
 from finetune.data.marks import Marks, trace
 from finetune.data.messages import (
@@ -25,7 +35,14 @@ from finetune.data.messages import (
     read_reasoning,
 )
 from finetune.data.preferences import check_prompt
-from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages, refuse_faults
+from finetune.data.spans import (
+    AskedTurn,
+    ask_turns,
+    find_turns,
+    match_layout,
+    read_messages,
+    refuse_faults,
+)
 from finetune.data.tokenizer import (
     CONTEXT,
     Renderer,
@@ -55,28 +72,38 @@ class RenderedText:
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
-    score: int | None = None  # its class, where the last token is scored and nothing else is trained on
-    pooling: Pooling | None = None  # whose hidden states are its embedding; None: tokens are trained on
+    # its class, where the last token is scored and nothing else is trained on
+    score: int | None = None
+    # whose hidden states are its embedding; None: tokens are trained on
+    pooling: Pooling | None = None
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
     tokens: TokenRow | None = None  # in place of a text, where the row has ids
-    turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
-    difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
+    # message index -> where it stands, of trained answers
+    turns: Mapping[int, Span] = field(default_factory=dict)
+    # for a finding of COMPARED: the first token that is not what inference sees, say
+    difference: str = ""
     images: tuple[EncodedImage, ...] = ()
     row: str = ""  # of a prompt: what rewards read, as JSON
-    own_texts: tuple[int, ...] = ()  # where a text begins that is encoded as if nothing stood before it
+    # where a text begins that is encoded as if nothing stood before it
+    own_texts: tuple[int, ...] = ()
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """The texts in which the turns of a document are trained on, as `renderer.turns` asks. Raises `BadRow`.
+    """The texts in which the turns of a document are trained on, as `renderer.turns` asks.
 
-    Every trained turn stands after exactly what inference gives when it is asked for: the template, applied to the
-    conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a
-    template that writes a turn alike whatever follows it.
+    Raises `BadRow`.
+
+    Every trained turn stands after exactly what inference gives when it is asked for: the template,
+    applied to the conversation so far, with the generation prompt. `auto` writes as few texts as
+    have this property: one for a template that writes a turn alike whatever follows it.
     """
     if renderer.answers_apart and isinstance(document, Completion | Conversation):
         return _render_answers_apart(document, renderer)
     if isinstance(document, Completion) and document.are_turns and renderer.has_template:
-        turns = make_message("user", document.prompt), make_message("assistant", document.completion)
+        turns = (
+            make_message("user", document.prompt),
+            make_message("assistant", document.completion),
+        )
         document = Conversation(turns, (False, True))
     if isinstance(document, Conversation) and document.images:
         renderer = read_parts(renderer)
@@ -89,7 +116,9 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     laid_out = _render_laid_out(document, renderer) if renderer.turns != "split" else None
     if laid_out is not None:
         earlier = laid_out.spans[:-1]
-        if renderer.turns == "whole" or not any(_cuts_token(laid_out.text, span, renderer) for span in earlier):
+        if renderer.turns == "whole" or not any(
+            _cuts_token(laid_out.text, span, renderer) for span in earlier
+        ):
             return (laid_out,)
     asked = ask_turns(document, renderer)
     is_known = asked and len(asked) == sum(document.trained)  # markers may enclose no turn
@@ -99,14 +128,23 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
 
 
 def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """The texts of a document, whose prompt and answers are texts of their own, whether or not all is trained on."""
+    """The texts of a document, whose prompt and answers are texts of their own, whether or not all
+    is trained on.
+    """
     if getattr(document, "images", ()):
-        raise BadRow("answers_apart: a text with images is encoded as one; remove the key from this entry of datasets")
+        raise BadRow(
+            "answers_apart: a text with images is encoded as one; remove the key from this entry "
+            "of datasets"
+        )
     turns: Turns = renderer.turns if renderer.assistant_only else "whole"
     texts: list[RenderedText] = []
-    for text in render_turns(document, replace(renderer, answers_apart=False, assistant_only=True, turns=turns)):
+    for text in render_turns(
+        document, replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
+    ):
         answers = [start for start, _ in text.turns.values() or text.spans]
-        after_bos = [len(renderer.bos)] if renderer.bos and text.text.startswith(renderer.bos) else []
+        after_bos = (
+            [len(renderer.bos)] if renderer.bos and text.text.startswith(renderer.bos) else []
+        )
         text = replace(text, own_texts=(*after_bos, *answers))
         if not renderer.assistant_only and not text.is_plain:
             text = replace(text, spans=((0, len(text.text)),))
@@ -117,9 +155,11 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
 def _render_apart(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[RenderedText, ...]:
-    """The fewest texts in which each turn stands as inference has it; under `turns: split` one for each.
+    """The fewest texts in which each turn stands as inference has it; under `turns: split` one for
+    each.
 
-    From the last turn to the first: a text ends with a turn, and holds every earlier one that it writes so.
+    From the last turn to the first: a text ends with a turn, and holds every earlier one that it
+    writes so.
     """
     texts: list[RenderedText] = []
     left = dict(asked)
@@ -147,7 +187,9 @@ def _trained_turns(conversation: Conversation) -> list[int]:
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
-    """Whether a token of the whole text, as inference has it later, crosses a border of a trained span."""
+    """Whether a token of the whole text, as inference has it later, crosses a border of a trained
+    span.
+    """
     special = renderer.special_tokens
     for border in span:
         begin = max(border - CONTEXT, 0)
@@ -171,7 +213,9 @@ def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversatio
 
 
 def _render_laid_out(conversation: Conversation, renderer: Renderer) -> RenderedText | None:
-    """The whole conversation, if it is known without asking for them that all turns stand as inference has them."""
+    """The whole conversation, if it is known without asking for them that all turns stand as
+    inference has them.
+    """
     text = apply_template(renderer, read_messages(conversation, renderer), conversation.tools)
     turns = match_layout(text, conversation, renderer)
     if turns is None:
@@ -180,14 +224,22 @@ def _render_laid_out(conversation: Conversation, renderer: Renderer) -> Rendered
     return _check(conversation, text, {i: (span,) for i, span in turns.items()}, (), renderer)
 
 
-def _render_whole(conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
-    """The whole conversation as the template writes it, also where inference sees turns otherwise."""
+def _render_whole(
+    conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
+) -> RenderedText:
+    """The whole conversation as the template writes it, also where inference sees turns
+    otherwise.
+    """
     text, turns = find_turns(conversation, asked, renderer)
     return _check_traced(conversation, text, turns, asked, renderer)
 
 
-def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
-    """The text of a conversation that ends with the last of `turns`, all of which stand as inference has them."""
+def _render_asked(
+    conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer
+) -> RenderedText:
+    """The text of a conversation that ends with the last of `turns`, all of which stand as
+    inference has them.
+    """
     spans = {i: turn.spans for i, turn in turns.items()}
     return _check_traced(conversation, turns[max(turns)].text, spans, turns, renderer)
 
@@ -199,26 +251,38 @@ def _check_traced(
     asked: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
-    """A text of which `turns` are trained on, with what is found in it. Raises `BadRow` where they are not sound."""
+    """A text of which `turns` are trained on, with what is found in it.
+
+    Raises `BadRow` where they are not sound.
+    """
     marks: Marks = ()
     if renderer.assistant_only:
         marks = trace(text, read_messages(conversation, renderer), conversation.tools, renderer)
         refuse_faults(turns, marks, conversation, renderer)
-    return _compare_with_asked(_check(conversation, text, turns, marks, renderer), conversation, asked, renderer)
+    return _compare_with_asked(
+        _check(conversation, text, turns, marks, renderer), conversation, asked, renderer
+    )
 
 
 def _check(
-    conversation: Conversation, text: str, turns: Mapping[int, tuple[Span, ...]], marks: Marks, renderer: Renderer
+    conversation: Conversation,
+    text: str,
+    turns: Mapping[int, tuple[Span, ...]],
+    marks: Marks,
+    renderer: Renderer,
 ) -> RenderedText:
     """A text, with what is found in it, and without the reasoning that is not to be trained on.
 
-    `turns`: message index -> the spans of an assistant's turn; of all of them, or of those that are trained on.
+    `turns`: message index -> the spans of an assistant's turn; of all of them, or of those that are
+    trained on.
     """
     messages = conversation.messages
     trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
     rendered = RenderedText(text, ((0, len(text)),), False)
     if renderer.assistant_only:
-        rendered = replace(rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans)))
+        rendered = replace(
+            rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
+        )
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
     ends = [extents[i][1] for i in trained if i in extents] if renderer.assistant_only else []
     findings = [
@@ -227,7 +291,9 @@ def _check(
     ]
     opens = ""
     if renderer.unthinking is not None and not any(
-        read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
+        read_reasoning(message)
+        for message, on in zip(messages, conversation.trained, strict=True)
+        if on
     ):
         findings.append("no_reasoning")
         prompt = renderer.generation_prompt
@@ -241,7 +307,9 @@ def _check(
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
-    """Where the words of its reasoning stand in a turn, with the white space behind them; None where they do not."""
+    """Where the words of its reasoning stand in a turn, with the white space behind them; None
+    where they do not.
+    """
     own = [mark for mark in marks if mark.message == i]
     places = [mark.position for mark in own if mark.part in REASONING_KEYS]
     words = read_reasoning(message)
@@ -257,7 +325,11 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
         end = start + len(words)
     else:
         return None
-    return None if start < 0 else (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
+    return (
+        None
+        if start < 0
+        else (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
+    )
 
 
 def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
@@ -273,9 +345,14 @@ def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
 
 
 def _compare_with_asked(
-    rendered: RenderedText, conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer
+    rendered: RenderedText,
+    conversation: Conversation,
+    turns: Mapping[int, AskedTurn],
+    renderer: Renderer,
 ) -> RenderedText:
-    """`rendered`, with the findings of what inference would see or write otherwise, and the first token of that."""
+    """`rendered`, with the findings of what inference would see or write otherwise, and the first
+    token of that.
+    """
     for i, turn in sorted(turns.items()):
         expected = turn.prompt if not turn.is_continued else turn.text[: turn.end]
         if rendered.text.startswith(expected) and turn.is_continued:
@@ -283,21 +360,28 @@ def _compare_with_asked(
         name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
-        known = [each for each in rendered.findings if each != "no_reasoning"]  # what it would say is part of this
+        # what it would say is part of this
+        known = [each for each in rendered.findings if each != "no_reasoning"]
         return replace(rendered, findings=(*known, name), difference=difference)
     for i, turn in sorted(turns.items() if renderer.response_template else ()):
         difference = _read_back(turn, conversation.messages[i], conversation.tools, renderer)
         if difference:
             difference = f"message {i + 1}: {difference}"
-            return replace(rendered, findings=(*rendered.findings, "not_read_back"), difference=difference)
+            return replace(
+                rendered, findings=(*rendered.findings, "not_read_back"), difference=difference
+            )
     return rendered
 
 
 def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Renderer) -> str:
-    """How a turn differs from its message, as the tokenizer's response_template reads it; "" if it does not."""
+    """How a turn differs from its message, as the tokenizer's response_template reads it; "" if it
+    does not.
+    """
     reply = turn.text[len(turn.prompt) : turn.end]
     try:
-        read = parse_response(reply, renderer.response_template, prefix=turn.prompt, tools=list(tools))
+        read = parse_response(
+            reply, renderer.response_template, prefix=turn.prompt, tools=list(tools)
+        )
     except Exception as error:  # a template of the model's own, with patterns of its own
         return f"response_template cannot read {reply!r}: {error}"
     content = (
@@ -305,7 +389,11 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         if any(key in message for key in REASONING_KEYS)
         else THINKING_END.split(message["content"])[-1]
     )
-    expected = {"reasoning": read_reasoning(message), "content": content.strip(), "calls": _list_calls(message)}
+    expected = {
+        "reasoning": read_reasoning(message),
+        "content": content.strip(),
+        "calls": _list_calls(message),
+    }
     read_back = {
         "reasoning": read_reasoning({**read, "content": ""}),
         "content": str(read.get("content") or "").strip(),
@@ -316,12 +404,17 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
 
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
-    """The name and arguments of each call. A format without types, such as XML, gives each value as text."""
+    """The name and arguments of each call.
+
+    A format without types, such as XML, gives each value as text.
+    """
     listed = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = dict(parse_json(function.get("arguments")) or {})
-        listed.append((function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()}))
+        listed.append(
+            (function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()})
+        )
     return listed
 
 
@@ -341,7 +434,10 @@ def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str,
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
-    """A document as one text and what of it is trained on. Raises `BadRow` if the chat template rejects it."""
+    """A document as one text and what of it is trained on.
+
+    Raises `BadRow` if the chat template rejects it.
+    """
     match document:
         case Text(text):
             # A BOS in the text would be a second one beside the tokenizer's own.
@@ -354,26 +450,36 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
             if unknown is not None:
                 raise BadRow(
-                    f"input_ids: {unknown} is no token: the tokenizer has {vocabulary}; name the one that made them"
+                    f"input_ids: {unknown} is no token: the tokenizer has {vocabulary}; name the "
+                    "one that made them"
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
         case Question(question, row):
             if isinstance(question, str):
                 if renderer.tools:
-                    raise BadRow("a prompt as text has no chat template, which describes the tools; make it messages")
+                    raise BadRow(
+                        "a prompt as text has no chat template, which describes the tools; make it "
+                        "messages"
+                    )
                 return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
             messages = read_messages(question, renderer)
             own = add_variables(renderer, question.variables)
-            text = apply_template(own, messages, question.tools or own.tools, add_generation_prompt=True)
-            return RenderedText(text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row)
+            text = apply_template(
+                own, messages, question.tools or own.tools, add_generation_prompt=True
+            )
+            return RenderedText(
+                text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row
+            )
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             text = prompt + completion + renderer.eos
             findings = tuple(_check_completion(document, renderer))
             return RenderedText(text, ((len(prompt), len(text)),), True, findings)
         case Conversation():
-            renderer = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
+            renderer = add_variables(
+                read_parts(renderer) if document.images else renderer, document.variables
+            )
             laid_out = _render_laid_out(document, renderer)
             if laid_out is not None:
                 return laid_out
@@ -389,7 +495,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
 
 
 def render_scored(document: Document, renderer: Renderer) -> RenderedText:
-    """A document whose last token is scored: a conversation as the template writes it, whoever speaks last.
+    """A document whose last token is scored: a conversation as the template writes it, whoever
+    speaks last.
 
     It is one piece to the tokenizer, as it is to whoever asks for the score of the same text.
     """
@@ -402,12 +509,17 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
 
 
 def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
-    """A text that is embedded: as it is, with the tokens that the tokenizer itself puts around it."""
+    """A text that is embedded: as it is, with the tokens that the tokenizer itself puts around
+    it.
+    """
     return RenderedText(document.text + renderer.end, (), True)
 
 
 def find_image_token(renderer: Renderer) -> str:
-    """What a chat template writes for an image. Raises `BadRow` or `UserError` where the model takes none."""
+    """What a chat template writes for an image.
+
+    Raises `BadRow` or `UserError` where the model takes none.
+    """
     if renderer.images is None:
         raise BadRow("image: this tokenizer is of no model that takes images")
     return renderer.images.token
@@ -416,16 +528,20 @@ def find_image_token(renderer: Renderer) -> str:
 def write_images(
     text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
 ) -> RenderedText:
-    """A text of `document`, with what the model's processor writes for each of its `images`, which is not trained on.
+    """A text of `document`, with what the model's processor writes for each of its `images`, which
+    is not trained on.
 
-    Raises `BadRow` where an image cannot be opened, or the template does not write a place for each.
+    Raises `BadRow` where an image cannot be opened, or the template does not write a place for
+    each.
     """
     if not images:
         return text
     assert isinstance(document, Conversation) and renderer.images is not None
     token = find_image_token(renderer)
     last = max(text.turns, default=len(document.messages))
-    counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
+    counts = [
+        sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)
+    ]
     written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
     if written_places not in counts or typed:
@@ -437,9 +553,13 @@ def write_images(
     images = images[:written_places]
     written = [renderer.images.expand(open_image(image).size) for image in images]
     expanded, spans = place_images(text.text, text.spans, written, token)
-    identity = xxhash.xxh3_64_intdigest(f"{text.group_hash}{hash_images(images)}{text.text}".encode())
+    identity = xxhash.xxh3_64_intdigest(
+        f"{text.group_hash}{hash_images(images)}{text.text}".encode()
+    )
     # Its turns stand elsewhere now, and only `inspect --turns` shows them.
-    return replace(text, text=expanded, spans=spans, turns={}, images=tuple(images), group_hash=identity)
+    return replace(
+        text, text=expanded, spans=spans, turns={}, images=tuple(images), group_hash=identity
+    )
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
@@ -456,7 +576,11 @@ def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]
 
 
 def _check_turns(
-    conversation: Conversation, text: str, spans: tuple[Span, ...], ends: Sequence[int], renderer: Renderer
+    conversation: Conversation,
+    text: str,
+    spans: tuple[Span, ...],
+    ends: Sequence[int],
+    renderer: Renderer,
 ) -> Iterator[str]:
     messages = conversation.messages
     if any(renderer.special_tokens.search(message["content"]) for message in messages):
@@ -467,7 +591,9 @@ def _check_turns(
         yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
-    trained = [text[start:end] for start, end in spans if not ends or end in ends or end == spans[-1][1]]
+    trained = [
+        text[start:end] for start, end in spans if not ends or end in ends or end == spans[-1][1]
+    ]
     if not all(_ends_turn(turn, renderer) for turn in trained):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
@@ -479,8 +605,14 @@ def _check_turns(
 def _describes_calls(conversation: Conversation) -> bool:
     """Whether the name of every called tool stands in a schema or in a system message."""
     schemas = [json.dumps(tool, default=str) for tool in conversation.tools]
-    described = schemas + [m["content"] for m in conversation.messages if m["role"] in ("system", "developer")]
-    calls = [call["function"]["name"] for message in conversation.messages for call in message.get("tool_calls", ())]
+    described = schemas + [
+        m["content"] for m in conversation.messages if m["role"] in ("system", "developer")
+    ]
+    calls = [
+        call["function"]["name"]
+        for message in conversation.messages
+        for call in message.get("tool_calls", ())
+    ]
     return all(any(name in text for text in described) for name in calls)
 
 
@@ -498,13 +630,18 @@ def _stops(trained: str, renderer: Renderer) -> bool:
     return renderer.up_to_stop.fullmatch(last[0]) is not None
 
 
-def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> Iterator[str]:
+def _find_dropped(
+    conversation: Conversation, text: str, turns: Mapping[int, Span]
+) -> Iterator[str]:
     """Names of the checks for what the conversation holds and its rendered `text` does not.
 
-    `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be found in it.
+    `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be
+    found in it.
     """
     messages = conversation.messages
-    if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
+    if any(
+        m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages
+    ):
         yield "system_dropped"
     if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
         yield "user_dropped"
@@ -516,16 +653,23 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     without_call = {i for i, answer in answers.items() if not _holds_calls(answer, messages[i])}
     if any(conversation.trained[i] for i in without_call):
         yield "tool_calls_dropped"
-    if not all(conversation.trained[i] for i in without_call) or not _holds_tools(conversation, text, turns):
+    if not all(conversation.trained[i] for i in without_call) or not _holds_tools(
+        conversation, text, turns
+    ):
         yield "tools_dropped"
-    if any(conversation.trained[i] and not _holds_reasoning(answers[i], messages[i]) for i in answers):
+    if any(
+        conversation.trained[i] and not _holds_reasoning(answers[i], messages[i]) for i in answers
+    ):
         yield "reasoning_dropped"
 
 
-def _find_dropped_answers(conversation: Conversation, text: str, answers: Mapping[int, str]) -> Iterator[str]:
+def _find_dropped_answers(
+    conversation: Conversation, text: str, answers: Mapping[int, str]
+) -> Iterator[str]:
     """Of `_find_dropped`, what trained answers say and the text does not."""
     messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
-    # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
+    # Templates may rewrite the content of earlier turns, so only the last one is compared, and
+    # those with tool calls.
     last = conversation.messages[max(answers)]
     compared = (message for message in messages if message is last or message.get("tool_calls"))
     if any(_take_last_line(message["content"]) not in text for message in compared):
@@ -545,15 +689,23 @@ def _holds_reasoning(answer: str, message: Message) -> bool:
 
 
 def _take_last_line(content: str) -> str:
-    """The part of a content that every template writes as it is: it may trim it, or move its reasoning elsewhere."""
-    return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip())
+    """The part of a content that every template writes as it is: it may trim it, or move its
+    reasoning elsewhere.
+    """
+    return str(
+        THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip()
+    )
 
 
 def _holds_calls(answer: str, message: Message) -> bool:
-    """Whether the names of a message's calls and of their arguments stand in the assistant's turn."""
+    """Whether the names of a message's calls and of their arguments stand in the assistant's
+    turn.
+    """
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        if not all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))):
+        if not all(
+            _holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))
+        ):
             return False
     return True
 
@@ -567,11 +719,15 @@ def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span
         position = end
     outside += text[position:]
     schemas = [tool.get("function", tool) for tool in conversation.tools]
-    wanted = [str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema]
+    wanted = [
+        str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema
+    ]
     wanted += [_take_last_line(m["content"]) for m in conversation.messages if m["role"] == "tool"]
     return all(_holds(outside, words) for words in wanted)
 
 
 def _holds(text: str, words: str) -> bool:
     """Whether the text holds the words, as they are or as JSON writes them."""
-    return words in text or any(json.dumps(words, ensure_ascii=escape)[1:-1] in text for escape in (False, True))
+    return words in text or any(
+        json.dumps(words, ensure_ascii=escape)[1:-1] in text for escape in (False, True)
+    )

@@ -1,4 +1,6 @@
-"""Rows of retrieval: a query, a document that answers it, and others that do not, each embedded as one vector."""
+"""Rows of retrieval: a query, a document that answers it, and others that do not, each embedded as
+one vector.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,25 +17,32 @@ FORMAT = "retrieval"
 
 
 def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a query with its document and the first `num_negatives` of its negatives. Raises `BadRow`.
+    """Reads a query with its document and the first `num_negatives` of its negatives.
+
+    Raises `BadRow`.
 
     >>> row = {"anchor": "2+2?", "positive": "4", "negative": "5"}
-    >>> parsed = parse_retrieval(row, DatasetSource(path="sums.jsonl"), Data(num_negatives=1, query_prompt="Sum: "))
+    >>> parsed = parse_retrieval(row, DatasetSource(path="sums.jsonl"), Data(num_negatives=1,
+      query_prompt="Sum: "))
     >>> [document.text for document in parsed.groups[0].documents]
     ['Sum: 2+2?', '4', '5']
     """
     columns = Columns(row)
     query = _take_text(columns, _find(row, source.prompt_column, QUERY, "query", "prompt_column"))
-    positive = _take_text(columns, _find(row, source.chosen_column, POSITIVE, "document", "chosen_column"))
+    positive = _take_text(
+        columns, _find(row, source.chosen_column, POSITIVE, "document", "chosen_column")
+    )
     negatives = list(_take_negatives(columns, source))[: data.num_negatives]
     if len(negatives) < data.num_negatives:
         raise BadRow(
-            f"{len(negatives)} negatives, where num_negatives is {data.num_negatives}; lower it, or add negatives "
-            f"({', '.join(NEGATIVE)}, negative_1, ...; rejected_column names them)"
+            f"{len(negatives)} negatives, where num_negatives is {data.num_negatives}; lower it, "
+            f"or add negatives ({', '.join(NEGATIVE)}, negative_1, ...; rejected_column names them)"
         )
     documents = (data.document_prompt + text for text in (positive, *negatives))
     texts = (data.query_prompt + query, *documents)
-    return ParsedRow((Group(tuple(map(Text, texts)), pooling=data.pooling),), FORMAT, columns.unused)
+    return ParsedRow(
+        (Group(tuple(map(Text, texts)), pooling=data.pooling),), FORMAT, columns.unused
+    )
 
 
 def _find(row: Row, named: str | None, usual: Iterable[str], what: str, key: str) -> str:
@@ -49,15 +58,24 @@ def _find(row: Row, named: str | None, usual: Iterable[str], what: str, key: str
 def _take_text(columns: Columns, name: str) -> str:
     """The text of a column, or the first of its list."""
     value = columns.take(name)
-    texts = list(_read_texts(value, name)) if isinstance(value, list) else [columns.take_text(name, may_be_empty=False)]
+    texts = (
+        list(_read_texts(value, name))
+        if isinstance(value, list)
+        else [columns.take_text(name, may_be_empty=False)]
+    )
     if not texts:
         raise BadRow(f"{name}: an empty list")
     return texts[0]
 
 
 def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
-    """The texts of the columns of negatives, in their order: negative, negatives, negative_1, negative_2, ..."""
-    numbered = sorted((name for name in columns.row if _is_numbered(name)), key=lambda name: int(name.split("_")[1]))
+    """The texts of the columns of negatives, in their order: negative, negatives, negative_1,
+    negative_2, ...
+    """
+    numbered = sorted(
+        (name for name in columns.row if _is_numbered(name)),
+        key=lambda name: int(name.split("_")[1]),
+    )
     named = (source.rejected_column,) if source.rejected_column else (*NEGATIVE, *numbered)
     for name in named:
         value = columns.take(name)

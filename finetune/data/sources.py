@@ -1,6 +1,8 @@
-"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes of what they hold.
+"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes
+of what they hold.
 
-Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` library, text files by readers.py.
+Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` library, text files
+by readers.py.
 """
 
 import json
@@ -39,7 +41,8 @@ from finetune.files.network import go_offline_without_network
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
 PACKED = (".zst", ".bz2", ".xz", ".zip")  # what hides data that is not read
-FINGERPRINT_BYTES = 256 * 1024 * 1024  # read for it of one source at most, two samples of each file at least
+# read for it of one source at most, two samples of each file at least
+FINGERPRINT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,11 @@ class RowBatch:
     rows: tuple[dict[str, Any] | BadRow, ...]
 
 
-def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
-    """The rows of a source in their order, at most `batch_rows` at a time; streamed, the first `max_samples` of them.
+def read_rows(
+    source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS
+) -> Iterator[RowBatch]:
+    """The rows of a source in their order, at most `batch_rows` at a time; streamed, the first
+    `max_samples` of them.
 
     Raises `UserError` where nothing is at its path, or a file cannot be read.
     """
@@ -64,10 +70,11 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, without it.
+    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and
+    None, without it.
 
-    They are the first of a permutation that the seed decides. All rows are read once to count them, not tokenized.
-    Raises `UserError` where nothing is at its path, or a file cannot be read.
+    They are the first of a permutation that the seed decides. All rows are read once to count them,
+    not tokenized. Raises `UserError` where nothing is at its path, or a file cannot be read.
     """
     if source.max_samples is None:
         return read_rows(source), None
@@ -83,21 +90,33 @@ def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowB
         yield from _batch_rows(file, chosen, BATCH_ROWS)
 
 
-def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """(file, its numbered rows) for every stretch that `split` names; the hub's or function's name as file."""
+def _open_rows(
+    source: DatasetSource, streaming: bool = False
+) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
+    """(file, its numbered rows) for every stretch that `split` names; the hub's or function's name
+    as file.
+    """
     if source.function is not None:
-        yield source.function, enumerate(map(remove_none_values, user_code.read_rows(source.function)), 1)
+        yield (
+            source.function,
+            enumerate(map(remove_none_values, user_code.read_rows(source.function)), 1),
+        )
         return
     splits = find_splits(source.path)
     if splits is None:
-        yield source.path, enumerate(map(remove_none_values, _keep_encoded(load_hub_rows(source, streaming))), 1)
+        yield (
+            source.path,
+            enumerate(map(remove_none_values, _keep_encoded(load_hub_rows(source, streaming))), 1),
+        )
         return
     for file, start, stop in _resolve_slices(source, splits):
         yield file, islice(read_file(file), start, stop)
 
 
 def _keep_encoded(rows: Any) -> Any:
-    """Rows of the `datasets` library with images as they are stored, whose size `data/images.py` bounds."""
+    """Rows of the `datasets` library with images as they are stored, whose size `data/images.py`
+    bounds.
+    """
     if "Image(" not in str(rows.features):
         return rows
     stream = rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
@@ -105,16 +124,23 @@ def _keep_encoded(rows: Any) -> Any:
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
-    """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` if nothing is there."""
+    """split -> files, for a local file, glob or folder; None for a hub name.
+
+    Raises `UserError` if nothing is there.
+    """
     if not path.strip():
-        raise UserError("the path of the data is empty; name a file, a glob, a folder or a hub name")
+        raise UserError(
+            "the path of the data is empty; name a file, a glob, a folder or a hub name"
+        )
     with convert_os_errors(path):  # one of its parent folders may be unreadable
         if Path(path).is_dir():
             return _folder_splits(path)
         if Path(path).is_file():
             return {"train": (path,)}
         if Path(path).exists():
-            raise UserError(f"{path}: a pipe or a device, not a file or folder; write its rows into a file")
+            raise UserError(
+                f"{path}: a pipe or a device, not a file or folder; write its rows into a file"
+            )
     if any(letter in path for letter in "*?["):
         paths = _match_glob(path)
         if not paths:
@@ -128,11 +154,18 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
 
 
 def list_files(source: DatasetSource) -> tuple[str, ...]:
-    """The local files of a source's split; none for a hub name. Of a function its file, not what that reads."""
+    """The local files of a source's split; none for a hub name.
+
+    Of a function its file, not what that reads.
+    """
     if source.function is not None:
         return (str(user_code.file_of(source.function)),)
     splits = find_splits(source.path)
-    return () if splits is None else tuple(f for name in _split_names(source, splits) for f in splits[name])
+    return (
+        ()
+        if splits is None
+        else tuple(f for name in _split_names(source, splits) for f in splits[name])
+    )
 
 
 def _match_glob(pattern: str) -> tuple[str, ...]:
@@ -144,7 +177,9 @@ def _match_glob(pattern: str) -> tuple[str, ...]:
 
 
 def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
-    """By the `datasets` library's own rules for folders: files or folders named train, test, validation, ..."""
+    """By the `datasets` library's own rules for folders: files or folders named train, test,
+    validation, ...
+    """
     from datasets.data_files import get_data_patterns, resolve_pattern
 
     splits: dict[str, tuple[str, ...]] = {}
@@ -162,19 +197,28 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
             for file in paths:
                 if file_kind(file):
                     files.add(file)
-                elif Path(file).suffix.lower() in PACKED and file_kind(str(Path(file).with_suffix(""))):
+                elif Path(file).suffix.lower() in PACKED and file_kind(
+                    str(Path(file).with_suffix(""))
+                ):
                     raise _unknown_kind(file)
-        # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not data.
-        arrow = {file for file in files if file_kind(file) == "arrow" and not _is_left_over(Path(file))}
+        # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not
+        # data.
+        arrow = {
+            file for file in files if file_kind(file) == "arrow" and not _is_left_over(Path(file))
+        }
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
-        raise UserError(f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too")
+        raise UserError(
+            f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too"
+        )
     return splits
 
 
 def _is_left_over(file: Path) -> bool:
-    """Whether `map` or `filter` of the `datasets` library has put its own result beside the rows that it read."""
+    """Whether `map` or `filter` of the `datasets` library has put its own result beside the rows
+    that it read.
+    """
     return file.name.startswith(("cache-", "tmp")) and file.with_name("dataset_info.json").exists()
 
 
@@ -187,7 +231,9 @@ def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> l
     return names
 
 
-def _resolve_slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, int, int | None]]:
+def _resolve_slices(
+    source: DatasetSource, splits: dict[str, tuple[str, ...]]
+) -> Iterator[tuple[str, int, int | None]]:
     """(file, first row, row after the last) for every stretch that `split` names."""
     names = _split_names(source, splits)
     if "[" not in source.split:
@@ -195,7 +241,11 @@ def _resolve_slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -
         return
     import datasets
 
-    sizes = {file: count_rows(file, Path(file).stat().st_mtime_ns) for name in names for file in splits[name]}
+    sizes = {
+        file: count_rows(file, Path(file).stat().st_mtime_ns)
+        for name in names
+        for file in splits[name]
+    }
     rows = {name: sum(sizes[file] for file in splits[name]) for name in names}
     try:
         stretches = datasets.ReadInstruction.from_spec(source.split).to_absolute(rows)
@@ -223,10 +273,14 @@ def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
     import datasets  # reads once whether the process is offline
 
     try:
-        return datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)
+        return datasets.load_dataset(
+            source.path, source.name, split=source.split, streaming=streaming
+        )
     except Exception as error:  # whatever the hub client, the network or the library raise
         reason = first_line(error)
-        raise UserError(f"{source.path}: no such file or folder, and not loaded as a hub data set: {reason}") from None
+        raise UserError(
+            f"{source.path}: no such file or folder, and not loaded as a hub data set: {reason}"
+        ) from None
 
 
 def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[RowBatch]:
@@ -235,7 +289,9 @@ def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[R
 
 
 def hash_content(source: DatasetSource) -> dict[str, str]:
-    """file -> a hash of its bytes; of a data set of the hub, its name -> the fingerprint that `datasets` gives it."""
+    """file -> a hash of its bytes; of a data set of the hub, its name -> the fingerprint that
+    `datasets` gives it.
+    """
     files = {file: hash_file(file) for file in list_files(source)}
     return files or {source.path: load_hub_rows(source, streaming=False)._fingerprint}
 
@@ -249,9 +305,9 @@ def hash_file(file: str) -> str:
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
     """A hash of the sources' files: of all up to FINGERPRINT_BYTES, else of samples spread evenly.
 
-    Not of every byte, since a stream may be terabytes, which would be read before the first step: rows that change
-    places between two samples are not noticed. None where a source is of the hub. Names and times do not count: a copy
-    on another disk is the same stream.
+    Not of every byte, since a stream may be terabytes, which would be read before the first step:
+    rows that change places between two samples are not noticed. None where a source is of the hub.
+    Names and times do not count: a copy on another disk is the same stream.
     """
     content = []
     for source in sources:
@@ -260,12 +316,16 @@ def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
             return None
         samples = max(2, FINGERPRINT_BYTES // SAMPLE_BYTES // len(paths))
         with ThreadPoolExecutor(8) as pool:
-            content.append(list(pool.map(lambda path, most=samples: _hash_samples(path, most), paths)))
+            content.append(
+                list(pool.map(lambda path, most=samples: _hash_samples(path, most), paths))
+            )
     return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 
 def _hash_samples(path: str, most: int) -> tuple[int, str]:
-    """A file's size in bytes and a hash of at most `most` samples of it, the first and the last among them."""
+    """A file's size in bytes and a hash of at most `most` samples of it, the first and the last
+    among them.
+    """
     digest = xxhash.xxh3_128()
     with convert_os_errors(path), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -285,8 +345,8 @@ def interleave_sources(
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """(source, some of its rows, full passes over every source so far), endlessly.
 
-    The next is the source whose rows are furthest behind its weight: a run at the end of a file has few rows. A source
-    that ends is read again. The first `skip` runs are skipped.
+    The next is the source whose rows are furthest behind its weight: a run at the end of a file has
+    few rows. A source that ends is read again. The first `skip` runs are skipped.
     """
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
     passes = [0] * len(sources)
@@ -294,7 +354,9 @@ def interleave_sources(
     given = [0] * len(sources)  # rows
     runs = 0
     while True:
-        due = [weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)]
+        due = [
+            weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)
+        ]
         i = due.index(max(due))
         batch = next(readers[i], None)
         if batch is None:
@@ -310,9 +372,15 @@ def interleave_sources(
 
 
 def describe_source(source: DatasetSource) -> Any:
-    """A source and, where it is local, its files with size and time: their content would take too long to hash."""
+    """A source and, where it is local, its files with size and time: their content would take too
+    long to hash.
+    """
     splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
-    files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
+    files = [
+        (file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns)
+        for f in splits.values()
+        for file in f
+    ]
     return asdict(source), files
 
 
@@ -320,7 +388,10 @@ PARQUET_ROWS = 32  # held at a time
 
 
 def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` if it breaks off."""
+    """The rows of one file, each with its number (see `units.name_place`).
+
+    Raises `UserError` if it breaks off.
+    """
     kind = file_kind(path)
     if kind is None:
         raise _unknown_kind(path)
@@ -328,20 +399,28 @@ def read_file(path: str) -> Iterator[NumberedRow]:
 
 
 def _unknown_kind(path: str) -> UserError:
-    return UserError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too")
+    return UserError(
+        f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too"
+    )
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each time."""
+    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each
+    time.
+    """
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes = [group.total_byte_size for group in groups]
-        values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        values = sum(
+            group.column(i).num_values for group in groups for i in range(group.num_columns)
+        )
         limit_unpacked(path, max(sum(sizes), 8 * values))  # a null takes no byte in the file
         largest_row = max(sizes, default=1)  # all of a group's dictionaries may be in it
-        rows = min(PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row)))
+        rows = min(
+            PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row))
+        )
         unpacked = 0
         for batch in file.iter_batches(batch_size=rows):
             unpacked += batch.nbytes + sum(map(_count_repeated, batch.columns))
@@ -350,7 +429,9 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _count_repeated_arrow(path: str) -> int:
-    """The bytes of an Arrow file's rows in columns that are dictionaries, whose values may stand in every row."""
+    """The bytes of an Arrow file's rows in columns that are dictionaries, whose values may stand in
+    every row.
+    """
     from pyarrow import ipc, memory_map
 
     with memory_map(path) as source:
@@ -359,7 +440,9 @@ def _count_repeated_arrow(path: str) -> int:
         reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
         if "dictionary<" not in str(reader.schema):
             return 0
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        batches = (
+            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        )
         return sum(_count_repeated(column) for batch in batches for column in batch.columns)
 
 
@@ -369,7 +452,11 @@ def _count_repeated(column: Any) -> int:
 
     if types.is_dictionary(column.type):
         values = column.dictionary
-        if not (types.is_string(values.type) or types.is_large_string(values.type) or types.is_binary(values.type)):
+        if not (
+            types.is_string(values.type)
+            or types.is_large_string(values.type)
+            or types.is_binary(values.type)
+        ):
             return int(values.nbytes // max(1, len(values)) * len(column))
         lengths = compute.binary_length(values).take(column.indices)
         return compute.sum(lengths).as_py() or 0
@@ -381,9 +468,11 @@ def _count_repeated(column: Any) -> int:
 
 
 def _count_unpacked_arrow(path: str) -> int:
-    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at a time.
+    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at
+    a time.
 
-    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with its unpacked size.
+    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with
+    its unpacked size.
     """
     from pyarrow import ipc, memory_map
 
@@ -399,8 +488,16 @@ def _count_unpacked_arrow(path: str) -> int:
             def follow(table: int, field: int, metadata: bytes = metadata) -> int:
                 fields = table - struct.unpack_from("<i", metadata, table)[0]
                 has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
-                offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0] if has_field else 0
-                return table + offset + struct.unpack_from("<I", metadata, table + offset)[0] if offset else 0
+                offset = (
+                    struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0]
+                    if has_field
+                    else 0
+                )
+                return (
+                    table + offset + struct.unpack_from("<I", metadata, table + offset)[0]
+                    if offset
+                    else 0
+                )
 
             batch = follow(struct.unpack_from("<I", metadata)[0], 2)
             batch = follow(batch, 1) if message.type == "dictionary" else batch
@@ -426,7 +523,9 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
         else:
             limit_unpacked(path, _count_unpacked_arrow(path))
             limit_unpacked(path, _count_repeated_arrow(path))
-            stream = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+            stream = datasets.load_dataset(
+                kind, data_files=[escape(path)], split="train", streaming=True
+            )
             rows = _keep_encoded(stream)
         for row in rows:
             number += 1
@@ -441,10 +540,11 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
 def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
     """A row of Arrow without the keys that Arrow added.
 
-    The structs of a column all have the keys of every one of them, null where a row had none: a tool call with one
-    argument has every argument of every tool. The columns themselves stay.
+    The structs of a column all have the keys of every one of them, null where a row had none: a
+    tool call with one argument has every argument of every tool. The columns themselves stay.
 
-    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}})
+    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo",
+      "days": None}}})
     {'system': None, 'call': {'name': 'rain', 'arguments': {'city': 'Oslo'}}}
     """
     return {column: _remove_none(value) for column, value in row.items()}

@@ -1,11 +1,13 @@
-"""The spans of a rendered conversation that are trained on: what the model itself would write in each turn.
+"""The spans of a rendered conversation that are trained on: what the model itself would write in
+each turn.
 
     <|user|>2 + 2?<|end|><|assistant|>4<|end|><|user|>Sure?<|end|><|assistant|>Yes.<|end|>
                                       ^^^^^^^^                                 ^^^^^^^^^^^
 
-The prompt of a turn is what the template writes for the messages before it, with the generation prompt. The turn begins
-where the text departs from its prompt, and ends with the token at which generation stops. Where an answer makes the
-template rewrite what stands before it, the two are compared from the last words that both have (`marks.py`).
+The prompt of a turn is what the template writes for the messages before it, with the generation
+prompt. The turn begins where the text departs from its prompt, and ends with the token at which
+generation stops. Where an answer makes the template rewrite what stands before it, the two are
+compared from the last words that both have (`marks.py`).
 
 A template with {% generation %} markers says by itself what a turn is.
 """
@@ -19,7 +21,14 @@ from typing import Any
 from finetune.data.formats import Conversation
 from finetune.data.marks import Mark, Marks, Rendering
 from finetune.data.messages import BadRow, Message, count_common
-from finetune.data.tokenizer import CONTEXT, Renderer, Span, Tools, apply_marked_template, apply_template
+from finetune.data.tokenizer import (
+    CONTEXT,
+    Renderer,
+    Span,
+    Tools,
+    apply_marked_template,
+    apply_template,
+)
 
 ADVICE = "use another chat_template, or one with {% generation %} markers"
 
@@ -29,17 +38,25 @@ def read_messages(conversation: Conversation, renderer: Renderer) -> list[Messag
     if renderer.reads_input:
         return list(conversation.messages)
     # Messages of role and content alone are rendered faster.
-    return [{key: value for key, value in message.items() if key != "input"} for message in conversation.messages]
+    return [
+        {key: value for key, value in message.items() if key != "input"}
+        for message in conversation.messages
+    ]
 
 
 def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> int:
-    """Where a trained span ends: after the token at which generation stops, or else the end-of-turn token.
+    """Where a trained span ends: after the token at which generation stops, or else the end-of-turn
+    token.
 
-    The white space that follows it is left out: a model never has to write the newline that templates put there.
+    The white space that follows it is left out: a model never has to write the newline that
+    templates put there.
     """
     end = _find_end_token(text, start, end, renderer)
-    last = max((match.start() for match in renderer.special_tokens.finditer(text, start, end)), default=end)
-    stop = renderer.up_to_stop.match(text, last)  # Cohere2 ends a turn with two tokens, and stops at the second
+    last = max(
+        (match.start() for match in renderer.special_tokens.finditer(text, start, end)), default=end
+    )
+    # Cohere2 ends a turn with two tokens, and stops at the second
+    stop = renderer.up_to_stop.match(text, last)
     return max(end, stop.end()) if stop else end
 
 
@@ -50,28 +67,38 @@ def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
     if renderer.end_of_turn and text.startswith(renderer.end_of_turn, end):
         return end + len(renderer.end_of_turn)
     content = text[start:end].rstrip()
-    if renderer.end_of_turn and content.endswith(renderer.end_of_turn):  # no special token of this tokenizer
+    # no special token of this tokenizer
+    if renderer.end_of_turn and content.endswith(renderer.end_of_turn):
         return start + len(content)
-    # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token, which then is the end.
+    # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token,
+    # which then is the end.
     following = renderer.special_tokens.match(text, end)
     return following.end() if following else end
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a template writes around the messages of a conversation with given roles. Returned by `_probe_layout`."""
+    """What a template writes around the messages of a conversation with given roles.
+
+    Returned by `_probe_layout`.
+    """
 
     between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
-    trims: tuple[bool, ...]  # [messages]: whether the template removes white space around the content
-    around: tuple[Span, ...]  # [messages]: characters of an assistant's turn before its content, and after it
+    # [messages]: whether the template removes white space around the content
+    trims: tuple[bool, ...]
+    # [messages]: characters of an assistant's turn before its content, and after it
+    around: tuple[Span, ...]
 
 
-def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> dict[int, Span] | None:
-    """Message index -> span of an assistant's turn in `text`, if the template writes the same around any content and
-    inference sees each turn so; else None, and the turns have to be asked for one by one.
+def match_layout(
+    text: str, conversation: Conversation, renderer: Renderer
+) -> dict[int, Span] | None:
+    """Message index -> span of an assistant's turn in `text`, if the template writes the same
+    around any content and inference sees each turn so; else None, and the turns have to be asked
+    for one by one.
 
-    The layout is found once for each sequence of roles, and used only if it gives exactly this rendered text when
-    filled with this conversation's contents.
+    The layout is found once for each sequence of roles, and used only if it gives exactly this
+    rendered text when filled with this conversation's contents.
     """
     messages = read_messages(conversation, renderer)
     if conversation.tools or any(len(message) > 2 for message in messages):
@@ -79,7 +106,10 @@ def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> d
     layout = _probe_layout(tuple(message["role"] for message in messages), renderer)
     if layout is None:
         return None
-    contents = [m["content"].strip() if trim else m["content"] for m, trim in zip(messages, layout.trims, strict=True)]
+    contents = [
+        m["content"].strip() if trim else m["content"]
+        for m, trim in zip(messages, layout.trims, strict=True)
+    ]
     pieces = [layout.between[0]]
     for content, after in zip(contents, layout.between[1:], strict=True):
         pieces += (content, after)
@@ -98,9 +128,13 @@ def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> d
 
 @lru_cache(maxsize=1024)
 def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
-    """The layout, from contents that cannot be mistaken; None if the template changes them or a turn's text."""
+    """The layout, from contents that cannot be mistaken; None if the template changes them or a
+    turn's text.
+    """
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
-    messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
+    messages = [
+        {"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)
+    ]
     between = []
     trims = []
     contents = []
@@ -125,7 +159,10 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
 def _probe_turns(
     text: str, messages: list[Message], between: list[str], contents: list[Span], renderer: Renderer
 ) -> tuple[Span, ...] | None:
-    """`_Layout.around`; None if inference sees a turn otherwise than `text`. First and last of each kind count."""
+    """`_Layout.around`; None if inference sees a turn otherwise than `text`.
+
+    First and last of each kind count.
+    """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -137,7 +174,14 @@ def _probe_turns(
             turn, (start, end) = _ask_turn(messages, i, (), renderer), contents[i]
             if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
                 return None
-            if not start - len(between[i]) <= turn.start <= start <= end <= turn.end <= end + len(between[i + 1]):
+            if (
+                not start - len(between[i])
+                <= turn.start
+                <= start
+                <= end
+                <= turn.end
+                <= end + len(between[i + 1])
+            ):
                 return None  # another message's words would be within the turn
             for other in of_kind:
                 around[other] = (start - turn.start, turn.end - end)
@@ -146,7 +190,10 @@ def _probe_turns(
 
 @dataclass(frozen=True, slots=True)
 class AskedTurn:
-    """An assistant's turn as inference asks for it: after the conversation so far. Returned by `ask_turns`."""
+    """An assistant's turn as inference asks for it: after the conversation so far.
+
+    Returned by `ask_turns`.
+    """
 
     prompt: str  # the conversation before it, with the generation prompt
     text: str  # the conversation that ends with it
@@ -162,39 +209,56 @@ class AskedTurn:
 
     @property
     def is_continued(self) -> bool:
-        """Whether what is trained on follows the prompt, with nothing between that the model would have to write."""
+        """Whether what is trained on follows the prompt, with nothing between that the model would
+        have to write.
+        """
         return not self.prompt or (
-            self.text.startswith(self.prompt) and not self.text[len(self.prompt) : self.start].strip()
+            self.text.startswith(self.prompt)
+            and not self.text[len(self.prompt) : self.start].strip()
         )
 
     def is_in(self, text: str) -> bool:
-        """Whether `text`, of a longer conversation, has the turn, and all before it, as inference has them."""
+        """Whether `text`, of a longer conversation, has the turn, and all before it, as inference
+        has them.
+        """
         return text.startswith(self.text[: self.end])
 
 
 def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
-    """Message index -> turn, of each turn that is trained on; without those in which nothing is marked to be.
+    """Message index -> turn, of each turn that is trained on; without those in which nothing is
+    marked to be.
 
     Raises `BadRow` as rendering does, and where it is unknown where a turn begins.
     """
     messages = read_messages(conversation, renderer)
-    asked = {i: _ask_turn(messages, i, conversation.tools, renderer) for i, on in enumerate(conversation.trained) if on}
+    asked = {
+        i: _ask_turn(messages, i, conversation.tools, renderer)
+        for i, on in enumerate(conversation.trained)
+        if on
+    }
     return {i: turn for i, turn in asked.items() if turn is not None}
 
 
 def find_turns(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
-    """(the text of the whole conversation, message index -> what is trained on of each turn). Raises `BadRow`."""
+    """(the text of the whole conversation, message index -> what is trained on of each turn).
+
+    Raises `BadRow`.
+    """
     messages = read_messages(conversation, renderer)
     tools = conversation.tools
-    wanted = [i for i, on in enumerate(conversation.trained) if on] if renderer.assistant_only else []
+    wanted = (
+        [i for i, on in enumerate(conversation.trained) if on] if renderer.assistant_only else []
+    )
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)
         # White space that the markers include is trained on, as by transformers.
         spans = [
             (start, max(end, min(_find_end_of_turn(text, start, end, renderer), limit)))
-            for (start, end), limit in zip(marked, [*(start for start, _ in marked[1:]), len(text)], strict=True)
+            for (start, end), limit in zip(
+                marked, [*(start for start, _ in marked[1:]), len(text)], strict=True
+            )
         ]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) > len(answers):
@@ -203,8 +267,8 @@ def find_turns(
             return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
         if wanted != answers:
             raise BadRow(
-                f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` "
-                "cannot be applied to one of them"
+                f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, "
+                "so `train: false` cannot be applied to one of them"
             )
         return text, {wanted[0]: tuple(spans)}
     rendering = Rendering(messages, tools, renderer)
@@ -220,10 +284,12 @@ def find_turns(
 def _find_rewritten(
     rendering: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
 ) -> tuple[Span, ...]:
-    """The spans of turn `i` in a longer conversation, none where the template leaves it out. Raises `BadRow`.
+    """The spans of turn `i` in a longer conversation, none where the template leaves it out.
 
-    It ends before the next message's words. Gemma 4 writes its words behind a call after the call's result: those are a
-    span of their own.
+    Raises `BadRow`.
+
+    It ends before the next message's words. Gemma 4 writes its words behind a call after the call's
+    result: those are a span of their own.
     """
     text = rendering.text
     marks = rendering.marks
@@ -243,7 +309,9 @@ def _find_rewritten(
     for message, run in groupby(marks, lambda mark: mark.message):
         own = list(run)
         if message == i and own[0].position > limit:
-            following = [mark.begin for mark in marks[marks.index(own[-1]) + 1 :] if mark.message != i]
+            following = [
+                mark.begin for mark in marks[marks.index(own[-1]) + 1 :] if mark.message != i
+            ]
             end = min([_end_words(text, own[-1], renderer), *following])
             if end > own[0].position:  # Gemma 4 may have left out all of the content
                 spans.append((own[0].position, end))
@@ -251,7 +319,9 @@ def _find_rewritten(
 
 
 def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
-    """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind <|channel>."""
+    """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind
+    <|channel>.
+    """
     special = None if mark.ends else renderer.special_tokens.search(text, mark.position)
     return special.start() if special else mark.position
 
@@ -265,8 +335,13 @@ def _measure_end(after: str, renderer: Renderer) -> int:
     return min(ends, default=special.end() if special else 0)
 
 
-def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
-    """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it. Raises as `ask_turns`."""
+def _ask_turn(
+    messages: list[Message], i: int, tools: Tools, renderer: Renderer
+) -> AskedTurn | None:
+    """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it.
+
+    Raises as `ask_turns`.
+    """
     asked = _ask(messages[:i], tools, renderer)
     answered = Rendering(messages[: i + 1], tools, renderer)
     start = _find_start(answered, i, asked, renderer)
@@ -276,14 +351,17 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
     text = answered.text
     begin = start.position if start else 0
     if start and start.is_continued:
-        # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it in its prompt.
+        # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it
+        # in its prompt.
         text = prompt + text[begin:]
         begin = len(prompt)
     if not renderer.has_markers:
         return AskedTurn(prompt, text, ((begin, _end_asked(text, begin, renderer)),))
     shift = len(text) - len(answered.text)
     marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
-    spans = [(max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin]
+    spans = [
+        (max(first + shift, begin), last + shift) for first, last in marked if last + shift > begin
+    ]
     spans = _keep_words(text, spans, renderer)
     if not spans:
         return None
@@ -293,8 +371,12 @@ def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer)
 
 
 def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
-    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around its end of text."""
-    return [span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or spans
+    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around
+    its end of text.
+    """
+    return [
+        span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()
+    ] or spans
 
 
 def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
@@ -306,7 +388,11 @@ def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
     answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
     if answer.rstrip().endswith(renderer.end_of_turn):
         answer = answer.rstrip().removesuffix(renderer.end_of_turn)
-    return end if renderer.special_tokens.sub("", after).strip() else begin + len(answer + renderer.end_of_turn)
+    return (
+        end
+        if renderer.special_tokens.sub("", after).strip()
+        else begin + len(answer + renderer.end_of_turn)
+    )
 
 
 def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
@@ -322,10 +408,14 @@ class _Start:
     is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
 
 
-def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer) -> _Start | None:
-    """The start of turn `i` in a conversation, of which `asked` is the prompt; None where it is unknown.
+def _find_start(
+    answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer
+) -> _Start | None:
+    """The start of turn `i` in a conversation, of which `asked` is the prompt; None where it is
+    unknown.
 
-    Behind the last words before the turn, both have the template's own words alone: it begins where these differ.
+    Behind the last words before the turn, both have the template's own words alone: it begins where
+    these differ.
     """
     text = answered.text
     if asked and text.startswith(asked.text):
@@ -333,37 +423,51 @@ def _find_start(answered: Rendering, i: int, asked: Rendering | None, renderer: 
     own = next((mark.position for mark in answered.marks if mark.message == i), len(text))
     if asked:
         places = {mark.name: mark.position for mark in asked.marks}
-        before = [mark for mark in answered.marks if mark.message < i and mark.position <= own and mark.name in places]
+        before = [
+            mark
+            for mark in answered.marks
+            if mark.message < i and mark.position <= own and mark.name in places
+        ]
         if not before:
             return None
         begin = before[-1].position
         asks = asked.text[places[before[-1].name] :]
     else:
-        # nothing asks for it: it begins behind as much of the generation prompt as stands before its words
+        # nothing asks for it: it begins behind as much of the generation prompt as stands before
+        # its words
         asks = renderer.generation_prompt
-        begin = next((at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0), 0)
+        begin = next(
+            (at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0),
+            0,
+        )
     shared = count_common(asks, text[begin:own])
     if shared == len(asks):
         return _Start(begin + shared, asked is not None)
     if asked and any(before[-1].message < other < i for other in answered.unmarked):
         return None
     # At a token's border: <think> and </think> begin alike.
-    encoded = renderer.backend.encode(text[begin : begin + shared + CONTEXT], add_special_tokens=False)
+    encoded = renderer.backend.encode(
+        text[begin : begin + shared + CONTEXT], add_special_tokens=False
+    )
     borders = [start for start, _ in encoded.offsets if start <= shared]
     return _Start(begin + max(borders, default=0), False)
 
 
 def _unknown(i: int) -> BadRow:
     return BadRow(
-        f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's turn "
-        f"begins and ends; {ADVICE}"
+        f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the "
+        f"assistant's turn begins and ends; {ADVICE}"
     )
 
 
 def refuse_faults(
-    turns: Mapping[int, Sequence[Span]], marks: Marks, conversation: Conversation, renderer: Renderer
+    turns: Mapping[int, Sequence[Span]],
+    marks: Marks,
+    conversation: Conversation,
+    renderer: Renderer,
 ) -> None:
-    """Raises `BadRow` where what is trained on, the spans of `turns`, is not each answer once, and nothing else.
+    """Raises `BadRow` where what is trained on, the spans of `turns`, is not each answer once, and
+    nothing else.
 
     `marks`: in the document's text, by `trace`.
     """
@@ -375,8 +479,11 @@ def refuse_faults(
         name = f"message {mark.message + 1} ({role})"
         if not conversation.trained[mark.message]:
             if any(start < mark.position and mark.begin < end for start, end in spans):
-                raise BadRow(f"the chat template writes {name} into an answer that is trained; {ADVICE}")
+                raise BadRow(
+                    f"the chat template writes {name} into an answer that is trained; {ADVICE}"
+                )
         elif not mark.ends or renderer.has_markers:
-            continue  # its beginning may be the prompt's, and what markers leave out is left out on purpose
+            # its beginning may be the prompt's, and what markers leave out is left out on purpose
+            continue
         elif not any(start <= mark.position <= end for start, end in spans):
             raise BadRow(f"the chat template writes {name} apart from its turn; {ADVICE}")

@@ -1,8 +1,10 @@
-"""Chat templates compiled with a budget: transformers' sandbox does not guard the machine's time and memory.
+"""Chat templates compiled with a budget: transformers' sandbox does not guard the machine's time
+and memory.
 
-A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would
-take all memory, or run forever. Here every operation whose cost grows with its values says what it will cost before it
-is carried out, and one rendering has MAX_WORK to spend. What passes renders as transformers renders it.
+A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a
+few nested loops would take all memory, or run forever. Here every operation whose cost grows with
+its values says what it will cost before it is carried out, and one rendering has MAX_WORK to spend.
+What passes renders as transformers renders it.
 """
 
 import inspect
@@ -23,14 +25,18 @@ from transformers.utils import chat_template_utils
 from finetune.errors import UserError
 
 MAX_WORK = 2**30  # of one rendering, in characters that are read; about a second
-MADE = 4  # what a character that is made costs; so a template makes texts of 2^28 characters together
+# what a character that is made costs; so a template makes texts of 2^28 characters together
+MADE = 4
 POINTER = 8  # what an element costs where a list is copied
-ELEMENT = 256  # what an element costs of a loop, of a list that is read, and of one that is made of a text
+# what an element costs of a loop, of a list that is read, and of one that is made of a text
+ELEMENT = 256
 CALL = 2560  # what a call or a filter costs, whatever its values
-STRFTIME = 256  # the characters that Python lets a character of a date's format become, such as in "%9999Y"
+# the characters that Python lets a character of a date's format become, such as in "%9999Y"
+STRFTIME = 256
 MAX_TEMPLATE = 2**20  # characters
 MAX_DIGITS = 1000  # of an integer
-WIDTH = re.compile(r"[%:.<>=^+ 0-](\d+)|(\*|\{[^{}]*\{)")  # in "%10d" and "{:10}"; in "%*d" and "{:{width}}"
+# in "%10d" and "{:10}"; in "%*d" and "{:{width}}"
+WIDTH = re.compile(r"[%:.<>=^+ 0-](\d+)|(\*|\{[^{}]*\{)")
 DICT_ATTRIBUTES = frozenset(dir(dict))
 TEXTS = (str, bytes)
 PARTED = (list, tuple, dict, range)
@@ -41,7 +47,9 @@ def _refuse(what: str) -> None:
 
 
 def _weigh(value: Any) -> int:
-    """The characters of a text; of a list or mapping all that its text would have, as often as they occur in it."""
+    """The characters of a text; of a list or mapping all that its text would have, as often as they
+    occur in it.
+    """
     if isinstance(value, str | bytes):
         return len(value)
     left = [value]
@@ -93,7 +101,9 @@ def _size_lines(text: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     return len(text) + lines * (width if isinstance(width, int) else len(width))
 
 
-def _size_words(text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any) -> Any:
+def _size_words(
+    text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any
+) -> Any:
     text = str(text)
     return len(text) + (len(text) // max(1, width) + text.count("\n") + 1) * len(wrapstring or "\n")
 
@@ -113,7 +123,11 @@ def _size_urls(text: Any, *options: Any, **named: Any) -> Any:
 
 
 def _size_split(text: str, separator: Any = None, *_: Any, **__: Any) -> Any:
-    parts = text.count(separator) if isinstance(separator, str) and separator else sum(map(text.count, " \t\r\n"))
+    parts = (
+        text.count(separator)
+        if isinstance(separator, str) and separator
+        else sum(map(text.count, " \t\r\n"))
+    )
     return len(text) + parts * ELEMENT // MADE
 
 
@@ -138,14 +152,37 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "format": _size_format,
     "tojson": _size_json,
     "urlize": _size_urls,
-    "sum": lambda values, _=None, start=0: 0 if isinstance(start, int | float) else len(values) * _weigh(values),
+    "sum": lambda values, _=None, start=0: (
+        0 if isinstance(start, int | float) else len(values) * _weigh(values)
+    ),
     "round": lambda value, precision=0, *_: precision * precision,  # of 10 to this power
     **dict.fromkeys(("center", "batch", "slice"), _size_width),
 }
-AT_ONCE = frozenset(("length", "count", "first", "last", "default", "d"))  # filters whose time no value lengthens
-BY_CHARACTER = frozenset(("list", "map", "select", "reject", "sort", "unique", "batch", "slice", "urlize", "wordwrap"))
-COMPARING = ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=",
-             "le", "lower", "upper")  # fmt: skip
+# filters whose time no value lengthens
+AT_ONCE = frozenset(("length", "count", "first", "last", "default", "d"))
+BY_CHARACTER = frozenset(
+    ("list", "map", "select", "reject", "sort", "unique", "batch", "slice", "urlize", "wordwrap")
+)
+COMPARING = (
+    "in",
+    "==",
+    "eq",
+    "equalto",
+    "!=",
+    "ne",
+    ">",
+    "gt",
+    "greaterthan",
+    ">=",
+    "ge",
+    "<",
+    "lt",
+    "lessthan",
+    "<=",
+    "le",
+    "lower",
+    "upper",
+)
 
 
 class _Charges(NodeTransformer):
@@ -158,10 +195,14 @@ class _Charges(NodeTransformer):
                 node.iter = _charge("take", node.iter)
             case nodes.Compare():
                 sides = [node.expr, *(operand.expr for operand in node.ops)]
-                if node.ops[0].op in ("in", "notin") or not any(isinstance(side, nodes.Const) for side in sides):
+                if node.ops[0].op in ("in", "notin") or not any(
+                    isinstance(side, nodes.Const) for side in sides
+                ):
                     node.expr = _charge("read", node.expr)
                     for operand in node.ops:
-                        operand.expr = _charge("search" if operand.op in ("in", "notin") else "read", operand.expr)
+                        operand.expr = _charge(
+                            "search" if operand.op in ("in", "notin") else "read", operand.expr
+                        )
             case nodes.Add():
                 node.left = _charge("copy", node.left)
                 node.right = _charge("copy", node.right)
@@ -176,7 +217,9 @@ class _Charges(NodeTransformer):
 
 
 def _charge(kind: str, node: Any) -> Any:
-    is_short = isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Tuple) and not node.items)
+    is_short = isinstance(node, nodes.Const) or (
+        isinstance(node, nodes.List | nodes.Tuple) and not node.items
+    )
     return node if is_short else nodes.Filter(node, f"charge_{kind}", [], [], None, None)
 
 
@@ -189,7 +232,10 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(_Charges().visit(source), *names, **options)
 
     def charge(self, work: float) -> None:
-        """Counts work that is about to be done. Raises `TemplateRuntimeError` where the budget is spent."""
+        """Counts work that is about to be done.
+
+        Raises `TemplateRuntimeError` where the budget is spent.
+        """
         self.work += work  # type: ignore[assignment]
         if self.work > MAX_WORK:
             _refuse("takes more time or memory than any conversation needs")
@@ -237,7 +283,9 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(held)
 
     def write(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces of the whole text, which are counted: transformers joins some of them itself."""
+        """The pieces of the whole text, which are counted: transformers joins some of them
+        itself.
+        """
         self.work = self.written = 0
         for piece in pieces:
             self.written += len(piece)
@@ -245,34 +293,50 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            self.charge(MADE * _size_format(left, *(right if isinstance(right, tuple) else (right,))))
+            self.charge(
+                MADE * _size_format(left, *(right if isinstance(right, tuple) else (right,)))
+            )
         elif operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, Sized) and isinstance(other, int):
-                    self.charge((MADE if isinstance(one, str | bytes) else POINTER) * len(one) * other)
+                    self.charge(
+                        (MADE if isinstance(one, str | bytes) else POINTER) * len(one) * other
+                    )
         if isinstance(left, int) and isinstance(right, int) and operator in "**":
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * right
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             if bits > MAX_DIGITS * 3:
                 _refuse(f"computes a number of more than {MAX_DIGITS:,} digits")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps `format`
+        # the sandbox wraps `format`
+        own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         __self.charge(CALL)
         if isinstance(__obj, LoopContext):
             args = (__self.charge_take(args[0]),)
         elif isinstance(own, str | bytes | int | list | tuple | dict):
             held = [__self.charge_read(__self.hold(value)) for value in args]
-            given = {name: __self.charge_read(value) for name, value in kwargs.items() if name[0] != "_"}
+            given = {
+                name: __self.charge_read(value) for name, value in kwargs.items() if name[0] != "_"
+            }
             if not isinstance(own, dict):
                 __self.charge_read(own)
-            if (size := METHODS.get(__obj.__name__)) is not None and not isinstance(own, list | tuple | dict):
+            if (size := METHODS.get(__obj.__name__)) is not None and not isinstance(
+                own, list | tuple | dict
+            ):
                 __self.charge(MADE * size(own, *held, **given))
             args = tuple(held)
         elif getattr(__obj, "__name__", "") in ("strftime", "strftime_now"):
             __self.charge(MADE * STRFTIME * sum(map(_weigh, (*args, *kwargs.values()))))
-        elif not isinstance(__obj, Macro) and getattr(__obj, "__name__", "") == "_generation_support":
-            __self.charge(__self.written // 32)  # transformers joins all that was written, to know its length
+        elif (
+            not isinstance(__obj, Macro) and getattr(__obj, "__name__", "") == "_generation_support"
+        ):
+            # transformers joins all that was written, to know its length
+            __self.charge(__self.written // 32)
         return super().call(__context, __obj, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -311,20 +375,39 @@ _compile_unlimited = inspect.unwrap(chat_template_utils._compile_jinja_template)
 
 @lru_cache
 def compile_template(template: str) -> jinja2.Template:
-    """The template in transformers' environment, with a budget. Raises `UserError` where it is not valid Jinja."""
+    """The template in transformers' environment, with a budget.
+
+    Raises `UserError` where it is not valid Jinja.
+    """
     if len(template) > MAX_TEMPLATE:
-        raise UserError(f"chat_template: longer than {MAX_TEMPLATE:,} characters; use another chat template")
-    environment = _compile_unlimited("").environment  # one of its own: it keeps track of what it renders
+        raise UserError(
+            f"chat_template: longer than {MAX_TEMPLATE:,} characters; use another chat template"
+        )
+    # one of its own: it keeps track of what it renders
+    environment = _compile_unlimited("").environment
     environment.__class__ = _BudgetedEnvironment
     del environment.__dict__["finalize"], environment.globals["lipsum"]
-    environment.filters = {name: environment.guard(name, each) for name, each in environment.filters.items()}
-    environment.filters |= {name: getattr(environment, name) for name in dir(environment) if name.startswith("charge_")}
-    environment.tests |= {name: environment.guard(name, environment.tests[name]) for name in COMPARING}
+    environment.filters = {
+        name: environment.guard(name, each) for name, each in environment.filters.items()
+    }
+    environment.filters |= {
+        name: getattr(environment, name) for name in dir(environment) if name.startswith("charge_")
+    }
+    environment.tests |= {
+        name: environment.guard(name, environment.tests[name]) for name in COMPARING
+    }
     try:
         compiled: jinja2.Template = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"chat_template: line {error.lineno}: not valid Jinja: {error.message}") from None
-    except (RecursionError, SyntaxError, MemoryError, ValueError):  # of the parser, or of the Python that it writes
+        raise UserError(
+            f"chat_template: line {error.lineno}: not valid Jinja: {error.message}"
+        ) from None
+    except (
+        RecursionError,
+        SyntaxError,
+        MemoryError,
+        ValueError,
+    ):  # of the parser, or of the Python that it writes
         raise UserError("chat_template: nested too deeply; use another chat template") from None
     root = compiled.root_render_func
     compiled.root_render_func = lambda context: environment.write(root(context))

@@ -1,4 +1,6 @@
-"""Tokenized documents in a folder: written once on each node, published by one rename, read memory-mapped."""
+"""Tokenized documents in a folder: written once on each node, published by one rename, read
+memory-mapped.
+"""
 
 import json
 import os
@@ -45,8 +47,10 @@ class Tokens:
     trained: NDArray[np.int32]  # [documents]: tokens with a label
     files: NDArray[np.int32]  # [documents]: index into the store's list of files
     rows: NDArray[np.int64]  # [documents]: number of the row in its file, from 1
-    hashes: NDArray[np.uint64]  # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
-    ratings: NDArray[np.int8]  # [documents]: 1 for a good answer (and its mismatched one), -1 for bad, 0 for unrated
+    # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
+    hashes: NDArray[np.uint64]
+    # [documents]: 1 for a good answer (and its mismatched one), -1 for bad, 0 for unrated
+    ratings: NDArray[np.int8]
     kept_sizes: NDArray[np.int64]  # [documents]: bytes of `kept_bytes`
     kept_bytes: NDArray[np.uint8]  # of prompts, what rewards read of each row, one after another
     image_counts: NDArray[np.int32]  # [documents]: images
@@ -68,20 +72,32 @@ class TokenStore:
     hashes: NDArray[np.uint64]  # [documents]
     ratings: NDArray[np.int8]  # [documents]
     facts: dict[str, Any]
-    kept_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))  # [documents + 1]
-    kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # memory-mapped
-    first_images: NDArray[np.int64] | None = None  # [documents + 1]: the first image of each; None: there are none
-    image_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))  # [images + 1]
-    image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # memory-mapped
-    image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [images]
+    # [documents + 1]
+    kept_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    # memory-mapped
+    kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    # [documents + 1]: the first image of each; None: there are none
+    first_images: NDArray[np.int64] | None = None
+    # [images + 1]
+    image_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    # memory-mapped
+    image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    # [images]
+    image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def read_row(self, document: int) -> Any:
         """What rewards read of a prompt's row, which data/preferences.py has kept."""
-        return json.loads(self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes())
+        return json.loads(
+            self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes()
+        )
 
     def count_images(self, document: int) -> int:
         """The images of a document."""
-        return 0 if self.first_images is None else int(self.first_images[document + 1] - self.first_images[document])
+        return (
+            0
+            if self.first_images is None
+            else int(self.first_images[document + 1] - self.first_images[document])
+        )
 
     def read_images(self, document: int) -> list[EncodedImage]:
         """The images of a document. Raises `UserError` where one is no longer what it was."""
@@ -92,18 +108,26 @@ class TokenStore:
 
     def _read_image(self, number: int, document: int) -> EncodedImage:
         try:
-            image = load_stored(self.image_bytes[self.image_starts[number] : self.image_starts[number + 1]].tobytes())
+            image = load_stored(
+                self.image_bytes[
+                    self.image_starts[number] : self.image_starts[number + 1]
+                ].tobytes()
+            )
         except BadRow as problem:
             raise DamagedStore(f"{self.where(document)}: {problem}") from None
         if image.hash != self.image_hashes[number]:
-            raise DamagedStore(f"{self.where(document)}: image: {image.path}: it has changed since it was read")
+            raise DamagedStore(
+                f"{self.where(document)}: image: {image.path}: it has changed since it was read"
+            )
         return image
 
     def check_images(self) -> None:
         """Raises `DamagedStore` where the file of an image has changed."""
         if self.first_images is not None:
             documents = np.repeat(np.arange(len(self.first_images) - 1), np.diff(self.first_images))
-            for number in np.flatnonzero(self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]).tolist():
+            for number in np.flatnonzero(
+                self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]
+            ).tolist():
                 self._read_image(number, int(documents[number]))
 
     @property
@@ -132,10 +156,21 @@ class TokenStore:
 
 
 COLUMNS: dict[str, Any] = {
-    "input_ids": np.int32, "labels": np.int32, "lengths": np.int32, "trained": np.int32, "files": np.int32,
-    "rows": np.int64, "hashes": np.uint64, "ratings": np.int8, "kept_sizes": np.int64, "kept_bytes": np.uint8,
-    "image_counts": np.int32, "image_sizes": np.int64, "image_bytes": np.uint8, "image_hashes": np.uint64,
-}  # fmt: skip
+    "input_ids": np.int32,
+    "labels": np.int32,
+    "lengths": np.int32,
+    "trained": np.int32,
+    "files": np.int32,
+    "rows": np.int64,
+    "hashes": np.uint64,
+    "ratings": np.int8,
+    "kept_sizes": np.int64,
+    "kept_bytes": np.uint8,
+    "image_counts": np.int32,
+    "image_sizes": np.int64,
+    "image_bytes": np.uint8,
+    "image_hashes": np.uint64,
+}
 
 
 def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> TokenStore:
@@ -146,22 +181,32 @@ def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]
 
 
 def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
-    """A store of what `write_store` writes; lengths and counts become the places where each begins."""
+    """A store of what `write_store` writes; lengths and counts become the places where each
+    begins.
+    """
     lengths, kept, sizes, counts = (
         columns.pop(name) for name in ("lengths", "kept_sizes", "image_sizes", "image_counts")
     )
     starts, kept_starts, image_starts, first_images = (
-        np.concatenate(([0], np.cumsum(each, dtype=np.int64))) for each in (lengths, kept, sizes, counts)
+        np.concatenate(([0], np.cumsum(each, dtype=np.int64)))
+        for each in (lengths, kept, sizes, counts)
     )
-    images: dict[str, Any] = {"image_starts": image_starts, "first_images": first_images if len(sizes) else None}
+    images: dict[str, Any] = {
+        "image_starts": image_starts,
+        "first_images": first_images if len(sizes) else None,
+    }
     return TokenStore(**columns, **images, starts=starts, kept_starts=kept_starts, facts=facts)
 
 
-def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:
-    """Writes a store into the existing, empty `folder`. `facts` is called after the last batch; kept as JSON.
+def write_store(
+    folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]
+) -> None:
+    """Writes a store into the existing, empty `folder`.
 
-    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns,
-    the files are on disk; their names are once the folder is synced.
+    `facts` is called after the last batch; kept as JSON.
+
+    facts.json lists the size and checksum of every column, and begins with a checksum of its own.
+    When this returns, the files are on disk; their names are once the folder is synced.
     """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
     digests = {name: xxhash.xxh3_128() for name in COLUMNS}
@@ -171,7 +216,10 @@ def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dic
                 block = np.ascontiguousarray(getattr(batch, name), dtype=kind).data
                 files[name].write(block)
                 digests[name].update(block)
-        columns = {name: {"bytes": files[name].tell(), "xxh3": digests[name].hexdigest()} for name in COLUMNS}
+        columns = {
+            name: {"bytes": files[name].tell(), "xxh3": digests[name].hexdigest()}
+            for name in COLUMNS
+        }
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -193,10 +241,13 @@ def open_store(folder: Path) -> TokenStore:
             raise DamagedStore(f"{folder / FACTS}: damaged")
         kept = json.loads(text)
         columns = {
-            name: _map_column(folder / f"{name}.bin", kind, kept["columns"][name]) for name, kind in COLUMNS.items()
+            name: _map_column(folder / f"{name}.bin", kind, kept["columns"][name])
+            for name, kind in COLUMNS.items()
         }
     except OSError as error:
-        raise DamagedStore(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+        raise DamagedStore(
+            f"{error.filename or folder}: cannot be read: {error.strerror}"
+        ) from None
     except UnicodeDecodeError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
     store = _make_store(columns, kept["facts"])
@@ -206,15 +257,19 @@ def open_store(folder: Path) -> TokenStore:
 
 def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
     """The column in `path`, memory-mapped, once its size and checksum are those of `written`."""
-    with path.open("rb") as stream:  # read, not mapped, so that the pages do not count as this process's memory
+    # read, not mapped, so that the pages do not count as this process's memory
+    with path.open("rb") as stream:
         checksum = file_digest(stream, xxhash.xxh3_128).hexdigest()
         size = stream.tell()
     if (size, checksum) != (written["bytes"], written["xxh3"]):
-        raise DamagedStore(f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)")
+        raise DamagedStore(
+            f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)"
+        )
     return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
 
 
-VERSION = 19  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+# of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 19
 POLL_SECONDS = 0.1
 
 
@@ -226,18 +281,32 @@ def cache_folder(data: Data) -> Path:
 
 
 def cache_key(
-    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, seed: int = 0, kind: RowKind = "answers"
+    source: DatasetSource,
+    content: dict[str, str],
+    data: Data,
+    tokenizer: Any,
+    seed: int = 0,
+    kind: RowKind = "answers",
 ) -> str:
-    """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed that draws."""
-    described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}
+    """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed
+    that draws.
+    """
+    described = {
+        key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")
+    }
     if source.max_samples is not None:
         described |= {"max_samples": source.max_samples, "seed": seed}
     return hash_inputs(data, tokenizer, kind, described, list(content.items()))
 
 
 def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
-    """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
-    options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer
+    and the options.
+    """
+    options: dict[str, Any] = {
+        "assistant_only_loss": data.assistant_only_loss,
+        "on_bad_row": data.on_bad_row,
+    }
     options |= {"turns": data.turns, "train_on_reasoning": data.train_on_reasoning}
     # Findings are stored too, and depend on these two.
     options["response_template"] = getattr(tokenizer, "response_template", None)
@@ -248,7 +317,10 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     options |= {} if kind == "answers" else {"kind": kind}
     options |= {"labels": data.labels} if data.labels else {}
     if kind == "retrieval":
-        options |= {key: getattr(data, key) for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")}
+        options |= {
+            key: getattr(data, key)
+            for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")
+        }
     options |= {"tools": tokenizer.tools} if getattr(tokenizer, "tools", ()) else {}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
@@ -261,10 +333,13 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
 def open_or_write_store(
     folder: Path, local_rank: int, write: Callable[[Path], None], canceled: Event | None = None
 ) -> TokenStore:
-    """Opens the store in `folder`. If it is missing or damaged, local rank 0 writes it; others wait, unless `canceled`.
+    """Opens the store in `folder`.
 
-    `write`: writes a store into an empty folder. Ranks that wait look at the file system, not at each other, so that no
-    timeout of a process group ends them. Raises `UserError` on every rank where it cannot be written.
+    If it is missing or damaged, local rank 0 writes it; others wait, unless `canceled`.
+
+    `write`: writes a store into an empty folder. Ranks that wait look at the file system, not at
+    each other, so that no timeout of a process group ends them. Raises `UserError` on every rank
+    where it cannot be written.
     """
     if local_rank == 0:
         if folder.exists():
@@ -286,7 +361,8 @@ def open_or_write_store(
 def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
     """Has `write` make a store, which appears as `folder` once all of it is on disk.
 
-    What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
+    What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait
+    for it.
     """
     failure = _failure_file(folder)
     try:
@@ -298,14 +374,20 @@ def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
     except (OSError, UserError) as error:
         problem = str(error)
         if isinstance(error, OSError):
-            problem = f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set dataset_cache_dir"
-        with suppress(OSError):  # where not even this can be written, the launcher ends the ranks that wait
+            problem = (
+                f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set "
+                "dataset_cache_dir"
+            )
+        # where not even this can be written, the launcher ends the ranks that wait
+        with suppress(OSError):
             replace_file(failure, problem)
         raise UserError(problem) from None
 
 
 def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
-    """Waits until local rank 0 of this node has written the folder or noted its failure, or `canceled` is set."""
+    """Waits until local rank 0 of this node has written the folder or noted its failure, or
+    `canceled` is set.
+    """
     failure = _failure_file(folder)
     started = psutil.Process().create_time()
     while not folder.exists():
@@ -317,19 +399,26 @@ def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a damaged store. A process that still reads it keeps its files, being memory-mapped."""
+    """Removes a damaged store.
+
+    A process that still reads it keeps its files, being memory-mapped.
+    """
     damaged = _staging_folder(folder)
     try:
         folder.rename(damaged)
     except FileNotFoundError:  # another node has discarded it, on a file system that both see
         return
     except OSError as error:
-        raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
+        raise UserError(
+            f"{folder}: damaged, and cannot be removed: {error.strerror or error}"
+        ) from None
     remove_tree(damaged, ignore_errors=True)
 
 
 def _staging_folder(folder: Path) -> Path:
-    """This process's own name for a store that is not published; `_sweep` removes what a killed process leaves."""
+    """This process's own name for a store that is not published; `_sweep` removes what a killed
+    process leaves.
+    """
     return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
 
 

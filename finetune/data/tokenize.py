@@ -1,4 +1,6 @@
-"""Rows as tokens and labels: rows are read and rendered one by one, and encoded by threads while the next are read."""
+"""Rows as tokens and labels: rows are read and rendered one by one, and encoded by threads while
+the next are read.
+"""
 
 import os
 import re
@@ -65,7 +67,10 @@ NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UT
 
 @dataclass(slots=True)
 class GroupReader:
-    """Reads rows as the groups that a method compares. Grows while the rows of a source are read, in their order."""
+    """Reads rows as the groups that a method compares.
+
+    Grows while the rows of a source are read, in their order.
+    """
 
     kind: RowKind
     data: Data
@@ -77,8 +82,12 @@ class GroupReader:
         return self._add_mismatched(read) if self.kind == "ratings" else read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
-        """With the second document of rated answers: the next answer, in these rows, to another prompt."""
-        documents = [group.documents[0] for row in read if isinstance(row, ParsedRow) for group in row.groups]
+        """With the second document of rated answers: the next answer, in these rows, to another
+        prompt.
+        """
+        documents = [
+            group.documents[0] for row in read if isinstance(row, ParsedRow) for group in row.groups
+        ]
         others = iter(find_mismatched(documents, self.earlier))
         self.earlier = documents[-1] if documents else self.earlier
         return [row if isinstance(row, BadRow) else _complete_ratings(row, others) for row in read]
@@ -87,7 +96,8 @@ class GroupReader:
 def render_group(
     group: Group, renderer: Renderer, folder: Path = Path()
 ) -> tuple[tuple[RenderedText, ...], tuple[str, ...]]:
-    """(the texts of a group's documents, findings in the group); no text of a pair that teaches nothing.
+    """(the texts of a group's documents, findings in the group); no text of a pair that teaches
+    nothing.
 
     `folder`: where the paths of images begin.
 
@@ -98,7 +108,9 @@ def render_group(
     findings: tuple[str, ...] = ()
     if group.pooling is not None:
         group_hash = _hash_group(group, texts, encoded)
-        return tuple(replace(text, group_hash=group_hash, pooling=group.pooling) for text in texts), findings
+        return tuple(
+            replace(text, group_hash=group_hash, pooling=group.pooling) for text in texts
+        ), findings
     if len(group.documents) == 1:
         return tuple(replace(text, score=group.score) for text in texts), findings
     if not group.rating:
@@ -109,16 +121,21 @@ def render_group(
     group_hash = _hash_group(group, texts, encoded)
     if group.score is not None:
         texts = tuple(replace(text, spans=(), score=group.score) for text in texts)
-    return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+    return tuple(
+        replace(text, group_hash=group_hash, rating=group.rating) for text in texts
+    ), findings
 
 
 def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
-    """The texts of each document of a group with its images; a document that is alone may have several."""
+    """The texts of each document of a group with its images; a document that is alone may have
+    several.
+    """
     texts: list[RenderedText] = []
     for document in group.documents:
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
-            find_image_token(renderer)  # a text model's template would only say that it expects text
+            # a text model's template would only say that it expects text
+            find_image_token(renderer)
         if group.pooling is not None and isinstance(document, Text):
             rendered: tuple[RenderedText, ...] = (render_embedded(document, renderer),)
         elif len(group.documents) > 1:
@@ -132,7 +149,10 @@ def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[R
 
 
 def _encode_texts(texts: Sequence[RenderedText]) -> list[bytes]:
-    """Each text as UTF-8. Raises `BadRow` where one, or what rewards read of its row, is not valid Unicode."""
+    """Each text as UTF-8.
+
+    Raises `BadRow` where one, or what rewards read of its row, is not valid Unicode.
+    """
     try:
         for text in texts:
             text.row.encode()
@@ -151,10 +171,14 @@ def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[b
     return xxhash.xxh3_64_intdigest(identity + images.encode())
 
 
-def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Renderer) -> tuple[RenderedText, ...]:
-    """The texts of two answers, trained from the same place on, where one departs from the prompt before its end.
+def _begin_alike(
+    group: Group, texts: tuple[RenderedText, ...], renderer: Renderer
+) -> tuple[RenderedText, ...]:
+    """The texts of two answers, trained from the same place on, where one departs from the prompt
+    before its end.
 
-    One without reasoning, say, after a prompt that opens <think>: the rest of the prompt is part of the other answer.
+    One without reasoning, say, after a prompt that opens <think>: the rest of the prompt is part of
+    the other answer.
     """
     if not all(text.spans for text in texts):
         return texts
@@ -162,7 +186,11 @@ def _begin_alike(group: Group, texts: tuple[RenderedText, ...], renderer: Render
     prompts = [text.text[:start] for text, start in zip(texts, starts, strict=True)]
     short, long = sorted(prompts, key=len)
     own = add_variables(renderer, getattr(group.documents[0], "variables", None))
-    if short == long or not long.startswith(short) or not own.generation_prompt.endswith(long[len(short) :]):
+    if (
+        short == long
+        or not long.startswith(short)
+        or not own.generation_prompt.endswith(long[len(short) :])
+    ):
         return texts
     rest_of_prompt = (len(short), len(long))
     alike = []
@@ -177,13 +205,21 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
     for group in row.groups:
         other = next(others)
         if other is not None:
-            groups.append(replace(group, documents=(group.documents[0], join_answer(group.documents[0], other))))
+            groups.append(
+                replace(
+                    group, documents=(group.documents[0], join_answer(group.documents[0], other))
+                )
+            )
     if len(groups) == len(row.groups):
         return replace(row, groups=tuple(groups))
-    return BadRow("no answer to another prompt among the rows around it, from which the KL term is estimated")
+    return BadRow(
+        "no answer to another prompt among the rows around it, from which the KL term is estimated"
+    )
 
 
-def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind, data: Data) -> ParsedRow | BadRow:
+def _read_row(
+    row: Row | BadRow, source: DatasetSource, kind: RowKind, data: Data
+) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
     misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
@@ -235,7 +271,10 @@ Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
 
 @dataclass(slots=True)
 class SourceStats:
-    """What is known about a source beside its tokens. Grows while its rows are read; stored with the tokens as JSON."""
+    """What is known about a source beside its tokens.
+
+    Grows while its rows are read; stored with the tokens as JSON.
+    """
 
     files: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)  # a hash of each file's bytes
@@ -244,17 +283,23 @@ class SourceStats:
     rows_skipped: int = 0
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
     formats: list[str] = field(default_factory=list)  # of its rows, in the order of their first row
-    unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
-    structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
+    # column -> rows that hold a value in it
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    # indexes of the files with rows that are not plain text
+    structured_files: list[int] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
-    scores: list[str] = field(default_factory=list)  # their names, where the last token of a document is scored
-    is_pooled: bool = False  # the tokens with a label are those whose states are a document's embedding
+    # their names, where the last token of a document is scored
+    scores: list[str] = field(default_factory=list)
+    # the tokens with a label are those whose states are a document's embedding
+    is_pooled: bool = False
     images: int = 0
-    image_token_ids: list[int] = field(default_factory=list)  # that only images have, where there are some
-    stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
+    # that only images have, where there are some
+    image_token_ids: list[int] = field(default_factory=list)
+    # of a block of a stream: the stream's position after it
+    stream: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for `from_json`."""
@@ -273,7 +318,9 @@ def tokenize_rows(
     stats: SourceStats,
     kind: RowKind = "answers",
 ) -> Iterator[Tokens]:
-    """The tokens of each batch of rows, in order; `stats` grows with them. `kind`: what is read of the rows.
+    """The tokens of each batch of rows, in order; `stats` grows with them.
+
+    `kind`: what is read of the rows.
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
@@ -287,16 +334,26 @@ def tokenize_rows(
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
-    with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
+    with (
+        _without_tokenizer_threads(),
+        ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool,
+    ):
         try:
             for source, batch in batches:
                 documents, places = _render_batch(batch, source, data, renderer, stats, reader)
-                pending.append((documents, places, pool.submit(tokenize, documents, places, encoder)))
-                has_images = any(document.images for document in documents)  # which are kept with their rows
+                pending.append(
+                    (documents, places, pool.submit(tokenize, documents, places, encoder))
+                )
+                # which are kept with their rows
+                has_images = any(document.images for document in documents)
                 while len(pending) > (0 if has_images else PREFETCH_BATCHES * threads):
-                    yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id, renderer.images)
+                    yield _check_tokens(
+                        *pending.popleft(), stats, tokenizer.bos_token_id, renderer.images
+                    )
             while pending:
-                yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id, renderer.images)
+                yield _check_tokens(
+                    *pending.popleft(), stats, tokenizer.bos_token_id, renderer.images
+                )
         finally:
             for _, _, future in pending:
                 future.cancel()
@@ -304,7 +361,9 @@ def tokenize_rows(
 
 @contextmanager
 def _without_tokenizer_threads() -> Iterator[None]:
-    """Keeps the tokenizers library from starting threads beside ours: the size of its pool cannot be set."""
+    """Keeps the tokenizers library from starting threads beside ours: the size of its pool cannot
+    be set.
+    """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -317,23 +376,35 @@ def _without_tokenizer_threads() -> Iterator[None]:
 
 
 def _render_batch(
-    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, reader: GroupReader
+    batch: RowBatch,
+    source: DatasetSource,
+    data: Data,
+    renderer: Renderer,
+    stats: SourceStats,
+    reader: GroupReader,
 ) -> tuple[list[RenderedText], Places]:
-    """(documents, their places) of the usable rows. Raises `UserError` for others if `on_bad_row` is error."""
+    """(documents, their places) of the usable rows.
+
+    Raises `UserError` for others if `on_bad_row` is error.
+    """
     if batch.file not in stats.files:
         stats.files.append(batch.file)
     file = stats.files.index(batch.file)
     documents: list[RenderedText] = []
     places: Places = []
     problems: dict[str, str] = {}  # place of a row -> what is wrong
-    for number, row, parsed in zip(batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True):
+    for number, row, parsed in zip(
+        batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True
+    ):
         where = name_place(batch.file, number)
         try:
             texts, findings = _render_row(parsed, batch.file, source, renderer)
         except BadRow as problem:
             problems[where] = str(problem)
             continue
-        assert isinstance(parsed, ParsedRow) and not isinstance(row, BadRow), "else it had a problem"
+        assert isinstance(parsed, ParsedRow) and not isinstance(row, BadRow), (
+            "else it had a problem"
+        )
         documents += texts
         places += [(file, number)] * len(texts)
         for name in findings:
@@ -348,7 +419,10 @@ def _render_batch(
 def _render_row(
     parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
 ) -> tuple[list[RenderedText], list[str]]:
-    """(the texts of a row, the findings in it, each once). Raises `BadRow` where it cannot be used."""
+    """(the texts of a row, the findings in it, each once).
+
+    Raises `BadRow` where it cannot be used.
+    """
     if isinstance(parsed, BadRow):
         raise parsed
     renderer = renderer_of_source(renderer, source)
@@ -387,7 +461,9 @@ def _count_form(row: Row, parsed: ParsedRow, file: int, where: str, stats: Sourc
 
 
 def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: SourceStats) -> None:
-    """Counts the rows that cannot be used, of `rows` that were read. Raises `UserError` if `on_bad_row` is error.
+    """Counts the rows that cannot be used, of `rows` that were read.
+
+    Raises `UserError` if `on_bad_row` is error.
 
     `problems`: place of a row -> what is wrong with it.
     """
@@ -395,7 +471,9 @@ def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: S
     if lines and data.on_bad_row == "error":
         shown = lines[:SHOWN_BAD_ROWS]
         if len(lines) > SHOWN_BAD_ROWS:
-            shown.append(f"{len(lines) - SHOWN_BAD_ROWS} more of these {rows} rows cannot be used either")
+            shown.append(
+                f"{len(lines) - SHOWN_BAD_ROWS} more of these {rows} rows cannot be used either"
+            )
         shown[-1] += " (on_bad_row: skip counts such rows and continues)"
         raise UserError("\n".join(shown))
     stats.rows_skipped += len(lines)
@@ -404,12 +482,18 @@ def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: S
 
 
 def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
-    """The first column of images in a row of which the model is shown none; None where there is none."""
+    """The first column of images in a row of which the model is shown none; None where there is
+    none.
+    """
     for group in parsed.groups:
         if any(getattr(document, "images", ()) for document in group.documents):
             return None
-    columns = row if kind == "prompts" else parsed.unused_columns  # rewards get all columns of a prompt
-    return next((column for column in columns if row.get(column) and holds_images(column, row[column])), None)
+    # rewards get all columns of a prompt
+    columns = row if kind == "prompts" else parsed.unused_columns
+    return next(
+        (column for column in columns if row.get(column) and holds_images(column, row[column])),
+        None,
+    )
 
 
 def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
@@ -443,12 +527,16 @@ def _check_tokens(
     if bos is not None:
         starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
         doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
-        _add_rows(stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
+        _add_rows(
+            stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]]
+        )
     return tokens
 
 
 def _count_findings(documents: list[RenderedText], where: list[str], stats: SourceStats) -> None:
-    """Counts what rendering has noted in the documents, by name; of those that compare, with the first difference."""
+    """Counts what rendering has noted in the documents, by name; of those that compare, with the
+    first difference.
+    """
     places: dict[str, list[str]] = {}
     differences: dict[str, str] = {}
     for document, place in zip(documents, where, strict=True):
@@ -462,7 +550,9 @@ def _count_findings(documents: list[RenderedText], where: list[str], stats: Sour
             stats.tally.details.setdefault(name, differences[name])
 
 
-def _count_split(documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats) -> None:
+def _count_split(
+    documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats
+) -> None:
     """Counts the tokens that rows have more in several documents than in their longest alone."""
     lengths: dict[str, list[int]] = {}
     for place, document, length in zip(where, documents, tokens.lengths.tolist(), strict=True):
@@ -481,9 +571,10 @@ def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:
 def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
     """The ids and labels of `documents`, which come from `places`.
 
-    A text is cut where its trained spans begin and end, and the pieces are encoded separately. So no token crosses such
-    a border, the mask is exact, and the text before an answer is encoded exactly as in the prompt at inference. A piece
-    that follows a special token is encoded as it would be within the whole text.
+    A text is cut where its trained spans begin and end, and the pieces are encoded separately. So
+    no token crosses such a border, the mask is exact, and the text before an answer is encoded
+    exactly as in the prompt at inference. A piece that follows a special token is encoded as it
+    would be within the whole text.
     """
     runs: list[Run] = []
     lengths = np.zeros(len(documents), np.int32)
@@ -491,7 +582,9 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         runs += own_runs
         lengths[i] = sum(len(ids) for _, ids in own_runs)
     ends = np.cumsum(lengths, dtype=np.int64)
-    input_ids = np.fromiter(chain.from_iterable(ids for _, ids in runs), np.int32, int(lengths.sum(dtype=np.int64)))
+    input_ids = np.fromiter(
+        chain.from_iterable(ids for _, ids in runs), np.int32, int(lengths.sum(dtype=np.int64))
+    )
     run_lengths = np.array([len(ids) for _, ids in runs], np.int64)
     is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
@@ -522,7 +615,9 @@ Run = tuple[bool, list[int]]
 
 
 def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> Iterator[list[Run]]:
-    """The ids of each document in runs: the tokenizer's BOS before plain text, its pieces, and ids that a row has."""
+    """The ids of each document in runs: the tokenizer's BOS before plain text, its pieces, and ids
+    that a row has.
+    """
     pieces = [_cut_document(document, encoder) for document in documents]
     encoded = _encode(list(chain.from_iterable(pieces)), encoder)
     for document, own_pieces in zip(documents, pieces, strict=True):
@@ -535,7 +630,8 @@ def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> It
 def _make_labels(
     input_ids: NDArray[np.int32], is_trained: NDArray[np.bool_], ends: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """int32[tokens]: what each position predicts: the next token of its document, if that is trained on.
+    """int32[tokens]: what each position predicts: the next token of its document, if that is
+    trained on.
 
     Args:
         input_ids: [tokens], of all documents.
@@ -548,11 +644,13 @@ def _make_labels(
     return labels
 
 
-def _label_last(labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: int, pad_id: int | None) -> None:
+def _label_last(
+    labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: int, pad_id: int | None
+) -> None:
     """Gives a document one label: its class, at its last token that is not the pad token.
 
-    There transformers' own classes for sequence classification read the score, also where a text ends with the pad
-    token, as it does where that is the tokenizer's end of text.
+    There transformers' own classes for sequence classification read the score, also where a text
+    ends with the pad token, as it does where that is the tokenizer's end of text.
     """
     labels[:] = IGNORE_INDEX
     scored = np.flatnonzero(input_ids != pad_id)
@@ -561,7 +659,9 @@ def _label_last(labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: 
 
 
 def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
-    """Gives a label, which says nothing more, to each token of a document whose state is part of its embedding."""
+    """Gives a label, which says nothing more, to each token of a document whose state is part of
+    its embedding.
+    """
     labels[:] = IGNORE_INDEX
     labels[-1 if pooling == "lasttoken" else 0 :] = 0
 
@@ -579,20 +679,27 @@ def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 
 def _hash(document: RenderedText) -> int:
-    return xxhash.xxh3_64_intdigest(document.text.encode()) if document.group_hash is None else document.group_hash
+    return (
+        xxhash.xxh3_64_intdigest(document.text.encode())
+        if document.group_hash is None
+        else document.group_hash
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     text: str
     trained: bool
-    # Encoded together with the text and removed again, because it decides whether a space is put before the text:
-    # the special token that the piece follows; "\n" after any other text; "" at the start of a document.
+    # Encoded together with the text and removed again, because it decides whether a space is put
+    # before the text: the special token that the piece follows; "\n" after any other text; "" at
+    # the start of a document.
     before: str
 
 
 def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """The text of a document, cut where its trained spans and the texts of their own begin and end."""
+    """The text of a document, cut where its trained spans and the texts of their own begin and
+    end.
+    """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.own_texts, len(text)}
     trained_ends = dict(document.spans)
@@ -602,7 +709,11 @@ def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_P
         before = ""
         if start > 0 and start not in document.own_texts:
             is_token = text.endswith(added_tokens, 0, start)
-            before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len) if is_token else "\n"
+            before = (
+                max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
+                if is_token
+                else "\n"
+            )
         yield _Piece(text[start:end], start < trained_until, before)
 
 
@@ -613,7 +724,9 @@ def _cut_document(document: RenderedText, encoder: Encoder) -> list[_Piece]:
 
 
 def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
-    """The piece in parts of about LONG_TEXT, cut where it has the same tokens: encoding takes 150 times its text."""
+    """The piece in parts of about LONG_TEXT, cut where it has the same tokens: encoding takes 150
+    times its text.
+    """
     text = piece.text
     start = 0  # of the part that is not yielded yet
     search_from = LONG_TEXT
@@ -627,7 +740,9 @@ def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
 
 
 def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
-    """The first end of a word from `begin` on where a cut changes no token; None where the first CUTS_TRIED do."""
+    """The first end of a word from `begin` on where a cut changes no token; None where the first
+    CUTS_TRIED do.
+    """
     word_ends = WORD_END.finditer(text, begin, begin + LONG_TEXT)
     for match in islice(word_ends, CUTS_TRIED):
         at = match.start()
@@ -637,7 +752,9 @@ def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
 
 
 def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
-    """The ids of each piece, without those of what stands before it; a stretch of pieces is encoded at a time."""
+    """The ids of each piece, without those of what stands before it; a stretch of pieces is encoded
+    at a time.
+    """
     stretch: list[_Piece] = []
     size = 0
     for piece in pieces:
@@ -657,11 +774,17 @@ def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
 
 def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
     contexts = {piece.before for piece in pieces} - {"", "\n"}
-    context_ids = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}
+    context_ids = {
+        text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts
+    }
     context_ids |= {"": [], "\n": encoder.newline_ids}
-    texts = [piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces]
+    texts = [
+        piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces
+    ]
     stretch_ids = []
-    for piece, encoded in zip(pieces, encoder.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+    for piece, encoded in zip(
+        pieces, encoder.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+    ):
         before = context_ids[piece.before]
         ids = encoded.ids
         if ids[: len(before)] == before:

@@ -1,4 +1,6 @@
-"""The run's tokenizer with the recipe's tokens, and its chat template, compiled once for many conversations."""
+"""The run's tokenizer with the recipe's tokens, and its chat template, compiled once for many
+conversations.
+"""
 
 import json
 import re
@@ -15,7 +17,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
 from finetune.config.schema import Data, DatasetSource, Model, Turns
-from finetune.constants import CUTTING_KEYS, GENERATION_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, grow_rows
+from finetune.constants import (
+    CUTTING_KEYS,
+    GENERATION_FILE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    grow_rows,
+)
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
 from finetune.data.template_sandbox import compile_template
@@ -24,7 +32,8 @@ from finetune.files.json_files import read_json_object
 from finetune.files.network import go_offline_without_network, hub_error
 
 FOLDER = Path(__file__).parent / "templates"
-# A template's text is part of a checkpoint's fingerprints: a changed file is another template to a run.
+# A template's text is part of a checkpoint's fingerprints: a changed file is another template to a
+# run.
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 ALIASES = {
     "qwen2.5": "qwen",
@@ -37,13 +46,15 @@ ALIASES = {
     "gptoss": "gpt-oss",
     "magistral": "mistral-v13-tekken",
     "ministral3": "mistral-v13-tekken",
-}  # fmt: skip
-# For tokenizers without a template and without special tokens for turns; of those it uses only the EOS token.
+}
+# For tokenizers without a template and without special tokens for turns; of those it uses only the
+# EOS token.
 PLAIN = TEMPLATES["plain"]
 
 
 def read_template(name: str) -> str:
-    """The Jinja text that `chat_template` means: one of `TEMPLATES` or `ALIASES`, a file, or the text itself.
+    """The Jinja text that `chat_template` means: one of `TEMPLATES` or `ALIASES`, a file, or the
+    text itself.
 
     Raises `UserError` for a file that does not exist or cannot be read.
     """
@@ -56,22 +67,32 @@ def read_template(name: str) -> str:
     if not path.is_file():
         near = name.replace("_", "-")
         close = [near] if near in known else get_close_matches(near, known)
-        hint = f"; did you mean {' or '.join(close)}?" if close else f", which are {', '.join(sorted(known))}"
-        raise UserError(f"chat_template: {name}: not a file, not Jinja text, and not one of the named templates{hint}")
+        hint = (
+            f"; did you mean {' or '.join(close)}?"
+            if close
+            else f", which are {', '.join(sorted(known))}"
+        )
+        raise UserError(
+            f"chat_template: {name}: not a file, not Jinja text, and not one of the named "
+            f"templates{hint}"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"chat_template: {name}: cannot be read: {error}") from None
 
 
-USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # a vocabulary that has one stops at it
+# a vocabulary that has one stops at it
+USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def load_tokenizer(model: Model, data: Data, tools: Sequence[str] = ()) -> Any:
-    """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and template.
+    """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and
+    template.
 
-    `tools`: functions that prompts describe. Raises `UserError` if there is no tokenizer, none with a fast (Rust)
-    implementation, if the tokens do not fit it, or for a function without type hints or a docstring.
+    `tools`: functions that prompts describe. Raises `UserError` if there is no tokenizer, none with
+    a fast (Rust) implementation, if the tokens do not fit it, or for a function without type hints
+    or a docstring.
     """
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
@@ -88,15 +109,23 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
         return None
-    rows = grow_rows(text_config_of(load_config(model)).vocab_size, len(tokenizer), model.pad_vocab_to_multiple_of)
+    rows = grow_rows(
+        text_config_of(load_config(model)).vocab_size,
+        len(tokenizer),
+        model.pad_vocab_to_multiple_of,
+    )
     ids = {
-        f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items() if name != "unk_token"
+        f"{name}_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in special.items()
+        if name != "unk_token"
     }
     return Vocabulary(known=len(_load_own(model)), tokens=len(tokenizer), rows=rows, token_ids=ids)
 
 
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
-    """Raises `UserError` if the teacher's tokenizer has other tokens than `tokenizer`, or cuts texts otherwise."""
+    """Raises `UserError` if the teacher's tokenizer has other tokens than `tokenizer`, or cuts
+    texts otherwise.
+    """
     own = _load_own(teacher)
     ours = tokenizer.get_vocab()
     theirs = own.get_vocab()
@@ -104,25 +133,37 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
     difference = ""
     if different:
         token, index = different[0]
-        whose = "the teacher's tokenizer" if token in theirs and theirs[token] == index else "the model's tokenizer"
+        whose = (
+            "the teacher's tokenizer"
+            if token in theirs and theirs[token] == index
+            else "the model's tokenizer"
+        )
         difference = f"{token!r} is token {index} only of {whose}"
     else:
         parts = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, own)]
         changed = [
-            part for part in ("model", "normalizer", "pre_tokenizer") if parts[0].get(part) != parts[1].get(part)
+            part
+            for part in ("model", "normalizer", "pre_tokenizer")
+            if parts[0].get(part) != parts[1].get(part)
         ]
         if changed:
             names = ", ".join(changed)
-            difference = f"the tokens are the same, but a text is cut into others ({names} in tokenizer.json)"
+            difference = (
+                f"the tokens are the same, but a text is cut into others ({names} in "
+                "tokenizer.json)"
+            )
     if difference:
         raise UserError(
-            f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is trained: "
-            f"{difference}; name a teacher of the same family, with the same tokenizer"
+            f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is "
+            f"trained: {difference}; name a teacher of the same family, with the same tokenizer"
         )
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:
-    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError`."""
+    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special.
+
+    Raises `UserError`.
+    """
     from tokenizers import AddedToken
 
     special = model.special_tokens or {}
@@ -135,13 +176,18 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     known = tokenizer.get_vocab()
     for token in model.eot_tokens:
         if token not in known:
-            raise UserError(f"eot_tokens: {token}: not a token of this tokenizer; name it in added_tokens too")
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in model.eot_tokens])
+            raise UserError(
+                f"eot_tokens: {token}: not a token of this tokenizer; name it in added_tokens too"
+            )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in model.eot_tokens]
+    )
     bos = [known[special["bos_token"]]] if "bos_token" in special else None
     if writes_bos and bos is not None and encode_bos(tokenizer) != bos:
         raise UserError(
-            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every text, "
-            "whatever the bos_token is; leave it as it is, or change tokenizer.json"
+            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} "
+            "before every text, whatever the bos_token is; leave it as it is, or change "
+            "tokenizer.json"
         )
 
 
@@ -175,38 +221,52 @@ def _load_own(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except Exception as error:  # transformers raises whatever the hub, the network or a folder's files raise
+    except (
+        Exception
+    ) as error:  # transformers raises whatever the hub, the network or a folder's files raise
         raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
-        raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is trained")
+        raise UserError(
+            f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is "
+            "trained"
+        )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     how_loaded = ("is_local", "local_files_only")  # by transformers, just now
-    for key in (*how_loaded, *CUTTING_KEYS[TOKENIZER_CONFIG]):  # nothing for the files of a checkpoint
+    # nothing for the files of a checkpoint
+    for key in (*how_loaded, *CUTTING_KEYS[TOKENIZER_CONFIG]):
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
 
 def _describe_failure(name: str, revision: str | None, error: Exception) -> UserError:
     if not Path(name).is_dir():
-        # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or unknown
+        # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or
+        # unknown
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what="its tokenizer", revision=revision)
     if not (Path(name) / TOKENIZER_FILE).is_file():
         refuse_other_path(Path(name))
-        return UserError(f"{name}: has no tokenizer.json; name a folder that has one, or a hub name")
+        return UserError(
+            f"{name}: has no tokenizer.json; name a folder that has one, or a hub name"
+        )
     reason = first_line(error)
     return UserError(f"{name}: its tokenizer cannot be loaded: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What encoding a piece of a text needs to know about a tokenizer. Returned by `make_encoder`."""
+    """What encoding a piece of a text needs to know about a tokenizer.
+
+    Returned by `make_encoder`.
+    """
 
     backend: Any  # tokenizers.Tokenizer
     bos_ids: list[int]  # what it writes before plain text
-    added_tokens: tuple[str, ...]  # which it finds in a text before anything else; special tokens are among them
-    # The ids of a newline, if the tokenizer puts a space before every text (as SentencePiece does); otherwise empty.
+    # which it finds in a text before anything else; special tokens are among them
+    added_tokens: tuple[str, ...]
+    # The ids of a newline, if the tokenizer puts a space before every text (as SentencePiece does);
+    # otherwise empty.
     newline_ids: list[int]
     pad_id: int | None = None  # as `find_pad_id`
 
@@ -215,14 +275,18 @@ def make_encoder(tokenizer: Any) -> Encoder:
     """Wraps a fast transformers tokenizer, which neither truncates nor pads, as an `Encoder`."""
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
-    newline, with_newline = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
+    newline, with_newline = (
+        backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na")
+    )
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
     newline_ids = [] if with_newline == newline + bare else newline
     return Encoder(backend, encode_bos(tokenizer), added, newline_ids, find_pad_id(tokenizer))
 
 
 def find_pad_id(tokenizer: Any) -> int | None:
-    """The id that fills up rows: the pad token's, else that of the end of text; None where there is neither."""
+    """The id that fills up rows: the pad token's, else that of the end of text; None where there is
+    neither.
+    """
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
 
@@ -233,7 +297,9 @@ CONTEXT = 64  # characters around a border in which a token that crosses it is l
 @lru_cache(maxsize=4096)
 def keeps_border(backend: Any, before: str, after: str) -> bool:
     """Whether two texts have the same tokens together as apart."""
-    apart, together = (backend.encode(text, add_special_tokens=False) for text in (before, before + after))
+    apart, together = (
+        backend.encode(text, add_special_tokens=False) for text in (before, before + after)
+    )
     return bool(apart.offsets[-1:] == together.offsets[: len(apart.ids)][-1:])
 
 
@@ -243,14 +309,18 @@ def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:
-    """The tokens that end generation: end of text, known ends of a turn, and what `load_tokenizer` found."""
+    """The tokens that end generation: end of text, known ends of a turn, and what `load_tokenizer`
+    found.
+    """
     known = tokenizer.get_vocab()
     stops = {tokenizer.eos_token, *USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
     return sorted(token for token in stops if token in known)
 
 
 def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
-    """The tokens that the model's generation_config.json stops at; none where there is no such file."""
+    """The tokens that the model's generation_config.json stops at; none where there is no such
+    file.
+    """
     from transformers.utils import cached_file
 
     if model.model_name_or_path is None:
@@ -266,12 +336,17 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
     # A damaged file is reported where it is written into an export.
     stops = read_json_object(Path(file)).get("eos_token_id") if file else None
     ids = stops if isinstance(stops, list) else [stops]
-    return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
+    return [
+        str(token)
+        for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)])
+        if token
+    ]
 
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-INPUT = re.compile(r"""message(\.input\b|\[['"]input['"]\])""")  # how a template reads an Alpaca row's input
+# how a template reads an Alpaca row's input
+INPUT = re.compile(r"""message(\.input\b|\[['"]input['"]\])""")
 # What a template's own code can raise, beside Jinja's errors.
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -289,16 +364,21 @@ Span = tuple[int, int]  # [start, end) in characters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renderer:
-    """What rendering needs to know about a tokenizer and its chat template. Returned by `make_renderer`."""
+    """What rendering needs to know about a tokenizer and its chat template.
+
+    Returned by `make_renderer`.
+    """
 
     template: str
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment
-    variables: dict[str, Any]  # the special tokens, under the names that templates use; chat_template_kwargs
+    # the special tokens, under the names that templates use; chat_template_kwargs
+    variables: dict[str, Any]
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
     up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
     bos: str  # what the tokenizer itself writes before plain text; may be empty
     end: str  # what the tokenizer itself writes after it; may be empty
-    eos: str  # written after plain text, so that the model learns to stop; empty if the tokenizer has none
+    # written after plain text, so that the model learns to stop; empty if the tokenizer has none
+    eos: str
     has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
     has_markers: bool  # the template has {% generation %}
     assistant_only: bool  # only what the assistant says is trained on
@@ -306,14 +386,17 @@ class Renderer:
     turns: Turns = "auto"
     backend: Any = None  # tokenizers.Tokenizer, to show a token in a finding
     generation_prompt: str = ""  # what the template writes before the assistant's content
-    end_of_turn: str = ""  # what it writes after that content, up to the token at which generation stops
-    unthinking: str | None = None  # before a content without reasoning; None: it writes no reasoning, or closes it
+    # what it writes after that content, up to the token at which generation stops
+    end_of_turn: str = ""
+    # before a content without reasoning; None: it writes no reasoning, or closes it
+    unthinking: str | None = None
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
     tools: Tools = ()  # of the recipe, which prompts without tools of their own describe
     images: ImageProcessor | None = None  # None: the tokenizer is of no recipe's model
     answers_apart: bool = False  # prompt and answer are encoded as two texts
-    reads_parts: bool = False  # the template gets each content as a list of parts, as beside an image
+    # the template gets each content as a list of parts, as beside an image
+    reads_parts: bool = False
 
 
 def make_renderer(
@@ -366,7 +449,10 @@ def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
 
 
 def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
-    """`renderer`, with chat_template_kwargs. Raises `BadRow` for a name that rendering itself sets."""
+    """`renderer`, with chat_template_kwargs.
+
+    Raises `BadRow` for a name that rendering itself sets.
+    """
     if not variables:
         return renderer
     own = sorted(OWN_VARIABLES & variables.keys())
@@ -377,7 +463,10 @@ def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Re
 
 
 def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
-    """`renderer`, as an entry of datasets asks for its rows. Raises `BadRow` as `add_variables` does."""
+    """`renderer`, as an entry of datasets asks for its rows.
+
+    Raises `BadRow` as `add_variables` does.
+    """
     renderer = add_variables(renderer, source.chat_template_kwargs)
     return replace(renderer, answers_apart=True) if source.answers_apart else renderer
 
@@ -396,7 +485,8 @@ def _match_any(words: set[str]) -> str:
 def _fix_date(compiled: jinja2.Template, date: str | None) -> None:
     """Makes the template write `date` as today's, in place of transformers' own function.
 
-    As a global of the compiled template: functions among a template's variables are replaced by their names.
+    As a global of the compiled template: functions among a template's variables are replaced by
+    their names.
     """
     if date is None:
         compiled.globals.pop(ASKS_FOR_DATE, None)
@@ -433,12 +523,20 @@ def _probe_turn(renderer: Renderer) -> Renderer:
 
 
 def apply_template(
-    renderer: Renderer, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False
+    renderer: Renderer,
+    messages: list[Message],
+    tools: Tools = (),
+    *,
+    add_generation_prompt: bool = False,
 ) -> str:
-    """The text of the messages, as `apply_chat_template` renders it. Raises `BadRow` if the template rejects them."""
+    """The text of the messages, as `apply_chat_template` renders it.
+
+    Raises `BadRow` if the template rejects them.
+    """
     if renderer.reads_parts or tools or any(len(message) != 2 for message in messages):
         return _render(renderer, messages, tools, add_generation_prompt=add_generation_prompt)[0]
-    # Role and content, both text, need none of the conversions that take half of the time of transformers' own call.
+    # Role and content, both text, need none of the conversions that take half of the time of
+    # transformers' own call.
     try:
         return renderer.compiled.render(
             messages=messages,
@@ -454,22 +552,34 @@ def apply_template(
 def _rejected(messages: list[Message], error: Exception) -> BadRow:
     if any(isinstance(message.get("content"), list) for message in messages):
         return BadRow(
-            f"the chat template writes no images ({error}); leave chat_template out, so that the model's own is used"
+            f"the chat template writes no images ({error}); leave chat_template out, so that the "
+            "model's own is used"
         )
     return BadRow(f"the chat template rejects it: {error}")
 
 
-def apply_marked_template(renderer: Renderer, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
-    """(text, what stands between {% generation %} markers). Raises `BadRow` if the template rejects it."""
+def apply_marked_template(
+    renderer: Renderer, messages: list[Message], tools: Tools
+) -> tuple[str, list[Span]]:
+    """(text, what stands between {% generation %} markers).
+
+    Raises `BadRow` if the template rejects it.
+    """
     return _render(renderer, messages, tools, return_assistant_tokens_mask=True)
 
 
-def _render(renderer: Renderer, messages: list[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
+def _render(
+    renderer: Renderer, messages: list[Message], tools: Tools, **options: bool
+) -> tuple[str, list[Span]]:
     if renderer.reads_parts:
         messages = [message | {"content": split_parts(message["content"])} for message in messages]
     try:
         texts, spans = render_jinja_template(
-            [messages], tools=list(tools) or None, chat_template=renderer.template, **options, **renderer.variables
+            [messages],
+            tools=list(tools) or None,
+            chat_template=renderer.template,
+            **options,
+            **renderer.variables,
         )
     except TEMPLATE_ERRORS as error:
         raise _rejected(messages, error) from None

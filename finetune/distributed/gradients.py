@@ -1,10 +1,10 @@
 """What happens to gradients across ranks, in order: synchronize, unscale, clip, update.
 
-The order is fixed. An optimizer with its state in files updates one part of the model after another, so all gradients
-must be final before its step begins.
+The order is fixed. An optimizer with its state in files updates one part of the model after
+another, so all gradients must be final before its step begins.
 
-Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and
-lowers the scale: that is how it finds the right scale, not an error.
+Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose
+gradients overflow and lowers the scale: that is how it finds the right scale, not an error.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -29,10 +29,11 @@ LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does no
 
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without an all-reduce between replicas: for all micro-batches of a step but the last.
+    """Accumulates gradients without an all-reduce between replicas: for all micro-batches of a step
+    but the last.
 
-    DDP skips the reduction. FSDP still reduce-scatters in every micro-batch, because unsharded gradients would take the
-    memory that it saves. Hybrid FSDP2 reduces within a replica only.
+    DDP skips the reduction. FSDP still reduce-scatters in every micro-batch, because unsharded
+    gradients would take the memory that it saves. Hybrid FSDP2 reduces within a replica only.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
@@ -79,7 +80,11 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     if len(by_mesh) == 1 and pipeline is None:
         norm = whole_norm(_total_norm(gradients))
     else:
-        copied = {id(model.get_parameter(name).grad) for name in pipeline.copied} if pipeline else set[int]()
+        copied = (
+            {id(model.get_parameter(name).grad) for name in pipeline.copied}
+            if pipeline
+            else set[int]()
+        )
         norm = _norm_over_meshes(gradients, copied, pipeline.size if pipeline else 1)
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
@@ -91,30 +96,42 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _norm_over_meshes(gradients: list[torch.Tensor], copied: Collection[int], stages: int) -> torch.Tensor:
+def _norm_over_meshes(
+    gradients: list[torch.Tensor], copied: Collection[int], stages: int
+) -> torch.Tensor:
     """The 2-norm of gradients that are sharded over different meshes.
 
     All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
 
-    copied: ids of those that another stage counts. stages: groups of ranks that hold different layers.
+    copied: ids of those that another stage counts. stages: groups of ranks that hold different
+    layers.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in (each for each in gradients if id(each) not in copied):
         assert isinstance(gradient, DTensor)
         parts = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
         different = prod(size for size, placement in parts if not isinstance(placement, Replicate))
-        by_copies.setdefault(dist.get_world_size() // stages // different, []).append(gradient.to_local())
+        by_copies.setdefault(dist.get_world_size() // stages // different, []).append(
+            gradient.to_local()
+        )
     nothing = torch.zeros_like(local_part(measure_norm(gradients[0])))
-    squares = sum((_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()), start=nothing)
+    squares = sum(
+        (_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()),
+        start=nothing,
+    )
     dist.all_reduce(squares)
     return squares.sqrt()
 
 
 def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Groups parameters by the mesh that they are sharded over, since a foreach operation accepts one mesh only."""
+    """Groups parameters by the mesh that they are sharded over, since a foreach operation accepts
+    one mesh only.
+    """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        groups.setdefault(
+            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+        ).append(parameter)
     return list(groups.values())
 
 
@@ -127,7 +144,8 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
     """The 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards' norms.
 
-    On a CPU it is computed in fp64: torch's fp32 sum is 1e-4 too low for millions of numbers, by the sharding.
+    On a CPU it is computed in fp64: torch's fp32 sum is 1e-4 too low for millions of numbers, by
+    the sharding.
     """
     dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
@@ -141,10 +159,13 @@ def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Steps the optimizer. Under fp16 it skips the step if a gradient overflowed, and adjusts the loss scale.
+    """Steps the optimizer.
+
+    Under fp16 it skips the step if a gradient overflowed, and adjusts the loss scale.
 
     Raises:
-        UserError: On all ranks, if a gradient overflows at `LOWEST_SCALE`: the scale would be halved forever.
+        UserError: On all ranks, if a gradient overflows at `LOWEST_SCALE`: the scale would be
+            halved forever.
     """
     scaler = world.accelerator.scaler
     if scaler is None:
@@ -155,6 +176,6 @@ def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     scaler.update()
     if before > scaler.get_scale() and before <= LOWEST_SCALE:
         raise UserError(
-            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no update "
-            "can be made; set mixed_precision: bf16, or lower learning_rate"
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} "
+            "either, so no update can be made; set mixed_precision: bf16, or lower learning_rate"
         )

@@ -1,4 +1,6 @@
-"""Joining and leaving the ranks: process group, Accelerate's objects, meshes; and what the machine of this rank is."""
+"""Joining and leaving the ranks: process group, Accelerate's objects, meshes; and what the machine
+of this rank is.
+"""
 
 import ctypes
 import faulthandler
@@ -39,24 +41,27 @@ from finetune.distributed.world import (
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
 POLL_SECONDS = 0.5
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
+# what a launcher would have set
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Process = tuple[str, int, float]
 """Host name, process id and creation time (seconds since the epoch)."""
 
 
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
-    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
+    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher
+    becomes a world of one.
 
-    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
-    on where it was asked for. What this machine cannot do, the rules have refused before.
+    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP
+    is on where it was asked for. What this machine cannot do, the rules have refused before.
     """
     _end_with_launcher()
     before = dict(os.environ)
     device = _device(sharding)
     _use_own_cores(device, sharding)
     renew_thread_pool()
-    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
+    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a
+    # collective give up.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
         _join_process_group(device, timeout)
@@ -87,25 +92,32 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
-    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
+    assert world.size == launched, (
+        f"{launched} processes were launched, but Accelerate sees {world.size}"
+    )
+    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", (
+        accelerator.distributed_type
+    )
     return world
 
 
 def renew_thread_pool() -> None:
     """Makes torch's pool of threads again, in a process that was forked from one that has it.
 
-    Such a process (of a notebook's launcher, say) makes it at its first computation. Two threads that compute first at
-    once would find it gone: "Invalid thread pool". Ranks of `finetune launch` are started, not forked.
+    Such a process (of a notebook's launcher, say) makes it at its first computation. Two threads
+    that compute first at once would find it gone: "Invalid thread pool". Ranks of `finetune launch`
+    are started, not forked.
     """
     torch.set_num_threads(torch.get_num_threads())
 
 
 def leave(world: World) -> None:
-    """Destroys the process group once every rank has called this; afterwards the process can join another world.
+    """Destroys the process group once every rank has called this; afterwards the process can join
+    another world.
 
-    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for
-    other ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
+    What joining has changed in the environment is undone: a launcher's variables would make the
+    next world wait for other ranks, and Accelerate's would make it, and whatever this process
+    starts, an FSDP world.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -122,16 +134,19 @@ def leave(world: World) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has ended.
+    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has
+    ended.
 
-    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody can see or stop them.
+    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody
+    can see or stop them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
+    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints,
+    offload, counts).
 
     A process without a launcher meets nobody: its store is in memory and takes no port.
     """
@@ -145,14 +160,18 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30 minutes."""
+    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30
+    minutes.
+    """
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager
 def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """Within it, torch runs only kernels whose results are the same bits each time. Not `on`: any kernel.
+    """Within it, torch runs only kernels whose results are the same bits each time.
+
+    Not `on`: any kernel.
 
     Raises:
         UserError: For an operation that has no such kernel.
@@ -176,7 +195,10 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
 
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules, before it joins the others. `with_liger`: import Liger, which is slow."""
+    """This rank's machine, for the rules, before it joins the others.
+
+    `with_liger`: import Liger, which is slow.
+    """
     device = _device(sharding)
     families = None
     if device.type == "cpu":
@@ -203,8 +225,9 @@ def _device(sharding: Sharding) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
-            f"{torch.cuda.device_count()} GPUs; launch one process for each GPU (--num_processes)"
+            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which "
+            f"has {torch.cuda.device_count()} GPUs; launch one process for each GPU "
+            "(--num_processes)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -212,8 +235,9 @@ def _device(sharding: Sharding) -> torch.device:
 
 
 def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
-    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
-    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
+    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process
+    that a bare `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the
+    host.
 
     Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
     """
@@ -237,10 +261,11 @@ def this_process() -> Process:
 
 
 def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
-    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has died.
+    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has
+    died.
 
-    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host, another container) is
-    not watched. The thread ends when the returned event is set.
+    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host,
+    another container) is not watched. The thread ends when the returned event is set.
     """
     host = os.uname().nodename
     peers = {
@@ -264,13 +289,16 @@ def is_alive(process: int, created: float) -> bool:
         return False
 
 
-def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event) -> None:
+def _watch(
+    rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event
+) -> None:
     while not left.wait(POLL_SECONDS):
         dead = [peer for peer, process in peers.items() if not is_alive(*process)]
         if dead and not left.wait(timeout_seconds):
             sys.stderr.write(
-                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot "
-                "continue without it; that rank's own error is the cause. Where this one was:\n"
+                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), "
+                "and the run cannot continue without it; that rank's own error is the cause. "
+                "Where this one was:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
@@ -278,18 +306,25 @@ def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: f
 
 
 def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
-    """Builds Accelerate's Accelerator for this layout, with our mesh, and removes Accelerate's environment variables.
+    """Builds Accelerate's Accelerator for this layout, with our mesh, and removes Accelerate's
+    environment variables.
 
     Call it after the process group, if there is one, is initialized.
     """
-    for variable in [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
-        del os.environ[variable]  # plugin fields left None would be filled from these: the config is read once, by us
+    for variable in [
+        name
+        for name in os.environ
+        if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))
+    ]:
+        # plugin fields left None would be filled from these: the config is read once, by us
+        del os.environ[variable]
     on_cpu = device.type == "cpu"
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     PartialState(cpu=on_cpu)
     if on_cpu and sharding.is_fsdp:
-        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would train plain DDP.
+        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would
+        # train plain DDP.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         PartialState._shared_state["device"] = device
     accelerator = Accelerator(
@@ -297,7 +332,8 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
         mixed_precision=sharding.mixed_precision,
         fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
     )
-    # Accelerate's own mesh refuses ranks that divide tensors alone, and its sequence parallelism is DeepSpeed's.
+    # Accelerate's own mesh refuses ranks that divide tensors alone, and its sequence parallelism is
+    # DeepSpeed's.
     mesh = make_mesh(sharding, device.type)
     if mesh is not None:
         accelerator.state.device_mesh = mesh
@@ -318,7 +354,9 @@ class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:
-    """Accelerate's plugin with every field given that it would otherwise take from the environment."""
+    """Accelerate's plugin with every field given that it would otherwise take from the
+    environment.
+    """
     version = 2 if sharding.layout == "fsdp2" else 1
     by_version: dict[str, Any] = (
         {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
@@ -335,7 +373,8 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
         cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if version == 2 and sharding.cpu_offload
         else sharding.cpu_offload,
-        # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
+        # By size too is by class, once the model exists and can be measured: see
+        # parallelize.find_wrap_classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,  # the model's own is used: see models/decoder_layers.py
@@ -346,12 +385,16 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
 
 
 def _precision(sharding: Sharding) -> Any:
-    """Compute in bf16 or fp16, reduce in fp32, keep outputs: Accelerate's policy would round the loss to bf16."""
+    """Compute in bf16 or fp16, reduce in fp32, keep outputs: Accelerate's policy would round the
+    loss to bf16.
+    """
     if sharding.mixed_precision == "no":
         return None
     dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
     if sharding.layout == "fsdp2":
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+        return MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None
+        )
     return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
 
 
@@ -361,7 +404,9 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     stages = sharding.pipeline_parallel_size
     if stages > 1:  # outermost: what passes between stages is the least traffic
         ranks = dist.get_world_size() // stages
-        replicas, _, _, tensors = (sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}).values()
+        replicas, _, _, tensors = (
+            sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}
+        ).values()
         shape = (stages, replicas, ranks // (replicas * tensors), tensors)
         names = (PIPELINE, REPLICATE, FSDP, TENSOR)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -371,12 +416,17 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
         return None
     replicas, shards, sequences, tensors = sizes.values()
     return init_device_mesh(
-        device_type, (replicas, shards * sequences, tensors), mesh_dim_names=(REPLICATE, FSDP, TENSOR)
+        device_type,
+        (replicas, shards * sequences, tensors),
+        mesh_dim_names=(REPLICATE, FSDP, TENSOR),
     )
 
 
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """The ranks that share a row's tokens with this one; None if it has whole rows. All `ranks` call it."""
+    """The ranks that share a row's tokens with this one; None if it has whole rows.
+
+    All `ranks` call it.
+    """
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
         return None
@@ -387,14 +437,18 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
 
 
 def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
-    experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
-    same experts."""
+    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in
+    EXPERT divide the experts of a layer between them; FSDP shards each of them over EXPERT_SHARD,
+    the ranks of a replica that have the same experts.
+    """
     stages = sharding.pipeline_parallel_size
     replicas = sharding.replicate_size or 1
     size = sharding.expert_parallel_size
     shape = (stages, replicas, ranks // (stages * replicas * size), size)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT))
-    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.
+    mesh = init_device_mesh(
+        device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT)
+    )
+    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each
+    # dimension.
     mesh[EXPERT_SHARD, EXPERT]._flatten()
     return mesh

@@ -1,7 +1,8 @@
-"""The parts of a model: what its wrappers hold, its language model and decoder layers, and a rank's part of a tensor.
+"""The parts of a model: what its wrappers hold, its language model and decoder layers, and a rank's
+part of a tensor.
 
-A vision-language model is loaded whole. Its language model and output head are trained on text; the rest (the vision
-tower, the projector) is frozen, sharded with them, and never computed.
+A vision-language model is loaded whole. Its language model and output head are trained on text; the
+rest (the vision tower, the projector) is frozen, sharded with them, and never computed.
 """
 
 import re
@@ -23,14 +24,21 @@ IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 Stored = TypeVar("Stored")
 Slices = tuple[slice, ...]
 Values = Callable[[str, Slices], torch.Tensor]
-"""The value of a named parameter or persistent buffer within the given slices: from files, from a seed, wherever."""
+"""The value of a named parameter or persistent buffer within the given slices: from files, from a
+seed, wherever.
+"""
 
 
 def trunk_of(model: Any) -> Any:
-    """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a vision-language one."""
+    """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a
+    vision-language one.
+    """
     base = base_of(model)
-    part = next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
-    return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
+    part = next(
+        (part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base
+    )
+    # Llama 4 holds a ...ForCausalLM
+    return part.model if hasattr(part, "lm_head") and part is not base else part
 
 
 def head_of(model: Any) -> Any:
@@ -40,12 +48,19 @@ def head_of(model: Any) -> Any:
 
 
 def has_scores(model: Any) -> bool:
-    """Whether the output head computes scores of a document, and not of the tokens of a vocabulary."""
-    return isinstance(getattr(model, SCORES, None), nn.Linear) and model.get_output_embeddings() is None
+    """Whether the output head computes scores of a document, and not of the tokens of a
+    vocabulary.
+    """
+    return (
+        isinstance(getattr(model, SCORES, None), nn.Linear)
+        and model.get_output_embeddings() is None
+    )
 
 
 def language_model_of(model: Any) -> Any:
-    """The model that transformers' switches of its language model are to be set on: itself, if it is nothing else."""
+    """The model that transformers' switches of its language model are to be set on: itself, if it
+    is nothing else.
+    """
     return trunk_of(model) if has_other_parts(model) else model
 
 
@@ -59,7 +74,11 @@ def other_parts(model: Any) -> list[nn.Module]:
     if not has_other_parts(model):
         return []
     trunk = trunk_of(model)
-    return [part for part in base_of(model).children() if all(module is not trunk for module in part.modules())]
+    return [
+        part
+        for part in base_of(model).children()
+        if all(module is not trunk for module in part.modules())
+    ]
 
 
 def text_names(model: Any) -> tuple[str, ...]:
@@ -67,13 +86,17 @@ def text_names(model: Any) -> tuple[str, ...]:
     if not has_other_parts(model):
         return ("",)
     ends = (trunk_of(model), head_of(model))
-    return tuple(f"{name}." for name, module in model.named_modules() if any(module is end for end in ends))
+    return tuple(
+        f"{name}." for name, module in model.named_modules() if any(module is end for end in ends)
+    )
 
 
 def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The language model's tensors in the files of a vision-language checkpoint, by the names of its text class.
+    """The language model's tensors in the files of a vision-language checkpoint, by the names of
+    its text class.
 
-    >>> names = "model.language_model.norm.weight", "language_model.lm_head.weight", "model.visual.norm.weight"
+    >>> names = "model.language_model.norm.weight", "language_model.lm_head.weight",
+      "model.visual.norm.weight"
     >>> list(take_language_model(dict.fromkeys(names)))
     ['model.norm.weight', 'lm_head.weight']
     """
@@ -89,13 +112,16 @@ def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
     """The modules of `model` that work on text, by name."""
     names = text_names(model)
-    return [(name, module) for name, module in model.named_modules() if f"{name}.".startswith(names)]
+    return [
+        (name, module) for name, module in model.named_modules() if f"{name}.".startswith(names)
+    ]
 
 
 def base_of(model: Any) -> Any:
     """`model` without its output head."""
     inner = getattr(model, model.base_model_prefix, model)
-    return getattr(model, "model", model) if inner is model else inner  # Llama 4's text class has another name there
+    # Llama 4's text class has another name there
+    return getattr(model, "model", model) if inner is model else inner
 
 
 def has_trained(model: nn.Module) -> bool:
@@ -114,28 +140,46 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of the language model that transformers itself would not split over devices."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
-    return [module for _, module in text_modules(model) if type(module).__name__.removeprefix("FSDP") in classes]
+    return [
+        module
+        for _, module in text_modules(model)
+        if type(module).__name__.removeprefix("FSDP") in classes
+    ]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The second names of tied parameters -> the first; both as transformers names them, in every layout."""
+    """The second names of tied parameters -> the first; both as transformers names them, in every
+    layout.
+    """
     first: dict[nn.Parameter, str] = {}
-    names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
-    return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
+    names = (
+        (clean_tensor_name(name), parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    return {
+        name: first[parameter]
+        for name, parameter in names
+        if first.setdefault(parameter, name) != name
+    }
 
 
 def find_local_slices(tensor: torch.Tensor) -> Slices:
-    """The slices of the whole tensor that this rank holds; all of it if the tensor is not sharded."""
+    """The slices of the whole tensor that this rank holds; all of it if the tensor is not
+    sharded.
+    """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded.
 
-    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on the weight itself.
+    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on
+    the weight itself.
     """
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
@@ -147,5 +191,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers computes `module` by one of its experts implementations, which its decorator marks."""
+    """Whether transformers computes `module` by one of its experts implementations, which its
+    decorator marks.
+    """
     return hasattr(type(module), "_apply_gate")

@@ -1,4 +1,6 @@
-"""Sharding or replicating a finished model over the ranks, and what training then does differently for each layout."""
+"""Sharding or replicating a finished model over the ranks, and what training then does differently
+for each layout.
+"""
 
 import functools
 from collections import Counter
@@ -38,17 +40,23 @@ from finetune.errors import UserError
 from finetune.units import counted
 
 
-def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> Fsdp1:
+def shard_as_fsdp1(
+    model: nn.Module, values: Values, world: World, classes: tuple[str, ...]
+) -> Fsdp1:
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
-    FSDP1 flattens a unit after materializing it whole, so the units are filled one after another, and no rank holds
-    more than one of them beside its shards. Raises `UserError` where this layout cannot hold the model.
+    FSDP1 flattens a unit after materializing it whole, so the units are filled one after another,
+    and no rank holds more than one of them beside its shards. Raises `UserError` where this layout
+    cannot hold the model.
     """
 
     plugin = world.accelerator.state.fsdp_plugin
-    names = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones, the first name
+    # of tied ones, the first name
+    names = {parameter: name for name, parameter in model.named_parameters()}
     every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    tied: dict[torch.Tensor, nn.Parameter | None] = {p: None for p, uses in Counter(every).items() if uses > 1}
+    tied: dict[torch.Tensor, nn.Parameter | None] = {
+        p: None for p, uses in Counter(every).items() if uses > 1
+    }
 
     def fill(module: nn.Module) -> None:
         for leaf, on_meta in list(module._parameters.items()):
@@ -59,7 +67,8 @@ def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: tupl
                 whole = torch.empty_like(on_meta, device=world.device)
                 whole.copy_(values(names[on_meta], tuple(slice(0, size) for size in whole.shape)))
                 parameter = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
-            if on_meta in tied:  # one tensor under two names; any other must not be kept here, or a rank holds them all
+            # one tensor under two names; any other must not be kept here, or a rank holds them all
+            if on_meta in tied:
                 tied[on_meta] = parameter
             module._parameters[leaf] = parameter
         for leaf, buffer in list(module._buffers.items()):
@@ -83,17 +92,21 @@ def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: tupl
 
 
 def _mesh(world: World) -> Any:
-    """A mesh that is given: on CPU torch would take a rank for a node, and HYBRID_SHARD reduce over wrong ranks."""
+    """A mesh that is given: on CPU torch would take a rank for a node, and HYBRID_SHARD reduce over
+    wrong ranks.
+    """
     if world.sharding.strategy != "HYBRID_SHARD":
         return init_device_mesh(world.device.type, (world.size,))
     shard = world.local_size
     if shard == world.size or shard == 1:
         raise UserError(
-            f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over nodes, but this is "
-            f"{counted(world.size // shard, 'node')} of {counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 "
-            "with parallelism_config sizes"
+            f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over "
+            f"nodes, but this is {counted(world.size // shard, 'node')} of "
+            f"{counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 with parallelism_config sizes"
         )
-    mesh = init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard")
+    )
     set_timeouts(world.collective_timeout)
     return mesh
 
@@ -102,23 +115,38 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...])
     if sharding.wrapping == "NO_WRAP":
         layers: Any = None
     elif sharding.wrapping == "SIZE_BASED_WRAP":
-        layers = functools.partial(size_based_auto_wrap_policy, min_num_params=sharding.min_num_params)
+        layers = functools.partial(
+            size_based_auto_wrap_policy, min_num_params=sharding.min_num_params
+        )
     else:
-        layer_classes = {type(module) for module in model.modules() if type(module).__name__ in classes}
-        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+        layer_classes = {
+            type(module) for module in model.modules() if type(module).__name__ in classes
+        }
+        layers = functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls=layer_classes
+        )
     if len({parameter.dtype for parameter in model.parameters()}) == 1:
         return layers
 
-    # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their bf16 base.
+    # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their
+    # bf16 base.
     def is_adapter_leaf(module: nn.Module) -> bool:
         own = list(module.parameters(recurse=False))
-        return bool(own) and not list(module.children()) and all(parameter.requires_grad for parameter in own)
+        return (
+            bool(own)
+            and not list(module.children())
+            and all(parameter.requires_grad for parameter in own)
+        )
 
     adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)
-    return functools.partial(_or_policy, policies=[policy for policy in (layers, adapters) if policy is not None])
+    return functools.partial(
+        _or_policy, policies=[policy for policy in (layers, adapters) if policy is not None]
+    )
 
 
-def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()) -> nn.Module:
+def parallelize(
+    model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()
+) -> nn.Module:
     """Shards or replicates a model over the ranks and fills every rank's shards.
 
     Args:
@@ -143,18 +171,20 @@ def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozen
     _materialize(model, values, world.device, world.device, unfilled)
     if not has_trained(model):
         return model  # each rank has all of it, and DDP refuses a model without gradients to reduce
-    # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
+    # Rotary frequencies are computed alike on every rank: DDP need not send them around in every
+    # forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
-    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too where a launcher
-    # started it on a CPU.
+    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too
+    # where a launcher started it on a CPU.
     alone = world.sharding.layout == "single"
     prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=alone)
     return prepared
 
 
 def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """The classes that become units of sharding: those that the config names, else the model's own decoder layers.
+    """The classes that become units of sharding: those that the config names, else the model's own
+    decoder layers.
 
     Raises `UserError` where the config names a class that no module of the model has.
     """
@@ -163,19 +193,21 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     missing = [name for name in sharding.wrap_classes if name not in present]
     if missing and sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
         raise UserError(
-            f"{sharding.source}: wraps {', '.join(missing)}, but {type(model).__name__} is made of {', '.join(own)}; "
-            "name that class, or remove the key, and the class is found"
+            f"{sharding.source}: wraps {', '.join(missing)}, but {type(model).__name__} is made of "
+            f"{', '.join(own)}; name that class, or remove the key, and the class is found"
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _classes_of_size(model, sharding.min_num_params)
-    beside = tuple(type(part).__name__ for part in other_parts(model))  # a unit each, which text never gathers
+    # a unit each, which text never gathers
+    beside = tuple(type(part).__name__ for part in other_parts(model))
     return (*(sharding.wrap_classes or own), *beside)
 
 
 def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
     """The classes of modules with at least `min_num_params` parameters.
 
-    Leaves out lists of modules, which have no forward, and what holds the embedding, which is a unit of its own.
+    Leaves out lists of modules, which have no forward, and what holds the embedding, which is a
+    unit of its own.
     """
     embedding = model.get_input_embeddings()
     large = {
@@ -190,7 +222,10 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of `module`'s FSDP2 unit, in the compute dtype, for the block. All ranks enter it."""
+    """Gathers the parameters of `module`'s FSDP2 unit, in the compute dtype, for the block.
+
+    All ranks enter it.
+    """
     if not isinstance(module, FSDPModule):
         yield
         return
@@ -202,15 +237,23 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def list_groups(unit: FSDPModule) -> list[Any]:
-    """The groups of parameters that one unit of FSDP2 gathers at once; torch before 2.13 has at most one."""
+    """The groups of parameters that one unit of FSDP2 gathers at once; torch before 2.13 has at
+    most one.
+    """
     state: Any = unit._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    groups = (
+        state._fsdp_param_groups
+        if hasattr(state, "_fsdp_param_groups")
+        else [state._fsdp_param_group]
+    )
     return [group for group in groups if group is not None]
 
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Gathers all parameters under FSDP2, in the compute dtype, and keeps them for the block. All ranks enter it.
+    """Gathers all parameters under FSDP2, in the compute dtype, and keeps them for the block.
+
+    All ranks enter it.
 
     Forwards within it meet no other rank, so that each rank may run as many as it needs.
     """
@@ -234,7 +277,9 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshards each unit of FSDP2: after a forward without a backward the root's parameters are still gathered."""
+    """Reshards each unit of FSDP2: after a forward without a backward the root's parameters are
+    still gathered.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -242,14 +287,18 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
-    """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's forward.
+    """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's
+    forward.
 
-    Does what FSDP1's forward does: gathers the root's own parameters (embedding, norm, head) and casts the inputs.
+    Does what FSDP1's forward does: gathers the root's own parameters (embedding, norm, head) and
+    casts the inputs.
     """
     if not isinstance(model, Fsdp1):
         yield
         return
-    compute_dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[world.sharding.mixed_precision]
+    compute_dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        world.sharding.mixed_precision
+    ]
     with (
         Fsdp1.summon_full_params(model, recurse=False, writeback=False),
         torch.autocast(world.device.type, dtype=compute_dtype, enabled=compute_dtype is not None),
@@ -275,7 +324,8 @@ def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
     """Keeps Accelerate from converting trained parameters to fp32 under FSDP's mixed precision.
 
-    The recipe's `dtype` decides here, as it does under DDP. The compute dtype is in the plugin's policy.
+    The recipe's `dtype` decides here, as it does under DDP. The compute dtype is in the plugin's
+    policy.
     """
     state = world.accelerator.state
     before = state._mixed_precision
@@ -287,7 +337,11 @@ def _keep_recipe_dtype(world: World) -> Iterator[None]:
 
 
 def _fsdp2(
-    model: nn.Module, values: Values, world: World, classes: tuple[str, ...], unfilled: frozenset[str]
+    model: nn.Module,
+    values: Values,
+    world: World,
+    classes: tuple[str, ...],
+    unfilled: frozenset[str],
 ) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -309,33 +363,46 @@ def _fsdp2(
 
 
 def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
-    """The modules that FSDP2 need not manage in a shard group of one rank: nothing is gathered there, but FSDP2 copies
-    each parameter at every forward and backward all the same.
+    """The modules that FSDP2 need not manage in a shard group of one rank: nothing is gathered
+    there, but FSDP2 copies each parameter at every forward and backward all the same.
 
-    They are frozen and in the dtype of the computation. In a world of one they may also be trained, where all that is
-    trained belongs to modules that cast their parameters themselves (`casts_parameters`): no gradient is reduced, and
-    all are plain tensors.
+    They are frozen and in the dtype of the computation. In a world of one they may also be trained,
+    where all that is trained belongs to modules that cast their parameters themselves
+    (`casts_parameters`): no gradient is reduced, and all are plain tensors.
     """
     sharding = world.sharding
-    if world.shard_group_size > 1 or sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices:
+    if (
+        world.shard_group_size > 1
+        or sharding.cpu_offload
+        or sharding.fp8 is not None
+        or sharding.divides_matrices
+    ):
         return []
     policy = world.accelerator.state.fsdp_plugin.mixed_precision_policy
     casting = [module for module in model.modules() if getattr(module, "casts_parameters", False)]
     cast_by_module = {parameter for module in casting for parameter in module.parameters()}
-    if world.size > 1 or any(p.requires_grad and p not in cast_by_module for p in model.parameters()):
+    if world.size > 1 or any(
+        p.requires_grad and p not in cast_by_module for p in model.parameters()
+    ):
         cast_by_module = set()
 
     def is_managed(parameter: nn.Parameter) -> bool:
         if parameter in cast_by_module:
             return False
-        is_cast = policy is not None and parameter.is_floating_point() and parameter.dtype != policy.param_dtype
+        is_cast = (
+            policy is not None
+            and parameter.is_floating_point()
+            and parameter.dtype != policy.param_dtype
+        )
         return parameter.requires_grad or is_cast
 
     return [module for module in model.modules() if not any(map(is_managed, module.parameters()))]
 
 
 def _overlap_collectives(model: Any, world: World) -> None:
-    """Overlaps communication: reductions get a process group of their own, and gathers begin one layer earlier."""
+    """Overlaps communication: reductions get a process group of their own, and gathers begin one
+    layer earlier.
+    """
     has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
     if has_own_group and world.shard_group_size > 1 and has_trained(model):
         model.set_separate_reduce_scatter_group()
@@ -346,10 +413,17 @@ def _overlap_collectives(model: Any, world: World) -> None:
 
 
 def _materialize(
-    model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device, unfilled: frozenset[str]
+    model: nn.Module,
+    values: Values,
+    parameters_on: torch.device,
+    buffers_on: torch.device,
+    unfilled: frozenset[str],
 ) -> None:
-    """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only this rank's slices."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
+    """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only
+    this rank's slices.
+    """
+    # real: rotary frequencies are computed
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tied = tied_names(model)
     model.to_empty(device=parameters_on)
     for name, first in tied.items():  # to_empty gives each name a tensor of its own
@@ -366,16 +440,22 @@ def _materialize(
 
 
 def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> None:
-    """Gives a model on meta memory on `device` and all of its `values`, whatever the layout, without other ranks."""
+    """Gives a model on meta memory on `device` and all of its `values`, whatever the layout,
+    without other ranks.
+    """
     _materialize(model, values, device, device, frozenset())
 
 
 @torch.no_grad()
-def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]) -> None:
-    """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to `dtype`.
+def take_master_weights(
+    model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]
+) -> None:
+    """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to
+    `dtype`.
 
-    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have
-    cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
+    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit
+    what it would have cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it
+    before the first forward.
     """
     for group in _groups_of(model):
         kept = set()
@@ -395,7 +475,9 @@ def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn
 
 
 def _keep_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    """FSDP2 casts a reduced gradient to its parameter's dtype, which it looks up again at every `unshard`."""
+    """FSDP2 casts a reduced gradient to its parameter's dtype, which it looks up again at every
+    `unshard`.
+    """
     look_up = group._init_mp_dtypes
 
     def look_up_and_keep() -> None:

@@ -1,12 +1,15 @@
-"""Pipeline parallelism: the layers of a model over groups of ranks, one after another, by torch's own schedules.
+"""Pipeline parallelism: the layers of a model over groups of ranks, one after another, by torch's
+own schedules.
 
-Every rank has the whole model, but parameters only of its own layers. A layer of another rank hands on what it gets, so
-that each family is computed by transformers' own forward, whatever it does before and after its layers.
+Every rank has the whole model, but parameters only of its own layers. A layer of another rank hands
+on what it gets, so that each family is computed by transformers' own forward, whatever it does
+before and after its layers.
 
-A forward without gradients (evaluation, the reference of preferences, generation) crosses all ranks of a pipeline,
-which call it together, and returns the same on each of them. A step with gradients runs by a schedule of
-`torch.distributed.pipelining`: 1F1B (Narayanan et al. 2019, arXiv:1806.03377), or interleaved, with several groups of
-layers on each rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+A forward without gradients (evaluation, the reference of preferences, generation) crosses all ranks
+of a pipeline, which call it together, and returns the same on each of them. A step with gradients
+runs by a schedule of `torch.distributed.pipelining`: 1F1B (Narayanan et al. 2019,
+arXiv:1806.03377), or interleaved, with several groups of layers on each rank (Narayanan et al.
+2021, arXiv:2104.04473, section 2.2).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +46,9 @@ def find_pipeline(model: Any) -> "Pipeline | None":
 
 
 def keep_own_layers(model: Any, layers: Sequence[nn.Module], world: World) -> None:
-    """Leaves `model`, which is on meta, only the parameters that this rank computes with. All ranks call it.
+    """Leaves `model`, which is on meta, only the parameters that this rank computes with.
+
+    All ranks call it.
 
     Args:
         model: With adapters, before FSDP shards it.
@@ -64,7 +69,8 @@ def keep_own_layers(model: Any, layers: Sequence[nn.Module], world: World) -> No
 
 
 class Pipeline:
-    """The layers of one model that this rank computes, and its way to the ranks before and after it.
+    """The layers of one model that this rank computes, and its way to the ranks before and after
+    it.
 
     A chunk is a group of neighboring layers. Of n ranks, rank r has the chunks r, r + n, and so on.
     """
@@ -73,7 +79,11 @@ class Pipeline:
         assert world.mesh is not None
         self.group = world.mesh[PIPELINE].get_group()
         self.device = world.device
-        self.rank, self.size, ranks = self.group.rank(), self.group.size(), dist.get_process_group_ranks(self.group)
+        self.rank, self.size, ranks = (
+            self.group.rank(),
+            self.group.size(),
+            dist.get_process_group_ranks(self.group),
+        )
         self._before = ranks[self.rank - 1]
         self._after = ranks[(self.rank + 1) % self.size]
         self._first_rank = ranks[0]
@@ -88,14 +98,17 @@ class Pipeline:
         self._last_chunk = len(parts) - 1
         self._chunk: int | None = None  # that a schedule computes; None: a forward over all ranks
         self._received: Tensor | None = None  # what enters that chunk
-        self._shapes: dict[str, list[dict[str, list[int]]]] = {}  # of what `share` was given under each key
+        # of what `share` was given under each key
+        self._shapes: dict[str, list[dict[str, list[int]]]] = {}
         self._schedule: tuple[tuple[int, int], Any] | None = None
         self._compute: Callable[[int], Tensor] = lambda _: torch.zeros(())
         self._sizes: Sequence[tuple[int, int]] = ()
 
         weight = self._embedding.weight
         precision = world.sharding.mixed_precision
-        self._dtype = weight.dtype if precision == "no" else getattr(torch, COMPUTE_DTYPE[precision])
+        self._dtype = (
+            weight.dtype if precision == "no" else getattr(torch, COMPUTE_DTYPE[precision])
+        )
         self._width = weight.shape[1]
         # Tied weights are on the first and the last rank, which sum their gradients.
         self._has_copies = weight is self._head.weight and weight.requires_grad
@@ -111,8 +124,14 @@ class Pipeline:
         head = self._head
         is_last = self.rank == self.size - 1
         is_copy = embedding.weight is head.weight and is_last
-        names = frozenset(name for name, p in model.named_parameters() if p is embedding.weight and is_copy)
-        ends = [part for part in self._trunk.children() if not isinstance(part, nn.ModuleList | type(embedding))]
+        names = frozenset(
+            name for name, p in model.named_parameters() if p is embedding.weight and is_copy
+        )
+        ends = [
+            part
+            for part in self._trunk.children()
+            if not isinstance(part, nn.ModuleList | type(embedding))
+        ]
         for norm in (part for part in ends if any(True for _ in part.parameters())):
             norm.forward = partial(self._compute_norm, norm.forward)
             if not is_last:
@@ -128,19 +147,31 @@ class Pipeline:
             embedding._forward_hooks.clear()
         return names
 
-    def _replace_layers(self, layers: Sequence[nn.Module], parts: Sequence[range]) -> dict[int, nn.ModuleList]:
-        """Puts a stand-in for each layer of another rank; returns each chunk's layers, with stand-ins for others."""
-        name = next(name for name, part in self._trunk.named_children() if layers[0] in list(part.children()))
+    def _replace_layers(
+        self, layers: Sequence[nn.Module], parts: Sequence[range]
+    ) -> dict[int, nn.ModuleList]:
+        """Puts a stand-in for each layer of another rank; returns each chunk's layers, with
+        stand-ins for others.
+        """
+        name = next(
+            name
+            for name, part in self._trunk.named_children()
+            if layers[0] in list(part.children())
+        )
         own = {index for chunk in self._chunks for index in parts[chunk]}
         crossing = [
-            layer if index in own else _Elsewhere(self, index, sends=index - 1 in own, receives=index + 1 in own)
+            layer
+            if index in own
+            else _Elsewhere(self, index, sends=index - 1 in own, receives=index + 1 in own)
             for index, layer in enumerate(layers)
         ]
         self._name = name
         self._trunk._modules[name] = nn.ModuleList(crossing)
         return {
             chunk: nn.ModuleList(
-                layer if index in parts[chunk] else _Elsewhere(self, index, receives=index + 1 == parts[chunk].start)
+                layer
+                if index in parts[chunk]
+                else _Elsewhere(self, index, receives=index + 1 == parts[chunk].start)
                 for index, layer in enumerate(layers)
             )
             for chunk in self._chunks
@@ -167,13 +198,17 @@ class Pipeline:
         is_here = self.rank == self.size - 1 and self._chunk in (None, self._last_chunk)
         return norm(hidden) if is_here else hidden
 
-    def _compute_head(self, head: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _compute_head(
+        self, head: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self._chunk is not None:
             return head(hidden, *args, **kwargs) if self._chunk == self._last_chunk else hidden
         is_last = self.rank == self.size - 1
         return self.share([{"": head(hidden, *args, **kwargs)}] if is_last else [])[0][""]
 
-    def share(self, values: Sequence[Mapping[str, Tensor]], key: str | None = None) -> list[dict[str, Tensor]]:
+    def share(
+        self, values: Sequence[Mapping[str, Tensor]], key: str | None = None
+    ) -> list[dict[str, Tensor]]:
         """The last rank's `values`, on every rank of the pipeline, as fp32.
 
         key: Under it names and shapes are asked for once; None: each time.
@@ -184,7 +219,9 @@ class Pipeline:
             shapes = self._shapes[key or ""] = gather_json(own, self.group, self.device)[-1]
         sizes = [prod(shape) for each in shapes for shape in each.values()]
         if self.rank == self.size - 1:
-            flat = torch.cat([value.float().flatten() for each in values for value in each.values()])
+            flat = torch.cat(
+                [value.float().flatten() for each in values for value in each.values()]
+            )
         else:
             flat = torch.empty(sum(sizes), device=self.device)
         dist.broadcast(flat, self._last_rank, self.group)
@@ -204,8 +241,10 @@ class Pipeline:
 
         Args:
             sizes: Rows and tokens of each micro-batch.
-            measure: Runs the model over the micro-batch of an index, for the last chunk. Returns the loss, 0-dim.
-            forward: The same for the other chunks. Returns what they hand on, [rows, tokens, hidden].
+            measure: Runs the model over the micro-batch of an index, for the last chunk. Returns
+                the loss, 0-dim.
+            forward: The same for the other chunks. Returns what they hand on, [rows, tokens,
+                hidden].
             auxiliary: The loss of the experts in the latest forward, if there are any.
         """
 
@@ -218,8 +257,13 @@ class Pipeline:
         self._compute = compute
         self._sizes = sizes
         capacity = max(rows * tokens for rows, tokens in sizes) * self._width
-        if self._schedule is None or self._schedule[0][0] != len(sizes) or self._schedule[0][1] < capacity:
-            # Buffers have one size, for which the largest so far is taken: to make them again takes messages.
+        if (
+            self._schedule is None
+            or self._schedule[0][0] != len(sizes)
+            or self._schedule[0][1] < capacity
+        ):
+            # Buffers have one size, for which the largest so far is taken: to make them again takes
+            # messages.
             self._schedule = (len(sizes), capacity), self._make_schedule(len(sizes), capacity)
         indices = torch.arange(len(sizes))
         first = (indices,) if 0 in self._chunks else ()
@@ -252,9 +296,13 @@ class Pipeline:
         if len(stages) == 1:
             return (Schedule1F1B if is_plain else ScheduleGPipe)(stages[0], micro_batches, **keys)
         fits = micro_batches % max(1, micro_batches // self.size) == 0
-        return (ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS)(stages, micro_batches, **keys)
+        return (ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS)(
+            stages, micro_batches, **keys
+        )
 
-    def _compute_chunk(self, chunk: int, capacity: int, received: tuple[Tensor, ...], index: int) -> Tensor:
+    def _compute_chunk(
+        self, chunk: int, capacity: int, received: tuple[Tensor, ...], index: int
+    ) -> Tensor:
         rows, tokens = self._sizes[index]
         numbers = rows * tokens * self._width
         hidden = None if chunk == 0 else received[0][0, :numbers].view(rows, tokens, self._width)
@@ -278,7 +326,10 @@ class Pipeline:
             self._trunk._modules[self._name] = over_all
 
     def sum_copied_gradients(self) -> None:
-        """Sums the gradients of a tied weight on the first and the last rank. All ranks call it, once an update."""
+        """Sums the gradients of a tied weight on the first and the last rank.
+
+        All ranks call it, once an update.
+        """
         if not self._has_copies or 0 < self.rank < self.size - 1:
             return
         gradient: Any = self._embedding.weight.grad
@@ -286,7 +337,10 @@ class Pipeline:
         sent = own.to(self.device).contiguous()
         other = torch.empty_like(sent)
         peer = self._last_rank if self.rank == 0 else self._first_rank
-        operations = [dist.P2POp(dist.isend, sent, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
+        operations = [
+            dist.P2POp(dist.isend, sent, peer, self.group),
+            dist.P2POp(dist.irecv, other, peer, self.group),
+        ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         own.add_(other)
@@ -310,7 +364,9 @@ class _Stage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         used = min(num_microbatches, self.num_stages - self.stage_index)
         super()._setup_forward_recv_info(used, has_backward)
-        self.args_recv_info |= {index: self.args_recv_info[index % used] for index in range(used, num_microbatches)}
+        self.args_recv_info |= {
+            index: self.args_recv_info[index % used] for index in range(used, num_microbatches)
+        }
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         super()._setup_backward_recv_info(1)
@@ -319,7 +375,10 @@ class _Stage(PipelineStage):
 
 
 class _Chunk(nn.Module):
-    """A chunk, as torch's schedules want it: a module. It has no parameters, which FSDP reduces by itself."""
+    """A chunk, as torch's schedules want it: a module.
+
+    It has no parameters, which FSDP reduces by itself.
+    """
 
     def __init__(self, compute: Callable[[tuple[Tensor, ...], int], Tensor]) -> None:
         super().__init__()
@@ -332,25 +391,38 @@ class _Chunk(nn.Module):
 class _Elsewhere(nn.Module):
     """Stands in for a decoder layer that another rank computes."""
 
-    def __init__(self, pipeline: Pipeline, index: int, *, sends: bool = False, receives: bool = False) -> None:
+    def __init__(
+        self, pipeline: Pipeline, index: int, *, sends: bool = False, receives: bool = False
+    ) -> None:
         super().__init__()
         self._pipeline = pipeline
         self._index = index
         self._sends = sends
         self._receives = receives
 
-    def forward(self, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        if past_key_values is not None:  # generation asks the cache of any layer how many tokens it holds
+    def forward(
+        self, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Tensor:
+        # generation asks the cache of any layer how many tokens it holds
+        if past_key_values is not None:
             nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 0)
             past_key_values.update(nothing, nothing, self._index)
         return self._pipeline.cross(hidden, sends=self._sends, receives=self._receives)
 
 
 def _count_multiplied(module: nn.Module) -> int:
-    """The numbers of a module in matrix products, quantized or not, without those of adapters, which are few."""
+    """The numbers of a module in matrix products, quantized or not, without those of adapters,
+    which are few.
+    """
     parts = {name: part for name, part in module.named_modules() if ".lora_" not in name}
-    quantized = [part.full_shape for part in parts.values() if isinstance(getattr(part, "full_shape", None), tuple)]
-    plain = [p.shape for part in parts.values() for p in part.parameters(recurse=False) if p.dim() > 1]
+    quantized = [
+        part.full_shape
+        for part in parts.values()
+        if isinstance(getattr(part, "full_shape", None), tuple)
+    ]
+    plain = [
+        p.shape for part in parts.values() for p in part.parameters(recurse=False) if p.dim() > 1
+    ]
     return sum(map(prod, (*quantized, *plain)))
 
 

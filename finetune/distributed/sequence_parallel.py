@@ -1,12 +1,15 @@
-"""Sequence parallelism: ranks share the tokens of a row, and trade them for heads, or gather them, around attention.
+"""Sequence parallelism: ranks share the tokens of a row, and trade them for heads, or gather them,
+around attention.
 
-A decoder layer works on this rank's tokens. Where the ranks divide the heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
-arXiv:2309.14509), an all-to-all before attention trades tokens for heads: a rank gets every token of its heads. A
-second one trades back after attention. The backward of each is the all-to-all that returns the gradients; under
-activation checkpointing every rank repeats both in the same order. Fewer key-value heads than ranks are repeated.
+A decoder layer works on this rank's tokens. Where the ranks divide the heads (DeepSpeed-Ulysses,
+Jacobs et al. 2023, arXiv:2309.14509), an all-to-all before attention trades tokens for heads: a
+rank gets every token of its heads. A second one trades back after attention. The backward of each
+is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both
+in the same order. Fewer key-value heads than ranks are repeated.
 
-More ranks than heads gather the keys and values of the row, and each attends from its own tokens (Llama 3, Grattafiori
-et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are summed over the ranks.
+More ranks than heads gather the keys and values of the row, and each attends from its own tokens
+(Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are
+summed over the ranks.
 """
 
 import math
@@ -26,11 +29,12 @@ def trade_tokens_for_heads(
 
     Args:
         query: [rows, heads, tokens of this rank, head size].
-        key, value: [rows, key-value heads, tokens of this rank, head size]. Every rank has as many tokens, in order of
-            rank.
+        key, value: [rows, key-value heads, tokens of this rank, head size]. Every rank has as many
+            tokens, in order of rank.
 
     Returns:
-        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
+        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one
+        row.
     """
     ranks = group.size()
     states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
@@ -44,15 +48,18 @@ def trade_tokens_for_heads(
     received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
     split = torch.split(received, [count * size for count, size in sizes], dim=-1)
     query, key, value = (
-        each.view(rows, ranks * tokens, *shape).transpose(1, 2) for each, shape in zip(split, sizes, strict=True)
+        each.view(rows, ranks * tokens, *shape).transpose(1, 2)
+        for each, shape in zip(split, sizes, strict=True)
     )
     return query, key, value
 
 
 def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention returns.
+    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention
+    returns.
 
-    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
+    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head
+    size].
     """
     rows, tokens, heads, size = output.shape
     sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
@@ -61,7 +68,9 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size], with gradients."""
+    """[rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size], with
+    gradients.
+    """
     gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -89,8 +98,12 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(states: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without gradients."""
-    parts = [torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without
+    gradients.
+    """
+    parts = [
+        torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, states.contiguous(), group)
     return torch.cat(parts, dim)
 

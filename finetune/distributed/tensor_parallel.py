@@ -1,9 +1,11 @@
-"""Tensor parallelism: the matrices of each layer sharded over a group of ranks, by the plan in transformers' config.
+"""Tensor parallelism: the matrices of each layer sharded over a group of ranks, by the plan in
+transformers' config.
 
-A column-wise layer computes a part of its outputs on each rank, a row-wise one reads such parts and sums over the group
-(Shoeybi et al. 2019, arXiv:1909.08053, section 3). So attention computes a part of its heads, the MLP a part of its
-intermediate features; what enters and leaves a layer is whole on every rank. Embedding and head are divided over the
-vocabulary. FSDP then shards what a rank holds over the ranks of the mesh's other dimensions.
+A column-wise layer computes a part of its outputs on each rank, a row-wise one reads such parts and
+sums over the group (Shoeybi et al. 2019, arXiv:1909.08053, section 3). So attention computes a part
+of its heads, the MLP a part of its intermediate features; what enters and leaves a layer is whole
+on every rank. Embedding and head are divided over the vocabulary. FSDP then shards what a rank
+holds over the ranks of the mesh's other dimensions.
 """
 
 import inspect
@@ -18,7 +20,12 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from finetune.config.layout import describe_sizes
 from finetune.distributed.model_parts import find_local_slices, head_of
@@ -26,21 +33,28 @@ from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
 
 GRADIENT_STYLE = "replicated_with_grad_allreduce"
-PARTIAL = "gradient_is_partial"  # the attribute of a module whose parameters' gradients each rank knows a part of
+# the attribute of a module whose parameters' gradients each rank knows a part of
+PARTIAL = "gradient_is_partial"
 
 
 class _Columns(ColwiseParallel):
     """torch's style without its all-reduce of the input's gradient.
 
-    Several layers read the same input. `_SumOfGradients` sums its gradient once, where the input enters their module;
-    torch's style would sum it once for each layer.
+    Several layers read the same input. `_SumOfGradients` sums its gradient once, where the input
+    enters their module; torch's style would sum it once for each layer.
     """
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
+        input_layouts: Any,
+        desired_input_layouts: Any,
+        mod: Any,
+        inputs: Any,
+        device_mesh: DeviceMesh,
     ) -> Any:
-        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+        return DTensor.from_local(
+            inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
+        )
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -76,29 +90,41 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def divide_matrices(model: Any, world: World) -> None:
-    """Shards the matrices of `model` over each tensor-parallel group. The model is on meta and may have adapters.
+    """Shards the matrices of `model` over each tensor-parallel group.
 
-    Call it before FSDP shards the model. Raises `UserError` if transformers' plan for the model is not understood.
+    The model is on meta and may have adapters.
+
+    Call it before FSDP shards the model. Raises `UserError` if transformers' plan for the model is
+    not understood.
     """
     if not world.sharding.divides_matrices:
         return
-    _check_plan(model, f"{world.sharding.source}: {describe_sizes(world.sharding.mesh_sizes or {})}")
+    _check_plan(
+        model, f"{world.sharding.source}: {describe_sizes(world.sharding.mesh_sizes or {})}"
+    )
     assert world.mesh is not None
     mesh = world.mesh[TENSOR]
     tied = model.get_input_embeddings().weight is head_of(model).weight
-    plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
+    plan = {
+        f"{model.base_model_prefix}.{pattern}": style
+        for pattern, style in model.config.base_model_tp_plan.items()
+    }
     patterns = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
     styles = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
     for name, module in model.named_modules():
         if styles.get(name) == GRADIENT_STYLE:
             setattr(module, PARTIAL, True)
-    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style.startswith("colwise")}:
+    for parent in {
+        name.rpartition(".")[0] for name, style in styles.items() if style.startswith("colwise")
+    }:
         hook = partial(_enter, group=mesh.get_group())
         model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
     parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
     embedding = model.get_input_embeddings()
     head = head_of(model)
-    parallelize_module(embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None)
+    parallelize_module(
+        embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None
+    )
     for name, parameter in list(head.named_parameters()):
         divided = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
         head.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
@@ -108,13 +134,25 @@ def divide_matrices(model: Any, world: World) -> None:
 
 def _check_plan(model: Any, where: str) -> None:
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
-        raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")
+        raise UserError(
+            f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is "
+            "tested"
+        )
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     kind = model.config.model_type
     of_heads = plan.get("layers.*.self_attn.q_proj") == "colwise"
-    norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"} if of_heads else set()
-    unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
-    unknown = sorted({style for name, style in plan.items() if name != "embed_tokens"} - {*STYLES, GRADIENT_STYLE})
+    norms = (
+        {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"}
+        if of_heads
+        else set()
+    )
+    unplanned = [
+        name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE
+    ]
+    unknown = sorted(
+        {style for name, style in plan.items() if name != "embed_tokens"}
+        - {*STYLES, GRADIENT_STYLE}
+    )
     if not plan or unplanned or unknown:
         problem = "is empty"
         if unknown:
@@ -122,25 +160,32 @@ def _check_plan(model: Any, where: str) -> None:
         elif unplanned:
             problem = f"lacks {', '.join(unplanned)}"
         raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, and is not "
-            "understood; use a version that this project is tested with, or no tensor parallelism"
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, "
+            "and is not understood; use a version that this project is tested with, or no tensor "
+            "parallelism"
         )
 
 
 class _VocabularyParallel(RowwiseParallel):
-    """An embedding with sharded rows: each rank looks up the ids that it holds, and the group adds up the results."""
+    """An embedding with sharded rows: each rank looks up the ids that it holds, and the group adds
+    up the results.
+    """
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
         # FSDP hangs its hook on what a module returns, and loses it on a view.
-        summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
+        summed = RowwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )  # type: ignore[no-untyped-call]
         return summed.clone()
 
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:
-    """torch's style for each sharded module; of an adapted layer, for the base and one of its adapter's matrices."""
+    """torch's style for each sharded module; of an adapted layer, for the base and one of its
+    adapter's matrices.
+    """
     torch_styles = {}
     for name, style in styles.items():
         if style not in STYLES:
@@ -152,7 +197,9 @@ def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle
             divided = "lora_A" if style.startswith("rowwise") else "lora_B"
             if divided == "lora_B":  # and its input's gradient, so A's too, are parts
                 setattr(layer.get_submodule("lora_A.default"), PARTIAL, True)
-            torch_styles |= {f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")}
+            torch_styles |= {
+                f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")
+            }
     return torch_styles
 
 
@@ -163,12 +210,17 @@ class VocabularyShard(NamedTuple):
     rows: int  # of the whole vocabulary
     group: Any  # the ranks that have the others
 
-    def log_softmax(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels`
-        [tokens] as by `label_log_probabilities`; the same on every rank of the group, which all call it."""
+    def log_softmax(
+        self, logits: Tensor, labels: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those
+        of `labels` [tokens] as by `label_log_probabilities`; the same on every rank of the group,
+        which all call it.
+        """
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        own = (logits - largest.unsqueeze(1)).exp_().sum(1)  # torch's logsumexp takes another tensor of this size
+        # torch's logsumexp takes another tensor of this size
+        own = (logits - largest.unsqueeze(1)).exp_().sum(1)
         is_here, rows = self._find(labels, logits)
         of_labels = torch.where(is_here, logits.gather(1, rows.unsqueeze(1)).squeeze(1), 0.0)
         sums = torch.stack([own, of_labels, *([logits.sum(1)] if label_smoothing else [])])
@@ -183,7 +235,9 @@ class VocabularyShard(NamedTuple):
         """This shard's columns of `cross_entropy_gradient`, in place of `log_probabilities`."""
         is_here, rows = self._find(labels, log_probabilities)
         grad = log_probabilities.exp_()
-        grad.scatter_add_(1, rows.unsqueeze(1), (is_here * (label_smoothing - 1)).to(grad.dtype).unsqueeze(1))
+        grad.scatter_add_(
+            1, rows.unsqueeze(1), (is_here * (label_smoothing - 1)).to(grad.dtype).unsqueeze(1)
+        )
         if label_smoothing:
             grad -= label_smoothing / self.rows
         return grad
@@ -194,26 +248,45 @@ class VocabularyShard(NamedTuple):
         return (rows >= 0) & (rows < logits.shape[1]), rows.clamp(0, logits.shape[1] - 1)
 
 
-def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """(weight, bias) of a head as this rank has them, and their place in the vocabulary; None if it is all here."""
+def find_local_head(
+    weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+    """(weight, bias) of a head as this rank has them, and their place in the vocabulary; None if it
+    is all here.
+    """
     if not isinstance(weight, DTensor):
         return weight, bias, None
     (rows, _), mesh = find_local_slices(weight), weight.device_mesh
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-    return weight.to_local(), local_bias, VocabularyShard(rows.start, weight.shape[0], mesh.get_group())
+    return (
+        weight.to_local(),
+        local_bias,
+        VocabularyShard(rows.start, weight.shape[0], mesh.get_group()),
+    )
 
 
 def sum_partial_gradients(model: nn.Module, world: World) -> None:
     """All-reduces the gradients of replicated norms within each tensor-parallel group.
 
-    Each rank has computed them from its own heads only. Called after the last micro-batch of a step.
+    Each rank has computed them from its own heads only. Called after the last micro-batch of a
+    step.
     """
     if world.mesh is None or not world.sharding.divides_matrices:
         return
-    parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    parameters = (
+        p
+        for module in model.modules()
+        if hasattr(module, PARTIAL)
+        for p in module.parameters(recurse=False)
+    )
+    gradients = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for p in parameters
+        if p.grad is not None
+    ]
     if gradients:
-        # Where they are offloaded, they still cross between the devices, to which the group belongs.
+        # Where they are offloaded, they still cross between the devices, to which the group
+        # belongs.
         together = torch.cat([gradient.flatten() for gradient in gradients]).to(world.device)
         dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
         parts = torch.split(together, [gradient.numel() for gradient in gradients])

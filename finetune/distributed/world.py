@@ -38,7 +38,9 @@ EXPERT = "expert"
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of their tokens."""
+    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of
+    their tokens.
+    """
 
     rank: int
     size: int
@@ -53,8 +55,13 @@ def alone() -> DataParallelRank:
     return DataParallelRank(0, 1, 0, torch.device("cpu"))
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:
-    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank. All ranks of `group` call it."""
+def gather_json(
+    value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+) -> list[Any]:
+    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
+
+    All ranks of `group` call it.
+    """
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
@@ -62,12 +69,17 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
     longest = int(max(size.item() for size in sizes))
     padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
     dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
-    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
+    return [
+        json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the ranks. One process is a world of one: the same code, the same layout."""
+    """This process among the ranks.
+
+    One process is a world of one: the same code, the same layout.
+    """
 
     rank: int
     size: int
@@ -77,10 +89,13 @@ class World:
     sharding: Sharding
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
-    sequence_group: dist.ProcessGroup | None = None  # the ranks that divide a row's tokens; None: a rank has whole rows
-    # What the environment said, before joining, of the variables that joining changes; None: nothing.
+    # the ranks that divide a row's tokens; None: a rank has whole rows
+    sequence_group: dist.ProcessGroup | None = None
+    # What the environment said, before joining, of the variables that joining changes; None:
+    # nothing.
     environment: dict[str, str | None] = field(default_factory=dict)
-    left: threading.Event = field(default_factory=threading.Event)  # set by `leave`: peers may end from then on
+    # set by `leave`: peers may end from then on
+    left: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_main(self) -> bool:
@@ -104,7 +119,11 @@ class World:
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same layers; None where all do."""
-        return None if self.mesh is None or self.stage_size == self.size else self.mesh[STAGE].get_group()
+        return (
+            None
+            if self.mesh is None or self.stage_size == self.size
+            else self.mesh[STAGE].get_group()
+        )
 
     @property
     def shard_group_size(self) -> int:
@@ -118,7 +137,9 @@ class World:
 
     @property
     def data_parallel(self) -> DataParallelRank:
-        """This rank among those with rows of their own; the ranks of a sequence or tensor group count as one."""
+        """This rank among those with rows of their own; the ranks of a sequence or tensor group
+        count as one.
+        """
         sequence = self.sharding.sequence_parallel_size
         shared = self.sharding.ranks_per_row
         rank = self.stage_rank // shared
@@ -128,17 +149,23 @@ class World:
 
     @property
     def is_first_of_batch(self) -> bool:
-        """Whether no rank before this one trains on the same rows: what all of them know is counted once."""
+        """Whether no rank before this one trains on the same rows: what all of them know is counted
+        once.
+        """
         return self.rank < self.stage_size and self.rank % self.sharding.ranks_per_row == 0
 
     @property
     def tensor_group_index(self) -> int:
-        """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same losses."""
+        """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same
+        losses.
+        """
         return self.sharding.tensor_group_of(self.stage_rank)
 
     @property
     def tensor_group_count(self) -> int:
-        """The number of tensor-parallel groups with the same layers, over which gradients are averaged, or of ranks."""
+        """The number of tensor-parallel groups with the same layers, over which gradients are
+        averaged, or of ranks.
+        """
         return self.sharding.tensor_group_of(self.stage_size)
 
     @property
@@ -160,7 +187,9 @@ class World:
         return tensor
 
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `sum`, with ranks that know the same `tensor` (a tensor parallel group, a pipeline) counted once."""
+        """As `sum`, with ranks that know the same `tensor` (a tensor parallel group, a pipeline)
+        counted once.
+        """
         summed = self.sum(tensor)
         copies = self.size // self.tensor_group_count
         return summed if copies == 1 else summed.div_(copies)
@@ -174,7 +203,9 @@ class World:
         self.sum(torch.zeros(1))
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Every rank's `value` (anything JSON can say), in order of rank, on every rank. No pickle crosses the wire.
+        """Every rank's `value` (anything JSON can say), in order of rank, on every rank.
+
+        No pickle crosses the wire.
 
         A thread beside the loop gives a gloo `group` of its own.
         """
@@ -183,31 +214,44 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks that agree, over a process group. A thread beside the training loop needs its own group."""
+    """The ranks that agree, over a process group.
+
+    A thread beside the training loop needs its own group.
+    """
 
     world: "World"
     group: dist.ProcessGroup | None = None  # None: the default group
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.
+        """What `action` returns on each rank (anything JSON can say), in order of rank, on every
+        rank.
 
-        Where it raises `OSError` or `UserError` on one rank, every rank raises the same `UserError`; anything else is a
-        fault of the program, which is raised as it is where it happens.
+        Where it raises `OSError` or `UserError` on one rank, every rank raises the same
+        `UserError`; anything else is a fault of the program, which is raised as it is where it
+        happens.
         """
         result = None
         error = None
         try:
             result = action()
-        except Exception as failure:  # the other ranks must learn of it first, since they wait for this one
+        except (
+            Exception
+        ) as failure:  # the other ranks must learn of it first, since they wait for this one
             error = failure
-        outcomes = self.world.gather({"result": result, "error": error and _sentence(error)}, self.group)
-        failed = {rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]}
+        outcomes = self.world.gather(
+            {"result": result, "error": error and _sentence(error)}, self.group
+        )
+        failed = {
+            rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]
+        }
         if error is not None and not isinstance(error, OSError | UserError):
             raise error
         if len(set(failed.values())) == 1:
             raise UserError(next(iter(failed.values()))) from error
         if failed:
-            raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from error
+            raise UserError(
+                "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            ) from error
         return [outcome["result"] for outcome in outcomes]
 
     def on_main(self, action: Callable[[], Any]) -> Any:
@@ -222,36 +266,55 @@ def _sentence(error: Exception) -> str:
 
 
 def _describe_full_disk(error: OSError) -> str:
-    """What to do where a disk, or a user's quota, has no bytes or no files left; empty for other errors."""
+    """What to do where a disk, or a user's quota, has no bytes or no files left; empty for other
+    errors.
+    """
     folder = Path(error.filename or ".").parent
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():
         return ""
     disk = os.statvfs(folder)
     if disk.f_files and not disk.f_favail:
-        return " (no inodes are left there, though bytes are); remove files, or set output_dir to another disk"
-    return f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir to a larger disk"
+        return (
+            " (no inodes are left there, though bytes are); remove files, or set output_dir to "
+            "another disk"
+        )
+    return (
+        f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir "
+        "to a larger disk"
+    )
 
 
 def all_to_all(
-    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
 ) -> torch.Tensor:
-    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in order of rank.
+    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in
+    order of rank.
 
-    Its backward returns the gradients the same way. By default every rank sends and receives as many.
+    Its backward returns the gradients the same way. By default every rank sends and receives as
+    many.
     """
     exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor that waits later, and
-# that a layer's views and saved tensors would all be.
+# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor
+# that waits later, and that a layer's views and saved tensors would all be.
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+        ctx: Any,
+        rows: torch.Tensor,
+        group: dist.ProcessGroup,
+        sent: list[int] | None,
+        received: list[int] | None,
     ) -> torch.Tensor:
         ctx.arguments = group, received, sent
-        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        arriving = rows.new_empty(
+            (len(rows) if received is None else sum(received), *rows.shape[1:])
+        )
         dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
         return arriving
 

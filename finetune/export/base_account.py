@@ -1,4 +1,6 @@
-"""What becomes of each tensor in the base's files: exported, converted, tied, carried over, or named in the card."""
+"""What becomes of each tensor in the base's files: exported, converted, tied, carried over, or
+named in the card.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,14 +11,24 @@ from typing import Any
 import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS
-from finetune.config.multi_token import count_predicting_layers, list_promising_keys, promise_no_layers
+from finetune.config.multi_token import (
+    count_predicting_layers,
+    list_promising_keys,
+    promise_no_layers,
+)
 from finetune.distributed.model_parts import take_language_model
 from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import dequantized_rows, make_dequantizer
 from finetune.files.tensors import ComputedPart, StoredTensor, hash_weights, read_folder
-from finetune.models.carried import describe_carried, find_carried, hash_tensors, list_patterns, predicts
+from finetune.models.carried import (
+    describe_carried,
+    find_carried,
+    hash_tensors,
+    list_patterns,
+    predicts,
+)
 from finetune.models.head_scores import is_left_out
 from finetune.models.load import build_on_meta, read_carried_of
 from finetune.models.quantized_weights import StoredQuantized, split_quantized
@@ -30,7 +42,8 @@ class BaseAccount:
     """The base's tensors, and what an export makes of each. Returned by `account_for_base`."""
 
     where: str = ""  # the base's folder, as errors name it
-    files_of: Mapping[str, frozenset[str]] = field(default_factory=dict)  # tensor of the base -> those that hold it
+    # tensor of the base -> those that hold it
+    files_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `carried`
     left_out: Mapping[str, str] = field(default_factory=dict)  # pattern of names -> why
@@ -38,18 +51,22 @@ class BaseAccount:
     target: TargetModel | None = None  # with a config that promises what is there
 
     def refuse_lost(self, exported: Collection[str], card: str) -> None:
-        """Raises `UserError` where a tensor of the base is in none of the `exported` ones, and the card is silent."""
+        """Raises `UserError` where a tensor of the base is in none of the `exported` ones, and the
+        card is silent.
+        """
         named = [pattern for pattern in self.left_out if pattern in card]
         lost = [
             name
             for name, holders in self.files_of.items()
-            if not (holders and holders <= set(exported)) and not any(fnmatchcase(name, each) for each in named)
+            if not (holders and holders <= set(exported))
+            and not any(fnmatchcase(name, each) for each in named)
         ]
         if lost:
             more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
             raise UserError(
-                f"{self.where}: not exported: the result lacks {', '.join(sorted(lost)[:LISTED])}{more}, which the "
-                "base has; this is a fault of the export: please report it"
+                f"{self.where}: not exported: the result lacks "
+                f"{', '.join(sorted(lost)[:LISTED])}{more}, which the base has; this is a fault of "
+                "the export: please report it"
             )
 
 
@@ -57,8 +74,10 @@ NOTHING_CARRIED = BaseAccount()
 
 
 def account_for_base(source: Source, target: TargetModel, formats: Collection[str]) -> BaseAccount:
-    """Finds what an export of `source` carries over from its base, and what it leaves out. Reads no value, but those of
-    which a checkpoint has a fingerprint."""
+    """Finds what an export of `source` carries over from its base, and what it leaves out.
+
+    Reads no value, but those of which a checkpoint has a fingerprint.
+    """
     account, reason = _open_base(source, target)
     target = account.target or target
     rows = [EXPORT_FORMATS[name] for name in formats]
@@ -83,7 +102,10 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
             target = replace(target, config_json=promise_no_layers(config))
             sentences.append(f"{keys} is 0 in config.json: {why}")
         else:
-            sentences.append(f"{keys} stays in config.json, as {class_name} has other layers without it, but {why}")
+            sentences.append(
+                f"{keys} stays in config.json, as {class_name} has other layers without it, but "
+                f"{why}"
+            )
     return replace(account, sentences=tuple(sentences), target=target)
 
 
@@ -94,14 +116,23 @@ def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
     if source.adapter is not None:
         assert source.base is not None, "an adapter is opened with its base"
         carried, quantized = read_carried_of(target.model, source.base, drop_vision)
-        return _account(source.tensors, str(source.base), target, carried, quantized, drop_vision), nothing
+        return _account(
+            source.tensors, str(source.base), target, carried, quantized, drop_vision
+        ), nothing
     if not (source.state or source.names_may_be_prefixed):
-        carried = find_carried(target.model, convert_to_parameters(target.model, source.tensors, str(source.path)))
+        carried = find_carried(
+            target.model, convert_to_parameters(target.model, source.tensors, str(source.path))
+        )
         if carried or source.base_model is None:
-            return _account(source.tensors, str(source.path), target, carried, {}, drop_vision), nothing
+            return _account(
+                source.tensors, str(source.path), target, carried, {}, drop_vision
+            ), nothing
     if source.base_model is None:
         is_random = bool(source.recipe.get("model_config"))
-        return BaseAccount(), "the model was trained from random weights" if is_random else "its base is not known"
+        return (
+            BaseAccount(),
+            "the model was trained from random weights" if is_random else "its base is not known",
+        )
     if source.base is None or not any(source.base.glob("*.safetensors")):
         missing = f"the weights of {source.base_model} are not on this machine"
         gone = f"{missing}; name their folder with --base-model"
@@ -111,23 +142,33 @@ def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
     account = _account(stored, str(source.base), target, carried, quantized, drop_vision)
     if not carried or _is_the_trained_one(source, source.base, carried):
         return account, nothing
-    other = f"{source.base} holds other values than when the run began; name that base with --base-model"
+    other = (
+        f"{source.base} holds other values than when the run began; name that base with "
+        "--base-model"
+    )
     if source.base_is_named:
-        return replace(account, sentences=(f"warning: {source.base} is not the base that the run began with",)), nothing
+        return replace(
+            account, sentences=(f"warning: {source.base} is not the base that the run began with",)
+        ), nothing
     return _leave_out(account, other), other
 
 
 def plan_carried(
     account: BaseAccount, source: Source, target: TargetModel, dtype: torch.dtype, *, is_asked: bool
 ) -> list[Value]:
-    """What is carried over, in the dtype of the base's files; in `dtype` where that `is_asked` for, or the files hold
-    it quantized."""
+    """What is carried over, in the dtype of the base's files; in `dtype` where that `is_asked` for,
+    or the files hold it quantized.
+    """
     read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
     values = []
     for name, stored in account.carried.items():
-        is_computed = name in account.quantized or any(isinstance(part, ComputedPart) for part in stored.parts)
+        is_computed = name in account.quantized or any(
+            isinstance(part, ComputedPart) for part in stored.parts
+        )
         stored_dtype = source.compute_dtype if name in account.quantized else stored.dtype
-        written = target.written_dtype(name, stored_dtype, dtype if is_asked or is_computed else stored_dtype)
+        written = target.written_dtype(
+            name, stored_dtype, dtype if is_asked or is_computed else stored_dtype
+        )
         value = stored_value(stored, name, written)
         if name in account.quantized:
             value = replace(value, rows=dequantized_rows(stored, read_dequantized))
@@ -145,7 +186,9 @@ def _account(
 ) -> BaseAccount:
     """For each tensor of the base's files the tensors of the export that hold its values."""
     own = take_language_model(stored) if drop_vision else stored
-    boxes = boxes_of_parameters(target.model, {name: tensor.shape for name, tensor in own.items()}, where)
+    boxes = boxes_of_parameters(
+        target.model, {name: tensor.shape for name, tensor in own.items()}, where
+    )
     target = _name_tower_as_published(target, boxes)
     holders: dict[str, set[str]] = {}
     for name, box in target.files.items():
@@ -165,9 +208,11 @@ def _account(
 
 
 def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, Box]) -> TargetModel:
-    """`target` with the names of the base's files for the tensors of a tower, which is never trained.
+    """`target` with the names of the base's files for the tensors of a tower, which is never
+    trained.
 
-    transformers may write others since the base was published (5.23 does for Gemma 3), which servers do not know.
+    transformers may write others since the base was published (5.23 does for Gemma 3), which
+    servers do not know.
 
     boxes: For each parameter the tensors of the base's files that it is made of.
     """
@@ -175,8 +220,14 @@ def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, Box]) -> T
     for name, box in target.files.items():
         parameter = box.parts[0].name
         origin = boxes.get(parameter)
-        is_same = origin is not None and len(box.parts) == len(origin.parts) == 1 and box.shape == origin.shape
-        files[origin.parts[0].name if origin and is_same and parameter in target.beside else name] = box
+        is_same = (
+            origin is not None
+            and len(box.parts) == len(origin.parts) == 1
+            and box.shape == origin.shape
+        )
+        files[
+            origin.parts[0].name if origin and is_same and parameter in target.beside else name
+        ] = box
     return replace(target, files=files)
 
 
@@ -188,10 +239,16 @@ def _is_the_trained_one(source: Source, base: Path, carried: Mapping[str, Stored
     return "carried" not in inputs or bool(hash_tensors(carried) == inputs["carried"])
 
 
-def _find_other_rows(target: TargetModel, boxes: Mapping[str, Box], carried: Mapping[str, StoredTensor]) -> str | None:
-    """Why nothing is carried over where some of it has a row for each token of the base, and the model has more."""
+def _find_other_rows(
+    target: TargetModel, boxes: Mapping[str, Box], carried: Mapping[str, StoredTensor]
+) -> str | None:
+    """Why nothing is carried over where some of it has a row for each token of the base, and the
+    model has more.
+    """
     embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
-    name = next(f"{name}.weight" for name, module in target.model.named_modules() if module is embedding)
+    name = next(
+        f"{name}.weight" for name, module in target.model.named_modules() if module is embedding
+    )
     name = target.tied.get(name, name)
     before = boxes[name].shape[0] if name in boxes else 0
     after = target.shapes[name][0]
@@ -207,10 +264,14 @@ def _leave_out(account: BaseAccount, why: str) -> BaseAccount:
 
 
 def _keeps_its_layers(target: TargetModel) -> bool:
-    """Whether the class has the same tensors where the config promises no layers for multi-token prediction."""
+    """Whether the class has the same tensors where the config promises no layers for multi-token
+    prediction.
+    """
     config: Any = target.model.config
     try:
-        other = build_on_meta(type(config).from_dict(promise_no_layers(target.config_json)), torch.float32)
+        other = build_on_meta(
+            type(config).from_dict(promise_no_layers(target.config_json)), torch.float32
+        )
     except Exception:  # each family reads its config in its own way
         return False
     return {name: tensor.shape for name, tensor in other.state_dict().items()} == {

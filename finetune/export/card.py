@@ -1,4 +1,6 @@
-"""What makes a folder of weights a model: config, generation config, tokenizer with chat template, and model card."""
+"""What makes a folder of weights a model: config, generation config, tokenizer with chat template,
+and model card.
+"""
 
 import json
 import math
@@ -35,18 +37,47 @@ from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.json_files import load_json, read_json_lines, read_json_object
-from finetune.files.run_files import BenchmarkResult, benchmark_table, describe_missing, find_divergence, losses_of
+from finetune.files.run_files import (
+    BenchmarkResult,
+    benchmark_table,
+    describe_missing,
+    find_divergence,
+    losses_of,
+)
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (
-    "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "global_batch_size", "max_length", "packing",
-    "optim", "weight_decay", "seed", "trainable_modules", "frozen_modules", "use_peft", "adapter_name_or_path",
-    "lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "rank_pattern", "alpha_pattern",
-    "modules_to_save", "use_rslora", "use_dora",
-)  # fmt: skip
-LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
+    "learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_steps",
+    "global_batch_size",
+    "max_length",
+    "packing",
+    "optim",
+    "weight_decay",
+    "seed",
+    "trainable_modules",
+    "frozen_modules",
+    "use_peft",
+    "adapter_name_or_path",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
+# the hub's fields; the last two where the first is "other"
+LICENSE_KEYS = ("license", "license_name", "license_link")
 UNKNOWN_LICENSE = "unknown"
-OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
+OTHER_BASE = (
+    "**These are not the weights that the adapter was trained on**: `--base-model` named them for "
+    "the export."
+)
 
 
 def model_card(
@@ -58,8 +89,9 @@ def model_card(
     formats: Sequence[str] = ("safetensors",),
     of_base: Sequence[str] = (),
 ) -> str:
-    """The text of README.md for an export of `source`; `merge`: how its adapter was merged onto a quantized base;
-    `of_base`: sentences on the base's tensors."""
+    """The text of README.md for an export of `source`; `merge`: how its adapter was merged onto a
+    quantized base; `of_base`: sentences on the base's tensors.
+    """
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
     base = _shown_path(source.base_model) if source.base_model else None
@@ -69,7 +101,8 @@ def model_card(
     sections = [
         f"---\n{front}---",
         f"# {name}",
-        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}") + f"{teacher}.",
+        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}")
+        + f"{teacher}.",
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
@@ -83,31 +116,47 @@ def model_card(
 
 def add_evaluation(card: str, results: Sequence[BenchmarkResult]) -> str:
     """The text of a card with a section on `results`, in place of an earlier one."""
-    return insert_section(card, "Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}")
+    return insert_section(
+        card, "Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}"
+    )
 
 
 def insert_section(card: str, title: str, body: str) -> str:
-    """The text of a card with a section before its use, in place of an earlier one of this title."""
-    before, use, after = re.sub(rf"## {title}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).partition("## Use\n")
+    """The text of a card with a section before its use, in place of an earlier one of this
+    title.
+    """
+    before, use, after = re.sub(
+        rf"## {title}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL
+    ).partition("## Use\n")
     return f"{before.rstrip()}\n\n{_section(title, body)}\n\n{use}{after}".rstrip() + "\n"
 
 
 def _measured_by(results: Sequence[BenchmarkResult]) -> str:
     bases = sorted({_shown_path(result.base_model) for result in results if result.base_model})
     versions = ", ".join(sorted({result.lm_eval for result in results}))
-    harness = f"[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) {versions}"
+    harness = (
+        f"[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) {versions}"
+    )
     return f"Measured with {harness}" + (f"; the base is {', '.join(bases)}." if bases else ".")
 
 
 def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
     base = source.base_model
-    datasets = [path for entry in _entries(source.recipe, "datasets") if _is_hub_name(path := str(entry.get("path")))]
+    datasets = [
+        path
+        for entry in _entries(source.recipe, "datasets")
+        if _is_hub_name(path := str(entry.get("path")))
+    ]
     front: dict[str, Any] = {
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else _name_library(source),
         "pipeline_tag": _find_pipeline(source),
         **_license(source),
-        "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
+        "tags": [
+            "finetune",
+            *filter(None, [source.recipe.get("method")]),
+            *(["lora"] if source.adapter else []),
+        ],
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
@@ -135,11 +184,16 @@ def _front_of(card: Path) -> dict[str, Any]:
 
 
 def _training(source: Source) -> str:
-    """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued after it."""
+    """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued
+    after it.
+    """
     state = source.state
     rows = [(label, f"{state[key]:,}") for label, key in _COUNTS if isinstance(state.get(key), int)]
     if source.recipe:
-        shown = {key: value for key, value in source.recipe.items() if not key.startswith("teacher")}  # may be a path
+        # may be a path
+        shown = {
+            key: value for key, value in source.recipe.items() if not key.startswith("teacher")
+        }
         rows.insert(0, ("Method", describe_method(shown)))
     if isinstance(state.get("epoch"), int | float):
         rows.append(("Epochs", f"{state['epoch']:.3g}"))
@@ -148,25 +202,37 @@ def _training(source: Source) -> str:
         if points := _series(lines, key, state.get("step")):
             rows.append((f"{label}, first and last", f"{points[0][1]:.4f} → {points[-1][1]:.4f}"))
             best_step, best = min(points, key=lambda point: point[1])
-            rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
+            rows += (
+                [(f"{label}, best", f"{best:.4f} at step {best_step:,}")]
+                if key == "eval_loss"
+                else []
+            )
     for label, key in _PREFERENCES:
         named = ((label, key), (f"{label}, held out", f"eval_{key}"))
         rows += [
-            (name, f"{points[-1][1]:.3g}") for name, of in named if (points := _series(lines, of, state.get("step")))
+            (name, f"{points[-1][1]:.3g}")
+            for name, of in named
+            if (points := _series(lines, of, state.get("step")))
         ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
     warning = [f"**This run diverged**: {diverged}."] if diverged else []
     step = state.get("step")
-    if source.run and isinstance(step, int) and (missing := describe_missing(source.run / "metrics.jsonl", step)):
+    if (
+        source.run
+        and isinstance(step, int)
+        and (missing := describe_missing(source.run / "metrics.jsonl", step))
+    ):
         warning.append(f"The run's metrics are incomplete: {missing}.")
     return "\n\n".join([*warning, _table(("", ""), rows)])
 
 
 def _merge(merge: MergeChoice, quantization: Quantization) -> str:
-    """What the adapter was merged onto, and both possible merges measured beside the model that was trained."""
+    """What the adapter was merged onto, and both possible merges measured beside the model that was
+    trained.
+    """
     text = (
-        f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto the "
-        f"{merge.onto} base, {merge.reason}."
+        f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto "
+        f"the {merge.onto} base, {merge.reason}."
     )
     if merge.rows is None:
         return text
@@ -175,7 +241,11 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     text += f" Each on {len(merge.rows)} {kind} rows ({tokens}), computed in float32:"
     rows = []
     for name, score in merge.measured.items():
-        label = f"{quantization.bits}-bit base with the adapter" if name == TRAINED else f"merged onto the {name} base"
+        label = (
+            f"{quantization.bits}-bit base with the adapter"
+            if name == TRAINED
+            else f"merged onto the {name} base"
+        )
         label += " (this one)" if name == merge.onto else ""
         rows.append((label, f"{score.loss:.4f}", f"{score.logit_difference:.3g}"))
     return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
@@ -193,12 +263,17 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
 
 
 _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
-_PREFERENCES = (("Reward margin, last", "rewards/margins"), ("Pairs in order, last", "rewards/accuracies"))
+_PREFERENCES = (
+    ("Reward margin, last", "rewards/margins"),
+    ("Pairs in order, last", "rewards/accuracies"),
+)
 
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without those that cannot be read."""
-    return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
+    return (
+        [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
+    )
 
 
 def _data(source: Source) -> str:
@@ -210,19 +285,30 @@ def _data(source: Source) -> str:
         entries = _entries(source.recipe, key)
         reported = report.get(report_key)
         for number, entry in enumerate(entries):
-            of_entry = reported[number] if isinstance(reported, list) and len(reported) == len(entries) else {}
+            of_entry = (
+                reported[number]
+                if isinstance(reported, list) and len(reported) == len(entries)
+                else {}
+            )
             rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
     table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
     size = source.recipe.get("eval_split_size")
     if not isinstance(size, int | float):
         return table
-    return f"{table}\n\nHeld out from these: {f'{size:.3g}' if size >= 1 else f'{size:.3%}'} of the rows."
+    return (
+        f"{table}\n\nHeld out from these: {f'{size:.3g}' if size >= 1 else f'{size:.3%}'} of the "
+        "rows."
+    )
 
 
 def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
-    """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
+    """Path, split, format, weight and examples of one source; `reported` is its entry in
+    data_report.json.
+    """
     formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
-    recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
+    recognized = (
+        ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
+    )
     size = ""
     if pairs:
         size = f"{pairs:,} pairs"
@@ -240,7 +326,11 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
 def _recipe_rows(source: Source) -> list[tuple[str, str]]:
     recipe = source.recipe
     bits = source.quantization.bits
-    shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
+    shown = [
+        key
+        for key in RECIPE_KEYS
+        if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)
+    ]
     shown += [key for key in keys_of(Quantization) if f"{bits}bit" in key]
     values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}
     if isinstance(adapter := values.get("adapter_name_or_path"), str):
@@ -264,23 +354,26 @@ def _use(source: Source, is_adapter: bool) -> str:
         if quantization.bits == 4:
             compute_dtype = str(source.compute_dtype).removeprefix("torch.")
             settings = (
-                f'\n    {settings},\n    bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
+                f"\n    {settings},\n    "
+                f'bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
                 f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
                 f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
             )
         return (
-            "The adapter was trained on the base in this quantization, made from the numbers as the base's "
-            "files hold them "
+            "The adapter was trained on the base in this quantization, made from the numbers as "
+            "the base's files hold them "
             '(`dtype="auto"`):\n\n'
-            "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import BitsAndBytesConfig\n\n"
-            f"quantization = BitsAndBytesConfig({settings})\n"
-            "model = AutoPeftModelForCausalLM.from_pretrained(\n"
+            "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import "
+            f"BitsAndBytesConfig\n\nquantization = BitsAndBytesConfig({settings})\nmodel = "
+            "AutoPeftModelForCausalLM.from_pretrained(\n"
             '    "PATH_OR_NAME", dtype="auto", quantization_config=quantization\n)\n```\n\n'
-            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies "
-            "in bf16 on some CPUs, "
-            "and fails there where a layer's output width is no multiple of 32."
+            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes "
+            "multiplies in bf16 on some CPUs, and fails there where a layer's output width is no "
+            "multiple of 32."
         )
-    auto_class = "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
+    auto_class = (
+        "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
+    )
     names = _read_scores(source)
     if names:
         auto_class = "AutoModelForSequenceClassification"
@@ -290,7 +383,10 @@ def _use(source: Source, is_adapter: bool) -> str:
         lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
     elif is_adapter and _is_vision_language(source):
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
-        lines.append(f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), "PATH_OR_NAME")')
+        lines.append(
+            f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), '
+            f'"PATH_OR_NAME")'
+        )
     elif is_adapter:
         lines = ["from peft import AutoPeftModelForCausalLM", ""]
         lines.append('model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")')
@@ -325,19 +421,29 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    lines = [
+        " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
+    ]
     if not lines:
         return ""
-    return "\n".join(f"| {line} |" for line in [" | ".join(head), " | ".join("---" for _ in head), *lines])
+    return "\n".join(
+        f"| {line} |" for line in [" | ".join(head), " | ".join("---" for _ in head), *lines]
+    )
 
 
 def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = recipe.get(key) or []
-    return [entry for entry in entries if isinstance(entry, dict) and (entry.get("function") or entry.get("path"))]
+    return [
+        entry
+        for entry in entries
+        if isinstance(entry, dict) and (entry.get("function") or entry.get("path"))
+    ]
 
 
 def _shown_path(path: str) -> str:
-    """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is private."""
+    """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is
+    private.
+    """
     local = PurePath(path)
     if _is_hub_name(path):
         return path
@@ -347,45 +453,79 @@ def _shown_path(path: str) -> str:
 
 def _is_hub_name(name: str) -> bool:
     is_file = Path(name).suffix.startswith((".json", ".parquet", ".csv", ".txt", ".arrow"))
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_file and not Path(name).exists()
+    return (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+        and not is_file
+        and not Path(name).exists()
+    )
 
 
 TOKENIZER_FILES = (
-    "tokenizer*.json", "tokenizer.model*", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template*.jin*", "chat_template*.json",
-    "additional_chat_templates/*.jinja", *PROCESSOR_FILES,
-)  # fmt: skip
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*.jin*",
+    "chat_template*.json",
+    "additional_chat_templates/*.jinja",
+    *PROCESSOR_FILES,
+)
 
 
 def write_metadata(
-    folder: Path, source: Source, target: TargetModel, weights: Weights, title: str, options: ExportOptions
+    folder: Path,
+    source: Source,
+    target: TargetModel,
+    weights: Weights,
+    title: str,
+    options: ExportOptions,
 ) -> None:
-    """Everything but the weights: of the model, of the adapter in its own folder, or of an adapter alone.
+    """Everything but the weights: of the model, of the adapter in its own folder, or of an adapter
+    alone.
 
-    Raises `UserError` where the tokenizer is damaged, or runs code of its own without `trust_remote_code`.
+    Raises `UserError` where the tokenizer is damaged, or runs code of its own without
+    `trust_remote_code`.
     """
     is_folder = "safetensors" in options.formats
     if weights.model and is_folder:
         if not options.trust_remote_code:
             _check_tokenizer_code(source.description)
-        _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
+        _write_json(
+            folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code)
+        )
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
         if is_embedder(source.recipe):
-            for name, content in describe_sentence_transformer(source.recipe, _read_hidden(source)).items():
+            for name, content in describe_sentence_transformer(
+                source.recipe, _read_hidden(source)
+            ).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 _write_json(folder / name, content)
                 sync_folder((folder / name).parent)
     if weights.model:
-        keys: Any = {"merge": weights.merge, "formats": options.formats, "of_base": weights.account.sentences}
+        keys: Any = {
+            "merge": weights.merge,
+            "formats": options.formats,
+            "of_base": weights.account.sentences,
+        }
         _write_text(folder / CARD_FILE, model_card(source, title, **keys))
     if not is_folder:
         return
     if source.adapter is not None and weights.adapter is not None:
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)
-        config = source.adapter.config | {"base_model_name_or_path": source.base_model, "inference_mode": True}
+        config = source.adapter.config | {
+            "base_model_name_or_path": source.base_model,
+            "inference_mode": True,
+        }
         if source.recipe.get("model_name_or_path") == source.base_model:
-            config |= {"revision": source.adapter.config.get("revision") or source.recipe.get("model_revision")}
+            config |= {
+                "revision": source.adapter.config.get("revision")
+                or source.recipe.get("model_revision")
+            }
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
         _write_text(adapter_folder / CARD_FILE, model_card(source, title, is_adapter=True))
     _copy_tokenizer(source.description, folder)
@@ -400,7 +540,8 @@ def _read_hidden(source: Source) -> int:
 
 
 def _copy_tokenizer(description: Path, folder: Path) -> None:
-    """The tokenizer's files and its chat template, byte for byte but for what would cut or pad a text.
+    """The tokenizer's files and its chat template, byte for byte but for what would cut or pad a
+    text.
 
     Raises `UserError` where one of JSON is damaged.
     """
@@ -422,22 +563,28 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in `folder` has a chat template, in a file of its own or in its config."""
+    """Whether the tokenizer in `folder` has a chat template, in a file of its own or in its
+    config.
+    """
     config = read_json_object(folder / TOKENIZER_CONFIG)
     return bool(config.get("chat_template")) or any(folder.glob("chat_template*"))
 
 
 def _check_tokenizer_code(description: Path) -> None:
-    """Raises `UserError` where the tokenizer's config names code to run, and transformers has no class for it."""
+    """Raises `UserError` where the tokenizer's config names code to run, and transformers has no
+    class for it.
+    """
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     path = description / TOKENIZER_CONFIG
     config = load_json(path) if path.is_file() else {}
     name = config.get("tokenizer_class")
-    if "auto_map" in config and (not isinstance(name, str) or tokenizer_class_from_name(name) is None):
+    if "auto_map" in config and (
+        not isinstance(name, str) or tokenizer_class_from_name(name) is None
+    ):
         raise UserError(
-            f"{path}: auto_map: this tokenizer has code of its own ({name}); read it, then allow it with "
-            "--trust-remote-code"
+            f"{path}: auto_map: this tokenizer has code of its own ({name}); read it, then allow "
+            "it with --trust-remote-code"
         )
 
 
@@ -451,7 +598,9 @@ def _copy(path: Path, destination: Path) -> None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     """JSON as transformers writes it."""
-    write_file(path, [f"{json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()])
+    write_file(
+        path, [f"{json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()]
+    )
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -459,13 +608,18 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
-    """The base model's, which names the tokens that end an answer; else the source's, or one from the config."""
+    """The base model's, which names the tokens that end an answer; else the source's, or one from
+    the config.
+    """
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]
     if source.recipe.get("special_tokens") or source.recipe.get("eot_tokens"):
         folders.reverse()  # the checkpoint's is the base's with these tokens
-    path = next((folder / GENERATION_FILE for folder in folders if (folder / GENERATION_FILE).exists()), None)
+    path = next(
+        (folder / GENERATION_FILE for folder in folders if (folder / GENERATION_FILE).exists()),
+        None,
+    )
     if path is not None:
         content: Any = load_json(path, "fix it, or remove it to derive one from config.json")
     else:

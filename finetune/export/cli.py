@@ -18,7 +18,10 @@ M_ARENA_MAX = -8  # of glibc's malloc.h
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 if complete but not pushed."""
+    """Exports `arguments.source` to `arguments.output`.
+
+    Returns 0, or 1 if complete but not pushed.
+    """
     source = Path(arguments.source)
     output = Path(arguments.output)
     options = ExportOptions(
@@ -35,21 +38,24 @@ def export_command(arguments: argparse.Namespace) -> int:
     check_request(source, output, options)
     if arguments.push_to_hub is not None:
         check_push(arguments.push_to_hub)
-    if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc's: else each thread keeps freed blocks in a heap of its own
+    # glibc's: else each thread keeps freed blocks in a heap of its own
+    if hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     with ExitStack() as beside:
         beside.enter_context(exit_on_signals())
         is_opened = options.verify and options.model and "safetensors" in options.formats
         reload = beside.enter_context(start_reload()) if is_opened else None
-        gc.disable()  # it would walk through half a million objects that imports make, a third of their time
+        # it would walk through half a million objects that imports make, a third of their time
+        gc.disable()
         beside.callback(gc.enable)
         with ThreadPoolExecutor(max_workers=1) as pool:
             from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401  # opening needs them
 
             from finetune.export.source import open_source
 
-            # From here on the main thread imports nothing: of modules that import each other, each thread may see half.
-            importing = pool.submit(_import_export)  # opening waits meanwhile: for the disk, or a process that imports
+            # From here on the main thread imports nothing: of modules that import each other, each
+            # thread may see half. opening waits meanwhile: for the disk, or a process that imports
+            importing = pool.submit(_import_export)
             opened = open_source(source, base_model=arguments.base_model)
             export_source = importing.result()
         gc.freeze()

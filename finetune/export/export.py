@@ -1,4 +1,6 @@
-"""The export, stage by stage: open the source, describe the target, plan the weights, write, verify, publish."""
+"""The export, stage by stage: open the source, describe the target, plan the weights, write,
+verify, publish.
+"""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +13,13 @@ import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
-from finetune.config.served import list_kinds_of_adapter, list_kinds_of_model, serve_adapter, serve_model, was_served
+from finetune.config.served import (
+    list_kinds_of_adapter,
+    list_kinds_of_model,
+    serve_adapter,
+    serve_model,
+    was_served,
+)
 from finetune.constants import ADAPTER, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
@@ -19,7 +27,13 @@ from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
 from finetune.export.formats import load_planners
 from finetune.export.merge_choice import choose_merge
-from finetune.export.publish import ExportOptions, check_disk_space, check_request, is_alone, publish
+from finetune.export.publish import (
+    ExportOptions,
+    check_disk_space,
+    check_request,
+    is_alone,
+    publish,
+)
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.sentence_transformer import is_embedder
 from finetune.export.source import Source, open_source
@@ -44,10 +58,12 @@ def export(
     log: Callable[[str], object] = print,
     **others: Any,
 ) -> Path:
-    """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder (see `source`).
+    """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder
+    (see `source`).
 
-    One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of rows, and in
-    verification one tensor. `output` appears when it is complete and verified, or not at all.
+    One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of
+    rows, and in verification one tensor. `output` appears when it is complete and verified, or not
+    at all.
 
     Args:
         run_or_checkpoint: The source.
@@ -57,13 +73,18 @@ def export(
         base_model: The base, where the checkpoint does not name it.
         push_to_hub: The repository to upload to. A failed push is logged, not raised.
         log: Takes the lines that say what was made.
-        others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code` and `merge_onto` of
-            `ExportOptions`, and the keys of the formats in config/export_formats.py.
+        others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code` and
+            `merge_onto` of `ExportOptions`, and the keys of the formats in
+            config/export_formats.py.
 
     Raises:
         UserError: Where the source or the result is wrong, or an argument is unknown.
     """
-    plain = {field.name: others.pop(field.name) for field in fields(ExportOptions) if field.name in others}
+    plain = {
+        field.name: others.pop(field.name)
+        for field in fields(ExportOptions)
+        if field.name in others
+    }
     options = ExportOptions(model=not adapter_only, formats=tuple(formats), keys=others, **plain)
     check_request(Path(run_or_checkpoint), Path(output), options)
     if push_to_hub is not None:
@@ -83,24 +104,32 @@ def export_run(
     log: Callable[[str], object] = print,
     phases: Phases | None = None,
 ) -> Path:
-    """Writes a finished run's `export/`, and for LoRA `adapter/`. One process calls it, after the last checkpoint.
+    """Writes a finished run's `export/`, and for LoRA `adapter/`.
 
-    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are replaced. `phases` gets the
-    seconds of the export and of its check.
+    One process calls it, after the last checkpoint.
+
+    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are
+    replaced. `phases` gets the seconds of the export and of its check.
     """
     phases = phases or Phases()
     with phases.timed("export"):
         return _export_run(run, checkpoint, verify, log, phases)
 
 
-def _export_run(run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases) -> Path:
+def _export_run(
+    run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases
+) -> Path:
     source = open_source(checkpoint or run, log=log)
     trust_remote_code = bool(source.recipe.get("trust_remote_code"))
     options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
     if source.adapter is not None:
         export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
     formats = tuple(source.recipe.get("export_formats") or options.formats)
-    keys = {key.name: source.recipe.get(key.recipe_key) for key in list_keys() if key.recipe_key is not None}
+    keys = {
+        key.name: source.recipe.get(key.recipe_key)
+        for key in list_keys()
+        if key.recipe_key is not None
+    }
     options = replace(options, adapter=False, formats=formats, keys=keys)
     return export_source(source, run / EXPORT, options, log, phases=phases)
 
@@ -113,10 +142,12 @@ def export_source(
     reload: ReloadProcess | None = None,
     phases: Phases | None = None,
 ) -> Path:
-    """`export` of an open source. The model card's title is the name of `output`, or of the run that it belongs to.
+    """`export` of an open source.
 
-    `reload`: the separate process of the verification, where it has been started already. `phases`: where the seconds
-    of the check go.
+    The model card's title is the name of `output`, or of the run that it belongs to.
+
+    `reload`: the separate process of the verification, where it has been started already. `phases`:
+    where the seconds of the check go.
     """
     phases = phases or Phases()
     output = output.absolute()
@@ -126,28 +157,43 @@ def export_source(
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
-    merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
+    # with all cores: it computes more than it reads
+    merge = choose_merge(source, target, options, log)
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        account = account_for_base(source, target, options.formats) if options.model else NOTHING_CARRIED
+        account = (
+            account_for_base(source, target, options.formats) if options.model else NOTHING_CARRIED
+        )
         target = account.target or target
         weights = plan_weights(source, target, options, merge, account)
-        plans = [plan(source, target, weights, options, title, log) for plan in load_planners(options.formats)]
+        plans = [
+            plan(source, target, weights, options, title, log)
+            for plan in load_planners(options.formats)
+        ]
         is_folder = SAFETENSORS in options.formats
-        check_disk_space(folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans))
+        check_disk_space(
+            folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans)
+        )
         write_metadata(folder, source, target, weights, title, options)
         is_proven = options.verify and bool(weights.model)
         trusted = options.trust_remote_code
         said = list[str]()
-        with start_logits(source, target, weights, trusted) if is_proven else nullcontext() as logits:
+        with (
+            start_logits(source, target, weights, trusted) if is_proven else nullcontext() as logits
+        ):
             if is_folder:
                 make_files(folder, weights)
-                with start_verification(folder, weights, options, logits, reload) as (on_disk, verify):
+                with start_verification(folder, weights, options, logits, reload) as (
+                    on_disk,
+                    verify,
+                ):
                     written = write_weights(folder, weights, on_disk)
                     with phases.timed("check"):
                         verdict = verify(written)
                 if is_proven:
                     exported = read_files(folder / shard.name for shard in weights.model)
-                    account.refuse_lost(exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8"))
+                    account.refuse_lost(
+                        exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8")
+                    )
                 said.append(f"{output}: {_describe(source, weights)}{verdict}")
                 said += [f"base    {sentence}" for sentence in account.sentences]
             for plan in plans:
@@ -197,19 +243,28 @@ def _find_commands(
 
 
 def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOptions) -> None:
-    """Raises `UserError` where a format cannot hold what the model does in place of writing text."""
+    """Raises `UserError` where a format cannot hold what the model does in place of writing
+    text.
+    """
     others = sorted(set(options.formats) - {SAFETENSORS})
     missing = "pooling" if is_embedder(source.recipe) else ""
     missing = "head of scores" if has_scores(target.model) else missing
     if others and missing:
-        raise UserError(f"{source.path}: {others[0]} has no {missing}; export safetensors, and no other format")
+        raise UserError(
+            f"{source.path}: {others[0]} has no {missing}; export safetensors, and no other format"
+        )
 
 
 def _check_output_is_apart(source: Source, output: Path) -> None:
-    """Raises `UserError` where replacing `output` would remove the source, or the base model under it."""
+    """Raises `UserError` where replacing `output` would remove the source, or the base model under
+    it.
+    """
     adapter = source.adapter.tensors.values() if source.adapter is not None else ()
     files = {part.path for tensor in (*source.tensors.values(), *adapter) for part in tensor.parts}
-    if any(path.resolve().is_relative_to(output.resolve()) for path in (source.path, source.description, *files)):
+    if any(
+        path.resolve().is_relative_to(output.resolve())
+        for path in (source.path, source.description, *files)
+    ):
         raise UserError(f"{output}: holds what is exported; choose another --output")
 
 
@@ -218,7 +273,11 @@ def _describe(source: Source, weights: Weights) -> str:
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))
-    tokenizer = "" if has_tokenizer(source.description) else ", without a tokenizer, since the source has none"
+    tokenizer = (
+        ""
+        if has_tokenizer(source.description)
+        else ", without a tokenizer, since the source has none"
+    )
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
 
 
@@ -226,9 +285,9 @@ def _describe(source: Source, weights: Weights) -> str:
 def _one_torch_thread() -> Iterator[None]:
     """In this block torch computes in the calling thread and starts none of its own.
 
-    An export already works in several threads and a process. Several torch threads for each of them would outnumber the
-    cores and wait for each other: on busy cores a cast then takes eight times its CPU time. And the order of sums would
-    depend on the machine.
+    An export already works in several threads and a process. Several torch threads for each of them
+    would outnumber the cores and wait for each other: on busy cores a cast then takes eight times
+    its CPU time. And the order of sums would depend on the machine.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # for this thread, and for those that it starts
@@ -243,37 +302,62 @@ QUESTION = "What can you do?"
 
 def _score_by_pipeline(folder: Path) -> str:
     """The command that scores a text by an exported reward model or classifier."""
-    scored = f"pipeline('text-classification', {str(folder)!r}, top_k=None, function_to_apply='none')"
-    return shlex.join(["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"])
+    scored = (
+        f"pipeline('text-classification', {str(folder)!r}, top_k=None, function_to_apply='none')"
+    )
+    return shlex.join(
+        ["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"]
+    )
 
 
 def _embed_by_library(folder: Path) -> str:
     """The command that embeds a text by an exported model."""
     code = f"print(SentenceTransformer({str(folder)!r}).encode_query('{QUESTION}'))"
-    return shlex.join(["python", "-c", f"from sentence_transformers import SentenceTransformer; {code}"])
+    return shlex.join(
+        ["python", "-c", f"from sentence_transformers import SentenceTransformer; {code}"]
+    )
 
 
 def use_model(
-    folder: Path, *, has_template: bool, is_vision_language: bool, is_served: bool, opens_in_mlx: bool
+    folder: Path,
+    *,
+    has_template: bool,
+    is_vision_language: bool,
+    is_served: bool,
+    opens_in_mlx: bool,
 ) -> dict[str, str]:
-    """The commands that use a Hugging Face folder, by the program. is_served: whether vLLM was seen to."""
+    """The commands that use a Hugging Face folder, by the program. is_served: whether vLLM was seen
+    to.
+    """
     asked = f"[dict(role='user', content='{QUESTION}')]" if has_template else f"'{QUESTION}'"
     answer = "[0]['generated_text'][-1]['content']" if has_template else "[0]['generated_text']"
-    code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})({asked}){answer})"
+    code = (
+        "from transformers import pipeline; print(pipeline('text-generation', "
+        f"{str(folder)!r})({asked}){answer})"
+    )
     is_plain = not set(code) & set('"$`\\!')  # what double quotes of a shell leave as it is
-    commands = {"transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])}
-    if is_vision_language:  # another pipeline, which an image's message fits better than a line of a shell
+    commands = {
+        "transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])
+    }
+    # another pipeline, which an image's message fits better than a line of a shell
+    if is_vision_language:
         chat = ["finetune", "chat", str(folder), "--image", "IMAGE", "--prompt", "What is this?"]
         commands = {"finetune": shlex.join(chat)}
     if is_served:
         commands["vLLM"] = shlex.join(serve_model(folder))
     if opens_in_mlx and not is_vision_language:
-        commands["MLX"] = shlex.join(["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION])
+        commands["MLX"] = shlex.join(
+            ["mlx_lm.generate", "--model", str(folder), "--prompt", QUESTION]
+        )
     return commands
 
 
-def use_adapter(folder: Path, base: str | None, config: Mapping[str, Any], family: str) -> dict[str, str]:
-    """The commands that use a PEFT folder on its base, of the model_type `family`; vLLM's where it was seen to work."""
+def use_adapter(
+    folder: Path, base: str | None, config: Mapping[str, Any], family: str
+) -> dict[str, str]:
+    """The commands that use a PEFT folder on its base, of the model_type `family`; vLLM's where it
+    was seen to work.
+    """
     commands = {"finetune": f"finetune chat {shlex.quote(str(folder))}"}
     serve = serve_adapter(folder, base, config)
     if serve is not None and was_served(family, list_kinds_of_adapter(config)):

@@ -1,4 +1,6 @@
-"""A model's logits, computed with a few rows of one tensor in memory at a time: any model's, on any machine."""
+"""A model's logits, computed with a few rows of one tensor in memory at a time: any model's, on any
+machine.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
-from finetune.distributed.model_parts import has_other_parts, head_of, is_experts, text_modules, trunk_of
+from finetune.distributed.model_parts import (
+    has_other_parts,
+    head_of,
+    is_experts,
+    text_modules,
+    trunk_of,
+)
 from finetune.errors import UserError, first_line, on_one_line
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.load import build_on_meta
@@ -23,11 +31,13 @@ ROWS = 2
 TOKENS = 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
 Rows = Callable[[str, int, int], torch.Tensor]
-RoundInputs = Callable[[str, torch.Tensor], torch.Tensor]  # (layer, its inputs) -> what it multiplies
+# (layer, its inputs) -> what it multiplies
+RoundInputs = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def prompts(vocabulary: int) -> torch.Tensor:
-    """The prompts on which logits are compared: int64[ROWS, TOKENS], the same for every model of this vocabulary.
+    """The prompts on which logits are compared: int64[ROWS, TOKENS], the same for every model of
+    this vocabulary.
 
     >>> prompts(100).shape, bool((prompts(7) < 7).all())
     (torch.Size([2, 16]), True)
@@ -53,12 +63,14 @@ def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
 def stream(
     model: nn.Module, variants: Sequence[Rows], round_inputs: Sequence[RoundInputs | None] = ()
 ) -> Iterator[None]:
-    """In this block `model`, which is on meta and stays there, computes with values that are read as they are needed.
+    """In this block `model`, which is on meta and stays there, computes with values that are read
+    as they are needed.
 
-    A linear layer multiplies with a block of rows while the next is read, an embedding reads the rows of its tokens,
-    and any other parameter is read when a module, its owner or another, uses it. With several `variants` of the model
-    the inputs are those of each, one after the other in dimension 0, and only linear layers may differ: in their
-    weights, and in what `round_inputs` does to their inputs, for each variant.
+    A linear layer multiplies with a block of rows while the next is read, an embedding reads the
+    rows of its tokens, and any other parameter is read when a module, its owner or another, uses
+    it. With several `variants` of the model the inputs are those of each, one after the other in
+    dimension 0, and only linear layers may differ: in their weights, and in what `round_inputs`
+    does to their inputs, for each variant.
     """
     parameters = {module: module._parameters for module in model.modules()}
     read = _Reader(variants[0])
@@ -81,7 +93,10 @@ def stream(
 
 
 class _Reader:
-    """Reads whole tensors. The last one is kept: a module may ask for it again, if only for its dtype."""
+    """Reads whole tensors.
+
+    The last one is kept: a module may ask for it again, if only for its dtype.
+    """
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -97,11 +112,13 @@ class _Reader:
 class _StoredParameters(dict[str, nn.Parameter | None]):
     """A module's parameters on meta, each of which is read when an attribute of the module is.
 
-    A hook around its owner's forward would not suffice: Mamba's mixers read the weight of their convolution, and DoRA
-    that of its base layer, without calling them.
+    A hook around its owner's forward would not suffice: Mamba's mixers read the weight of their
+    convolution, and DoRA that of its base layer, without calling them.
     """
 
-    def __init__(self, on_meta: Mapping[str, nn.Parameter | None], prefix: str, read: _Reader) -> None:
+    def __init__(
+        self, on_meta: Mapping[str, nn.Parameter | None], prefix: str, read: _Reader
+    ) -> None:
         super().__init__(on_meta)
         self.prefix = prefix
         self.read = read
@@ -112,7 +129,9 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
 
 class _StoredExperts(_StoredParameters):
-    """The parameters of all experts of a layer, read an expert at a time, as the loop over them does."""
+    """The parameters of all experts of a layer, read an expert at a time, as the loop over them
+    does.
+    """
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = dict.__getitem__(self, attribute)
@@ -131,15 +150,24 @@ class _EachExpert:
 
 
 class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises on a computation with a meta tensor, which has no values: a copy of one is whatever was in memory."""
+    """Raises on a computation with a meta tensor, which has no values: a copy of one is whatever
+    was in memory.
+    """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten._to_copy.default and not args[0].is_meta:
-            kwargs = {**(kwargs or {}), "device": "cpu"}  # Idefics 3 moves states to where its parameters are
+            # Idefics 3 moves states to where its parameters are
+            kwargs = {**(kwargs or {}), "device": "cpu"}
         result = function(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs, result))):
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf.is_meta
+            for leaf in tree_leaves((args, kwargs, result))
+        ):
             raise UserError(
-                f"the logits cannot be computed a tensor at a time: {function} has an operand without values"
+                f"the logits cannot be computed a tensor at a time: {function} has an operand "
+                "without values"
             )
         return result
 
@@ -154,7 +182,8 @@ def _linear(
     if any(round_inputs):
         pairs = zip(inputs.chunk(len(variants)), round_inputs, strict=True)
         inputs = torch.cat([own if rounds is None else rounds(name, own) for own, rounds in pairs])
-    # Allocated once: small results kept between the blocks would fragment the heap until no block fits.
+    # Allocated once: small results kept between the blocks would fragment the heap until no block
+    # fits.
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
     places = list(row_blocks((module.out_features, module.in_features)))
 
@@ -169,14 +198,23 @@ def _linear(
 
 
 def _embedding(
-    module: nn.Embedding, name: str, variants: Sequence[Rows], _: Sequence[RoundInputs | None], ids: torch.Tensor
+    module: nn.Embedding,
+    name: str,
+    variants: Sequence[Rows],
+    _: Sequence[RoundInputs | None],
+    ids: torch.Tensor,
 ) -> torch.Tensor:
     tokens, places = torch.unique(ids, return_inverse=True)
-    rows = torch.cat([variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()])
+    rows = torch.cat(
+        [variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()]
+    )
     return rows[places]
 
 
-STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, nn.Embedding: _embedding}
+STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    nn.Linear: _linear,
+    nn.Embedding: _embedding,
+}
 
 
 def _read_buffers(prefix: str, module: nn.Module, rows: Rows) -> None:
@@ -198,12 +236,14 @@ MAX_PARAMETERS = 1 << 30  # of the twin, 4 GiB of float32; a larger one is not c
 LARGEST_DIFFERENCE = 1e-4  # ‖streamed − own‖ / ‖own‖ that the order of float32 sums explains
 
 
-def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Callable[[str], object] = print) -> bool:
+def check_streamed_logits(
+    config: Any, trust_remote_code: bool = False, log: Callable[[str], object] = print
+) -> bool:
     """Raises `UserError` where the export of a model of `config` could not be verified.
 
-    A twin with one decoder layer of each kind, a small vocabulary and narrow MLPs runs both ways. A model of linear
-    layers, embeddings and norms alone needs no run. No random state is changed. Returns whether the twin ran; why it
-    did not, where it should, is logged.
+    A twin with one decoder layer of each kind, a small vocabulary and narrow MLPs runs both ways. A
+    model of linear layers, embeddings and norms alone needs no run. No random state is changed.
+    Returns whether the twin ran; why it did not, where it should, is logged.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -211,26 +251,35 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
             own = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
             if _is_plain(own):
                 return False
-            if (count := sum(p.numel() for module in _text_parts(own) for p in module.parameters())) > MAX_PARAMETERS:
+            if (
+                count := sum(p.numel() for module in _text_parts(own) for p in module.parameters())
+            ) > MAX_PARAMETERS:
                 raise ValueError(f"it would have {count:,} parameters")
             streamed = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
             _fill(own)
             with torch.no_grad():
-                truth = own(input_ids=prompts(text_config_of(smaller).vocab_size), use_cache=False).logits.float()
+                truth = own(
+                    input_ids=prompts(text_config_of(smaller).vocab_size), use_cache=False
+                ).logits.float()
         except Exception as error:  # the family allows no such twin
             reason = first_line(error)
             log(
-                f"export  not checked ahead on a small twin of the model ({reason}); the export itself will be verified"
+                f"export  not checked ahead on a small twin of the model ({reason}); the export "
+                "itself will be verified"
             )
             return False
         values = own.state_dict()
         try:
-            logits = stream_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
+            logits = stream_logits(
+                streamed, lambda name, start, stop: _rows(values[name], start, stop)
+            )
         except Exception as error:
             raise _unverifiable(own, on_one_line(error)) from error
     difference = float((logits - truth).norm() / truth.norm())
     if not difference <= LARGEST_DIFFERENCE:
-        raise _unverifiable(own, f"logits computed a tensor at a time differ by {difference:.2g} from its own")
+        raise _unverifiable(
+            own, f"logits computed a tensor at a time differ by {difference:.2g} from its own"
+        )
     return True
 
 
@@ -240,13 +289,15 @@ def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def _unverifiable(model: nn.Module, reason: str) -> UserError:
     return UserError(
-        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not supported: name "
-        "another model"
+        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not "
+        "supported: name another model"
     )
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether all tensors are those of linear layers, embeddings and norms, whose logits need no check."""
+    """Whether all tensors are those of linear layers, embeddings and norms, whose logits need no
+    check.
+    """
     return all(
         type(module) in STREAMED or type(module).__name__.endswith("Norm")
         for _, module in text_modules(model)
@@ -260,7 +311,9 @@ def _text_parts(model: Any) -> list[nn.Module]:
 
 
 def _cut(config: Any) -> Any:
-    """`config` with one decoder layer of each kind, two at least, and small sizes where the family does not matter."""
+    """`config` with one decoder layer of each kind, two at least, and small sizes where the family
+    does not matter.
+    """
     whole = copy.deepcopy(config)
     config = text_config_of(config)
     smaller = text_config_of(whole)
@@ -283,14 +336,18 @@ def _cut(config: Any) -> Any:
             setattr(smaller, name, min(value, VOCABULARY - 1))
         elif isinstance(value, int) and not isinstance(value, bool) and name in sizes:
             setattr(smaller, name, min(value, sizes[name]))
-    if isinstance(getattr(config, "intermediate_size", None), list):  # Gemma 3n: a size for each layer
+    # Gemma 3n: a size for each layer
+    if isinstance(getattr(config, "intermediate_size", None), list):
         smaller.intermediate_size = [INTERMEDIATE_SIZE] * len(kept)
     return whole
 
 
 def _fill(model: Any) -> None:
-    """Gives the parameters of `model`, on meta, memory and values: a short stretch of noise, repeated, since a random
-    number for each would take seconds. Buffers, which are real, keep their values."""
+    """Gives the parameters of `model`, on meta, memory and values: a short stretch of noise,
+    repeated, since a random number for each would take seconds.
+
+    Buffers, which are real, keep their values.
+    """
     parts = nn.ModuleList(_text_parts(model))
     buffers = {name: buffer.clone() for name, buffer in parts.named_buffers()}
     parts.to_empty(device="cpu")
@@ -300,7 +357,9 @@ def _fill(model: Any) -> None:
         for name, buffer in parts.named_buffers():
             buffer.copy_(buffers[name])
         for index, parameter in enumerate(parts.parameters()):
-            repeated = noise.roll(index * 7919).repeat(-(-parameter.numel() // len(noise)))[: parameter.numel()]
+            repeated = noise.roll(index * 7919).repeat(-(-parameter.numel() // len(noise)))[
+                : parameter.numel()
+            ]
             values = repeated.view(parameter.shape)
             fan_in = max(parameter[0].numel(), 1) if parameter.dim() > 1 else 1
             parameter.copy_(values * fan_in**-0.5 if parameter.dim() > 1 else 1 + 0.1 * values)

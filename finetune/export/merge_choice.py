@@ -1,4 +1,6 @@
-"""Which base an adapter that was trained on a quantized one is merged onto: measured, on rows of the run."""
+"""Which base an adapter that was trained on a quantized one is merged onto: measured, on rows of
+the run.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +20,13 @@ from finetune.export.logits import RoundInputs, Rows, stream
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, cast_rows
-from finetune.export.values import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
+from finetune.export.values import (
+    choose_written_dtype,
+    find_quantized,
+    find_stored,
+    make_dequantizer,
+    plan_values,
+)
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json, read_bounded
 from finetune.models.documents import depends_on_length, install_document_rotary
@@ -28,13 +36,16 @@ ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most
 MAX_TOKENS = 4096
 MIN_TOKENS = 256  # of all rows, padding included
-# Three models are computed on a CPU, in float32: for a large one fewer rows are taken, so that it ends in minutes.
+# Three models are computed on a CPU, in float32: for a large one fewer rows are taken, so that it
+# ends in minutes.
 FLOP_BUDGET = 25e12  # of one of them
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRows:
-    """Examples, padded on the right: attention is causal, so that what comes after an example does not matter to it."""
+    """Examples, padded on the right: attention is causal, so that what comes after an example does
+    not matter to it.
+    """
 
     input_ids: torch.Tensor  # int64[rows, tokens]
     labels: torch.Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
@@ -50,7 +61,9 @@ class ComparisonRows:
 
 
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
-    """Writes the first labeled `examples` within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen sides."""
+    """Writes the first labeled `examples` within ROW_TOKENS, at most MAX_TOKENS in all; of pairs,
+    chosen sides.
+    """
     each = (examples.answers()[number] for number in range(len(examples.answers())))
     cut = ((example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]) for example in each)
     rows = _take_within((row for row in cut if (row[1] != IGNORE_INDEX).any()), MAX_TOKENS)
@@ -58,16 +71,22 @@ def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -
     replace_file(folder / ROWS_FILE, json.dumps({"held_out": held_out, "rows": written}) + "\n")
 
 
-def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) -> ComparisonRows | None:
-    """The rows of the run in `folder`: as many as a model of that size computes within the budget, at least one.
+def read_comparison_rows(
+    folder: Path | None, parameters: int, vocabulary: int
+) -> ComparisonRows | None:
+    """The rows of the run in `folder`: as many as a model of that size computes within the budget,
+    at least one.
 
-    None where the run kept none. Raises `UserError` where the file is damaged, or holds ids beyond `vocabulary`.
+    None where the run kept none. Raises `UserError` where the file is damaged, or holds ids beyond
+    `vocabulary`.
     """
     if folder is None or not (folder / ROWS_FILE).is_file():
         return None
     try:
         content = parse_json(read_bounded(folder / ROWS_FILE))
-        rows = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in content["rows"]]
+        rows = [
+            (torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in content["rows"]
+        ]
         held_out = content["held_out"] is True
         are_rows = all(_is_row(ids, labels, vocabulary) for ids, labels in rows)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
@@ -90,7 +109,9 @@ Row = tuple[Any, Any]  # ids and labels, of one length
 
 
 def _take_within(rows: Iterable[Row], tokens: int) -> list[Row]:
-    """The first of `rows`, one at least, as many as have at most `tokens` together when they are padded."""
+    """The first of `rows`, one at least, as many as have at most `tokens` together when they are
+    padded.
+    """
     taken = list[Row]()
     longest = 0
     for row in rows:
@@ -104,7 +125,11 @@ def _take_within(rows: Iterable[Row], tokens: int) -> list[Row]:
 def _is_row(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> bool:
     labeled = labels[labels != IGNORE_INDEX]
     numbers = torch.cat([ids, labeled])
-    are_ids = numbers.dtype == torch.int64 and len(labeled) > 0 and 0 <= int(numbers.min()) <= int(numbers.max())
+    are_ids = (
+        numbers.dtype == torch.int64
+        and len(labeled) > 0
+        and 0 <= int(numbers.min()) <= int(numbers.max())
+    )
     return ids.shape == labels.shape and are_ids and int(numbers.max()) < vocabulary
 
 
@@ -121,25 +146,36 @@ class MergedScore:
 
 
 def can_be_measured(source: Source, target: TargetModel) -> bool:
-    """Whether all that is quantized is read by plain linear layers, which alone can have several weights at once."""
-    modules = (target.model.get_submodule(name.rpartition(".")[0]) for name in find_quantized(source, target))
+    """Whether all that is quantized is read by plain linear layers, which alone can have several
+    weights at once.
+    """
+    modules = (
+        target.model.get_submodule(name.rpartition(".")[0])
+        for name in find_quantized(source, target)
+    )
     return all(type(module) is nn.Linear for module in modules)
 
 
 def measure_merges(
     source: Source, target: TargetModel, dtype: torch.dtype, rows: ComparisonRows
 ) -> dict[str, MergedScore]:
-    """The trained model and both merged ones, in one pass over the base's files: each weight is quantized once.
+    """The trained model and both merged ones, in one pass over the base's files: each weight is
+    quantized once.
 
-    The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones
-    are rounded to `dtype`, in which they are written. A base that is stored quantized has no original.
+    The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute
+    dtype; the merged ones are rounded to `dtype`, in which they are written. A base that is stored
+    quantized has no original.
     """
     stored = find_stored(source, target)
     read_dequantized = make_dequantizer(source)
-    variants = {TRAINED: plan_values(source, target, stored, torch.float32, "dequantized", read_dequantized)}
+    variants = {
+        TRAINED: plan_values(source, target, stored, torch.float32, "dequantized", read_dequantized)
+    }
     if not source.quantized:
         variants["original"] = plan_values(source, target, stored, dtype, "original")
-    variants["dequantized"] = plan_values(source, target, stored, dtype, "dequantized", read_dequantized)
+    variants["dequantized"] = plan_values(
+        source, target, stored, dtype, "dequantized", read_dequantized
+    )
     scores = measure(target.model, [rows_of(values, target) for values in variants.values()], rows)
     return dict(zip(variants, scores, strict=True))
 
@@ -151,9 +187,14 @@ def rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows, round_inputs: Sequence[RoundInputs | None] = ()
+    model: nn.Module,
+    variants: Sequence[Rows],
+    rows: ComparisonRows,
+    round_inputs: Sequence[RoundInputs | None] = (),
 ) -> list[MergedScore]:
-    """Each variant on `rows`; the first is the one that logits are compared with. Logits are never whole.
+    """Each variant on `rows`; the first is the one that logits are compared with.
+
+    Logits are never whole.
 
     round_inputs: of each variant, what is done to the inputs of linear layers; none: nothing.
     """
@@ -169,24 +210,33 @@ def measure(
     inputs = {"input_ids": rows.input_ids}
     if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
         install_document_rotary(model)
-        inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(rows.lengths[:, None] - 1)
+        inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(
+            rows.lengths[:, None] - 1
+        )
     with stream(model, variants, round_inputs):
         inputs = {name: ids.repeat(count, 1) for name, ids in inputs.items()}
         hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
-            scores, _ = factors.logits.forward(head_of(plain)(hidden[:, start : start + chunk]).float())
+            scores, _ = factors.logits.forward(
+                head_of(plain)(hidden[:, start : start + chunk]).float()
+            )
             wanted = labels[start : start + chunk].repeat(count)
-            each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+            each = functional.cross_entropy(
+                scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none"
+            )
             losses += each.view(count, -1).double().sum(1)
             differences = torch.maximum(differences, (scores - scores[:1]).abs().flatten(1).amax(1))
             scores = scores[:, labels[start : start + chunk] != IGNORE_INDEX].log_softmax(-1)
             divergences += (scores[:1].exp() * (scores[:1] - scores)).flatten(1).double().sum(1)
-    scored = zip(losses / rows.labeled_tokens, differences, divergences / rows.labeled_tokens, strict=True)
+    scored = zip(
+        losses / rows.labeled_tokens, differences, divergences / rows.labeled_tokens, strict=True
+    )
     return [MergedScore(*(float(number) for number in numbers)) for numbers in scored]
 
 
-# In nats. The dequantized base is the one that was trained: the original must be better by more than rounding explains.
+# In nats. The dequantized base is the one that was trained: the original must be better by more
+# than rounding explains.
 NOTICEABLE_LOSS = 1e-3
 
 
@@ -205,8 +255,9 @@ class MergeChoice:
 def choose_merge(
     source: Source, target: TargetModel, options: ExportOptions, log: Callable[[str], object]
 ) -> MergeChoice | None:
-    """Measures both merged models beside the trained one, logs the numbers, and chooses. None where no adapter is
-    merged, or its base was not quantized.
+    """Measures both merged models beside the trained one, logs the numbers, and chooses.
+
+    None where no adapter is merged, or its base was not quantized.
     """
     bits = source.quantization.bits
     if source.adapter is None or bits is None:
@@ -215,17 +266,23 @@ def choose_merge(
         return None
     if source.quantized and options.merge_onto == "original":
         raise UserError(
-            f"{source.base}: --merge-onto original: the base is stored in {bits} bits; name the original with "
-            "--base-model"
+            f"{source.base}: --merge-onto original: the base is stored in {bits} bits; name the "
+            "original with --base-model"
         )
     model: Any = target.model
     parameters = sum(p.numel() for p in model.parameters())
     vocabulary = model.config.get_text_config().vocab_size
     rows = read_comparison_rows(source.run, parameters, vocabulary)
-    if rows is None or not can_be_measured(source, target) or (options.merge_onto and not options.verify):
+    if (
+        rows is None
+        or not can_be_measured(source, target)
+        or (options.merge_onto and not options.verify)
+    ):
         onto = options.merge_onto or "dequantized"
         reason = (
-            "as --merge-onto says" if options.merge_onto else "which the adapter was trained on; nothing was measured"
+            "as --merge-onto says"
+            if options.merge_onto
+            else "which the adapter was trained on; nothing was measured"
         )
         log(f"merged onto the {onto} base, {reason}")
         return MergeChoice(onto, reason)
@@ -241,15 +298,21 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
     if choice.rows is None:
         return []
     kind = "held-out" if choice.rows.held_out else "training"
-    lines = [f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"]
+    lines = [
+        f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"
+    ]
     for name, score in choice.measured.items():
-        difference = "" if name == TRAINED else f", largest logit difference {score.logit_difference:.3g}"
+        difference = (
+            "" if name == TRAINED else f", largest logit difference {score.logit_difference:.3g}"
+        )
         label = f"{bits}-bit base + adapter" if name == TRAINED else f"merged onto the {name} base"
         lines.append(f"        {label}: loss {score.loss:.4f}{difference}")
     return [*lines, f"        exported: onto the {choice.onto} base, {choice.reason}"]
 
 
-def _choose(measured: Mapping[str, MergedScore], rows: ComparisonRows, asked: MergeOnto | None) -> MergeChoice:
+def _choose(
+    measured: Mapping[str, MergedScore], rows: ComparisonRows, asked: MergeOnto | None
+) -> MergeChoice:
     if asked is not None:
         return MergeChoice(asked, "as --merge-onto says", rows, measured)
     if "original" not in measured:
@@ -260,5 +323,8 @@ def _choose(measured: Mapping[str, MergedScore], rows: ComparisonRows, asked: Me
     if gain < -NOTICEABLE_LOSS:
         return MergeChoice("dequantized", f"whose loss is lower by {-gain:.4f}", rows, measured)
     return MergeChoice(
-        "dequantized", "which the adapter was trained on; the losses are as good as equal", rows, measured
+        "dequantized",
+        "which the adapter was trained on; the losses are as good as equal",
+        rows,
+        measured,
     )

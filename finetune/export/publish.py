@@ -1,4 +1,7 @@
-"""The folder that an export makes: what may be asked of it, and how it appears whole or not at all. No torch."""
+"""The folder that an export makes: what may be asked of it, and how it appears whole or not at all.
+
+No torch.
+"""
 
 import os
 import shutil
@@ -21,7 +24,8 @@ from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
-MergeOnto = Literal["original", "dequantized"]  # the base that an adapter trained on a quantized one is merged onto
+# the base that an adapter trained on a quantized one is merged onto
+MergeOnto = Literal["original", "dequantized"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +41,24 @@ class ExportOptions:
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
     formats: tuple[str, ...] = ("safetensors",)
-    keys: Mapping[str, Any] = field(default_factory=dict)  # of the formats (`list_keys`); each has its default
+    # of the formats (`list_keys`); each has its default
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         """The value of a format's key."""
         return self.all_keys()[name]
 
     def all_keys(self) -> dict[str, Any]:
-        """The values of all formats' keys, by name. Raises `UserError` where `keys` has one that no format knows."""
+        """The values of all formats' keys, by name.
+
+        Raises `UserError` where `keys` has one that no format knows.
+        """
         defaults = {key.name: key.default for key in list_keys()}
         for name in self.keys:
             if name not in defaults:
-                raise UserError(f"export: {name}: not an argument; the formats have {', '.join(defaults)}")
+                raise UserError(
+                    f"export: {name}: not an argument; the formats have {', '.join(defaults)}"
+                )
         return defaults | dict(self.keys)
 
 
@@ -58,10 +68,15 @@ def is_alone(name: str, options: "ExportOptions") -> bool:
 
 
 def _was_quantized(source: Path) -> bool:
-    """Whether a checkpoint in `source`, by the recipe in its state, has an adapter of a quantized base."""
+    """Whether a checkpoint in `source`, by the recipe in its state, has an adapter of a quantized
+    base.
+    """
     states = [source / STATE, *source.glob(f"*/{STATE}"), *source.glob(f"checkpoints/*/{STATE}")]
     recipes = (read_json_object(state).get("recipe") for state in states)
-    return any(isinstance(each, dict) and read_recipe_quantization(each).bits is not None for each in recipes)
+    return any(
+        isinstance(each, dict) and read_recipe_quantization(each).bits is not None
+        for each in recipes
+    )
 
 
 def check_request(source: Path, output: Path, options: ExportOptions) -> None:
@@ -86,7 +101,9 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
     if options.merge_onto is not None and not _was_quantized(source):
-        raise UserError(f"{source}: --merge-onto: not known to be trained on a quantized base; omit it")
+        raise UserError(
+            f"{source}: --merge-onto: not known to be trained on a quantized base; omit it"
+        )
     if source.resolve().is_relative_to(output.resolve()):
         raise UserError(f"{output}: holds what is exported; choose another --output")
     _check_replaceable(output, options.overwrite)
@@ -106,7 +123,8 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Where the block raises, the folder is removed, with the folders above it that were made for it.
 
-    Raises `UserError` where `output` exists and may not be replaced, or another process is exporting to it.
+    Raises `UserError` where `output` exists and may not be replaced, or another process is
+    exporting to it.
     """
     durable.restore_folder(output)
     _check_replaceable(output, overwrite)
@@ -125,7 +143,9 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _remove_empty(missing)
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
-            raise UserError(f"{output}: cannot be written: {reason}; nothing is left of the export") from None
+            raise UserError(
+                f"{output}: cannot be written: {reason}; nothing is left of the export"
+            ) from None
         raise
     finally:
         os.close(lock)
@@ -136,20 +156,33 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
     if not (output.exists() or output.is_symlink()):
         return
     if not overwrite:
-        raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
+        raise UserError(
+            f"{output}: exists; choose another --output, or replace it with --overwrite"
+        )
     is_export = output.is_dir() and not output.is_symlink()
-    names = [CONFIG_FILE, ADAPTER_CONFIG, *(f"*{row.suffix}" for row in EXPORT_FORMATS.values() if row.suffix)]
-    if not is_export or (any(output.iterdir()) and not any(any(output.glob(name)) for name in names)):
-        raise UserError(f"{output}: not an exported model, so --overwrite does not replace it; choose another --output")
+    names = [
+        CONFIG_FILE,
+        ADAPTER_CONFIG,
+        *(f"*{row.suffix}" for row in EXPORT_FORMATS.values() if row.suffix),
+    ]
+    if not is_export or (
+        any(output.iterdir()) and not any(any(output.glob(name)) for name in names)
+    ):
+        raise UserError(
+            f"{output}: not an exported model, so --overwrite does not replace it; choose another "
+            "--output"
+        )
 
 
 def check_disk_space(folder: Path, needed_bytes: int) -> None:
-    """Raises `UserError` where the disk under `folder` has less than `needed_bytes` and a reserve free."""
+    """Raises `UserError` where the disk under `folder` has less than `needed_bytes` and a reserve
+    free.
+    """
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + EXPORT_SPARE_BYTES:
         raise UserError(
-            f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has {disk_size(free)} free; "
-            "make room or choose another --output"
+            f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has "
+            f"{disk_size(free)} free; make room or choose another --output"
         )
 
 
@@ -177,16 +210,20 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and a lost terminal end the block by `SystemExit`, so that unfinished files are removed."""
+    """SIGINT, SIGTERM and a lost terminal end the block by `SystemExit`, so that unfinished files
+    are removed.
+    """
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if not received:  # under a launcher Ctrl-C arrives twice; the second must not interrupt the removal
+        # under a launcher Ctrl-C arrives twice; the second must not interrupt the removal
+        if not received:
             received.append(number)
             raise SystemExit(128 + number)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    # nohup ignores SIGHUP
+    handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in handled}
     try:
         yield

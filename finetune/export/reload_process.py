@@ -1,6 +1,8 @@
-"""The parent's side of the process that opens an export (verify.py): starts it, and takes its results.
+"""The parent's side of the process that opens an export (verify.py): starts it, and takes its
+results.
 
-The process takes seconds to import, so that it is started early, beside the imports here: this file imports no torch.
+The process takes seconds to import, so that it is started early, beside the imports here: this file
+imports no torch.
 """
 
 import json
@@ -20,7 +22,14 @@ from finetune.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +39,23 @@ class ReloadProcess:
     process: "subprocess.Popen[str]"
     results: Path  # the file that it leaves
 
-    def open_folder(self, folder: Path, files: Collection[str], *, trust_remote_code: bool = False) -> None:
-        """Starts its work: all of `folder` is there but the values in its `files`, which it reads in this order."""
-        self._send({"folder": str(folder), "files": list(files), "trust_remote_code": trust_remote_code})
+    def open_folder(
+        self, folder: Path, files: Collection[str], *, trust_remote_code: bool = False
+    ) -> None:
+        """Starts its work: all of `folder` is there but the values in its `files`, which it reads
+        in this order.
+        """
+        self._send(
+            {"folder": str(folder), "files": list(files), "trust_remote_code": trust_remote_code}
+        )
 
     def on_disk(self, file: str, end: int) -> None:
         """The first `end` bytes of `file` may be read."""
         self._send({"file": file, "end": end})
 
     def read_results(self) -> "tuple[torch.Tensor, dict[str, str]]":
-        """Waits for the logits of the folder's model, and every tensor's digest, by name, in hexadecimal.
+        """Waits for the logits of the folder's model, and every tensor's digest, by name, in
+        hexadecimal.
 
         Raises `UserError` where the folder could not be used.
         """
@@ -61,13 +77,18 @@ class ReloadProcess:
 
 @contextmanager
 def start_reload() -> Iterator[ReloadProcess]:
-    """A process that imports, and waits for a folder to open. It is killed at the end of the block."""
+    """A process that imports, and waits for a folder to open.
+
+    It is killed at the end of the block.
+    """
     with TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.safetensors"
         command = [sys.executable, "-m", "finetune.export.verify", str(results)]
         pipe = subprocess.PIPE
         null = subprocess.DEVNULL
-        with subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True) as process:
+        with subprocess.Popen(
+            command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True
+        ) as process:
             try:
                 yield ReloadProcess(process, results)
             finally:
@@ -86,7 +107,9 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers' threads would hold several whole tensors at once
+        # transformers' threads would hold several whole tensors at once
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",
         "OMP_NUM_THREADS": "1",  # as in every thread of the export: the order of sums depends on it
-        "MALLOC_ARENA_MAX": "1",  # as in the export's own process: what one thread frees, another uses
+        # as in the export's own process: what one thread frees, another uses
+        "MALLOC_ARENA_MAX": "1",
     }

@@ -1,4 +1,6 @@
-"""What makes an exported language model one of sentence-transformers: which states are pooled, and the prompts."""
+"""What makes an exported language model one of sentence-transformers: which states are pooled, and
+the prompts.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +40,10 @@ def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dic
             **{name: mode == pooled for mode, name in modes.items()},
             "include_prompt": True,
         },
-        "sentence_bert_config.json": {"max_seq_length": recipe.get("max_length"), "do_lower_case": False},
+        "sentence_bert_config.json": {
+            "max_seq_length": recipe.get("max_length"),
+            "do_lower_case": False,
+        },
         "config_sentence_transformers.json": {
             "prompts": {key: recipe.get(f"{key}_prompt") or "" for key in ("query", "document")},
             "default_prompt_name": None,

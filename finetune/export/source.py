@@ -33,7 +33,8 @@ from finetune.models.quantized_weights import StoredQuantized, dequantize_publis
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
 FSDP_FILE = "pytorch_model_fsdp.bin"
-DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
+# of a hub repository
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
 
@@ -49,20 +50,26 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export, opened and described; no values are read yet. Returned by `open_source`."""
+    """A model to export, opened and described; no values are read yet.
+
+    Returned by `open_source`.
+    """
 
     path: Path  # as errors name it
     description: Path  # the folder with config.json, tokenizer and chat template
-    tensors: dict[str, StoredTensor]  # by the names in the files; the base model's where there is an adapter
+    # by the names in the files; the base model's where there is an adapter
+    tensors: dict[str, StoredTensor]
     names_may_be_prefixed: bool = False
     adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder
     base: Path | None = None  # its folder, where it is on this machine
     base_is_named: bool = False  # by --base-model
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
-    state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of this project
+    # state.json of a checkpoint of this project
+    state: Mapping[str, Any] = field(default_factory=dict)
     run: Path | None = None  # the run's folder, where the source belongs to one
-    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `tensors`, those stored in 4 or 8 bits
+    # of `tensors`, those stored in 4 or 8 bits
+    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -80,14 +87,21 @@ class Source:
         return getattr(torch, str(self.state.get("compute_dtype")), torch.bfloat16)
 
 
-def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str], object] = print) -> Source:
-    """Opens `path`, whichever of the kinds above it is. Newer checkpoints that are damaged are logged.
+def open_source(
+    path: Path, *, base_model: str | None = None, log: Callable[[str], object] = print
+) -> Source:
+    """Opens `path`, whichever of the kinds above it is.
 
-    Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is missing.
+    Newer checkpoints that are damaged are logged.
+
+    Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is
+    missing.
     """
     checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
-        source = replace(_open_checkpoint(checkpoint, base_model), base_is_named=base_model is not None)
+        source = replace(
+            _open_checkpoint(checkpoint, base_model), base_is_named=base_model is not None
+        )
         return replace(source, base_differs=not _is_base_the_trained_one(source, base_model, log))
     if (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, base_model)
@@ -95,7 +109,8 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
     has_config = (path / CONFIG_FILE).exists()
     if not has_config and base_model is None:
         raise UserError(
-            f"{path}: has no config.json; name the model that was trained (a folder or a hub name) with --base-model"
+            f"{path}: has no config.json; name the model that was trained (a folder or a hub name) "
+            "with --base-model"
         )
     base = find_base(base_model) if base_model else None
     description = path if has_config or base is None else base
@@ -103,15 +118,19 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
 
 
 def find_base(name: str, revision: str | None = None, *, with_weights: bool = False) -> Path:
-    """The folder of a base model: `name`, or a hub name's from cache or hub (without weights by default).
+    """The folder of a base model: `name`, or a hub name's from cache or hub (without weights by
+    default).
 
     Raises `UserError` where it is missing or unreachable.
     """
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_absolute():
-        raise UserError(f"{name}: the base model's folder is gone; name its new place with --base-model")
-    download_file(name, CONFIG_FILE, revision)  # says what is wrong with a repository of something else
+        raise UserError(
+            f"{name}: the base model's folder is gone; name its new place with --base-model"
+        )
+    # says what is wrong with a repository of something else
+    download_file(name, CONFIG_FILE, revision)
     patterns = [*DESCRIPTIONS, "*.safetensors"] if with_weights else DESCRIPTIONS
     return download_folder(name, patterns, "its files", revision)
 
@@ -121,7 +140,9 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
     checkpoint = find_checkpoint_of(path)
     if checkpoint is not None:
         if problems := _find_problems(checkpoint):
-            raise UserError(f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run")
+            raise UserError(
+                f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run"
+            )
         return checkpoint
     run = path.parent if path.name == "checkpoints" and list_checkpoints(path.parent) else path
     if not list_checkpoints(run):
@@ -137,7 +158,9 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
 
 def _find_problems(checkpoint: Path) -> list[str]:
     """What is wrong with the model in a checkpoint of this project; reads every byte of it."""
-    total_bytes = sum(path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file())
+    total_bytes = sum(
+        path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file()
+    )
     with progress_bar(f"checking {checkpoint.name}", total_bytes) as advance:
         return find_damage(checkpoint, parts=[MODEL], advance=advance)
 
@@ -157,13 +180,22 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     return replace(source, base=find_local_folder(name, revision) if name else None)
 
 
-def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> bool:
-    """Whether the base has the weights that the adapter was trained on, if known; reads every byte of it.
+def _is_base_the_trained_one(
+    source: Source, given: str | None, log: Callable[[str], object]
+) -> bool:
+    """Whether the base has the weights that the adapter was trained on, if known; reads every byte
+    of it.
 
-    Raises `UserError` for others, unless --base-model named that base: then the difference is logged.
+    Raises `UserError` for others, unless --base-model named that base: then the difference is
+    logged.
     """
     trained_on = source.state.get("inputs", {}).get("base")
-    if source.adapter is None or source.base is None or trained_on is None or hash_weights(source.base) == trained_on:
+    if (
+        source.adapter is None
+        or source.base is None
+        or trained_on is None
+        or hash_weights(source.base) == trained_on
+    ):
         return True
     problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
     if given is None:
@@ -188,13 +220,22 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
     """`source`, whose tensors are an adapter's, with the base model under it."""
     check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
     if source.base_model is None:
-        raise UserError(f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model")
+        raise UserError(
+            f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model"
+        )
     base = find_base(source.base_model, revision, with_weights=True)
     named = {peft_name(name): tensor for name, tensor in source.tensors.items()}
     adapter = Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
     description = source.description if (source.description / CONFIG_FILE).exists() else base
     tensors, quantized = split_quantized(read_folder(base), str(base))
-    return replace(source, description=description, tensors=tensors, adapter=adapter, base=base, quantized=quantized)
+    return replace(
+        source,
+        description=description,
+        tensors=tensors,
+        adapter=adapter,
+        base=base,
+        quantized=quantized,
+    )
 
 
 def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
@@ -204,10 +245,12 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
             return torch_files.read_dcp_folder(folder), True
     if any(path.glob("*.safetensors")):
         return dequantize_published(read_folder(path), path), False
-    files = [path / name for name in TORCH_FILES if (path / name).exists()][:1] or sorted(path.glob(TORCH_SHARDS))
+    files = [path / name for name in TORCH_FILES if (path / name).exists()][:1] or sorted(
+        path.glob(TORCH_SHARDS)
+    )
     if files:
         return torch_files.read_torch_files(files), True
     raise UserError(
-        f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
-        f"{' or '.join(TORCH_FILES[:2])}"
+        f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no "
+        f"*.safetensors, no {' or '.join(TORCH_FILES[:2])}"
     )

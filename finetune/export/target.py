@@ -1,4 +1,6 @@
-"""The model that an export makes: built on meta, its tensors computed from the stored ones, in rows."""
+"""The model that an export makes: built on meta, its tensors computed from the stored ones, in
+rows.
+"""
 
 import copy
 import math
@@ -21,11 +23,18 @@ from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
-from finetune.models.weights import Box, are_equal, boxes_of_files, convert_to_parameters, find_mismatches
+from finetune.models.weights import (
+    Box,
+    are_equal,
+    boxes_of_files,
+    convert_to_parameters,
+    find_mismatches,
+)
 
 SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
-# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator
-# keeps instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
+# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and
+# that the allocator keeps instead of returning them to the kernel, take a third of the CPU time of
+# 32 MiB blocks.
 BLOCK_BYTES = 4 * 1024 * 1024
 PREFETCHED_BLOCKS = 2
 # torch.compile's, FSDP1's, activation checkpointing's
@@ -36,22 +45,29 @@ Block = TypeVar("Block")
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The tensors of a causal language model, as it holds them and as its files do. Returned by `describe_target`."""
+    """The tensors of a causal language model, as it holds them and as its files do.
+
+    Returned by `describe_target`.
+    """
 
     config_json: dict[str, Any]  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
     shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
-    files: dict[str, Box]  # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
-    beside: frozenset[str]  # names of what a vision-language model has beside its language model, never trained
+    # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
+    files: dict[str, Box]
+    # names of what a vision-language model has beside its language model, never trained
+    beside: frozenset[str]
 
     @property
     def class_name(self) -> str:
         return type(self.model).__name__
 
     def written_dtype(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-        """The dtype in which `name`, stored as `stored`, is written to a model of dtype `wanted`."""
+        """The dtype in which `name`, stored as `stored`, is written to a model of dtype
+        `wanted`.
+        """
         if not stored.is_floating_point:
             return stored
         return torch.float32 if name in self.float32 else wanted
@@ -60,19 +76,25 @@ class TargetModel:
         """The content of config.json, with the dtype and the class of what is written."""
         config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
         config["dtype"] = name = str(dtype).removeprefix("torch.")
-        for part in (config, *(config[key] for key in SECTIONS if isinstance(config.get(key), dict))):
+        for part in (
+            config,
+            *(config[key] for key in SECTIONS if isinstance(config.get(key), dict)),
+        ):
             if part is not config.get("vision_config"):
                 part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
             if part.get("use_cache") is False:
                 part["use_cache"] = True  # training turned it off; generation needs it
             _add_rope_of_transformers_4(part)
         if not trust_remote_code:
-            config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
+            # the code that it names is not in the folder, and transformers has the class
+            config.pop("auto_map", None)
         return config
 
 
 def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
-    """Adds the keys of transformers 4, which mlx-lm reads: without them it uses wrong frequencies."""
+    """Adds the keys of transformers 4, which mlx-lm reads: without them it uses wrong
+    frequencies.
+    """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return
@@ -94,7 +116,8 @@ def import_transformers() -> None:
 def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetModel:
     """The model that config.json of `folder` describes.
 
-    Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a quantized model.
+    Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a
+    quantized model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -102,16 +125,22 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
     if not path.exists():
         raise UserError(f"{path}: missing; name the model that was trained with --base-model")
     config_json = load_json(path)
-    if "auto_map" in config_json and config_json.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+    if (
+        "auto_map" in config_json
+        and config_json.get("model_type") not in CONFIG_MAPPING
+        and not trust_remote_code
+    ):
         raise UserError(
-            f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); read it, then "
-            "allow it with --trust-remote-code"
+            f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); "
+            "read it, then allow it with --trust-remote-code"
         )
-    if read_published_form(config_json.get("quantization_config")) is not None:  # of a base, which is read dequantized
+    # of a base, which is read dequantized
+    if read_published_form(config_json.get("quantization_config")) is not None:
         del config_json["quantization_config"]
     if "quantization_config" in config_json:
         raise UserError(
-            f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"
+            f"{path}: quantization_config: quantized weights cannot be exported; name the "
+            "unquantized model"
         )
     model = _build_model(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -140,18 +169,24 @@ def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
         raise UserError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     except Exception as error:  # a config can be wrong in any way
         reason = first_line(error)
-        raise UserError(f"{path}: describes no causal language model that transformers can build: {reason}") from None
+        raise UserError(
+            f"{path}: describes no causal language model that transformers can build: {reason}"
+        ) from None
 
 
 def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
-    modules = [re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    modules = [
+        re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    ]
     pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)") if modules else None
     return frozenset(name for name in names if pattern is not None and pattern.search(name))
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the result. `rows(start, stop)` are its rows in float32, or as stored if not floating.
+    """One tensor of the result.
+
+    `rows(start, stop)` are its rows in float32, or as stored if not floating.
 
     A scalar has one row, itself. Reading the same rows again gives the same bits.
     """
@@ -167,7 +202,8 @@ class Value:
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32 (but at least a row).
+    """(start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32 (but at
+    least a row).
 
     >>> list(row_blocks((3, 2**19)))
     [(0, 2), (2, 3)]
@@ -185,7 +221,10 @@ def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
     rows = value.rows(start, stop)
     cast = rows.to(value.dtype)
     if value.dtype == torch.float16 and not torch.equal(torch.isfinite(cast), torch.isfinite(rows)):
-        raise UserError(f"{value.name}: holds values beyond float16's 65,504; export with --dtype bfloat16 or float32")
+        raise UserError(
+            f"{value.name}: holds values beyond float16's 65,504; export with --dtype bfloat16 or "
+            "float32"
+        )
     return cast
 
 
@@ -201,7 +240,10 @@ def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
 
 
 def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
-    """A stored tensor as a value to write, under another name and dtype. Its rows are read when asked for."""
+    """A stored tensor as a value to write, under another name and dtype.
+
+    Its rows are read when asked for.
+    """
 
     def rows(start: int, stop: int) -> torch.Tensor:
         return as_floating(read_rows(stored, start, stop))
@@ -216,14 +258,17 @@ def as_floating(block: torch.Tensor) -> torch.Tensor:
 
 
 def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
-    """`compute(*part)` for each part, in order; a thread computes the next ones while the caller works on this one.
+    """`compute(*part)` for each part, in order; a thread computes the next ones while the caller
+    works on this one.
 
     >>> list(prefetch(pow, [(2, 3), (3, 2)]))
     [8, 9]
     """
     remaining = iter(parts)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting: list[Future[Block]] = [pool.submit(compute, *part) for part in islice(remaining, PREFETCHED_BLOCKS)]
+        waiting: list[Future[Block]] = [
+            pool.submit(compute, *part) for part in islice(remaining, PREFETCHED_BLOCKS)
+        ]
         try:
             while waiting:
                 block = waiting.pop(0).result()
@@ -239,23 +284,29 @@ def match_tensors(
 ) -> dict[str, StoredTensor]:
     """The stored tensors by the target's names, each of them once, in its order.
 
-    `prefixed`: the names may have a common prefix (`model.` in Accelerate's folders) and other tensors may lie beside
-    them (an optimizer's). A tied tensor that is stored twice counts once, if both are equal.
+    `prefixed`: the names may have a common prefix (`model.` in Accelerate's folders) and other
+    tensors may lie beside them (an optimizer's). A tied tensor that is stored twice counts once, if
+    both are equal.
 
     Raises `UserError` listing what is missing, unexpected or of another shape.
     """
     named = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
     if prefixed:
         prefix = _find_prefix(named, target, where)
-        named = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+        named = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in named.items()
+            if name.startswith(prefix)
+        }
     named = convert_to_parameters(target.model, named, where)
     for tied, source in target.tied.items():
         if tied in named:
             twin = named.pop(tied)
             if not are_equal(twin, first := named.setdefault(source, twin)):
                 raise UserError(
-                    f"{where}: {tied} differs from {first.name}, which the config says it is tied to; set "
-                    "tie_word_embeddings to false in config.json if it was trained on its own"
+                    f"{where}: {tied} differs from {first.name}, which the config says it is tied "
+                    "to; set tie_word_embeddings to false in config.json if it was trained on its "
+                    "own"
                 )
     problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
@@ -274,5 +325,7 @@ def _find_prefix(named: Mapping[str, StoredTensor], target: TargetModel, where: 
                 counts[prefix] = counts.get(prefix, 0) + 1
     best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
     if len(best) > 1:
-        raise UserError(f"{where}: holds the model more than once, under {' and '.join(sorted(best))}; keep one")
+        raise UserError(
+            f"{where}: holds the model more than once, under {' and '.join(sorted(best))}; keep one"
+        )
     return best[0] if best else ""

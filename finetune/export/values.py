@@ -1,4 +1,6 @@
-"""The tensors of the result as values: as stored, or with an adapter merged onto its base, dequantized or not."""
+"""The tensors of the result as values: as stored, or with an adapter merged onto its base,
+dequantized or not.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,8 +14,24 @@ from finetune.config.pretrained import why_unsupported
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
-from finetune.export.target import TargetModel, Value, as_floating, match_tensors, read_rows, row_blocks, stored_value
-from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_folder, read_slice
+from finetune.export.target import (
+    TargetModel,
+    Value,
+    as_floating,
+    match_tensors,
+    read_rows,
+    row_blocks,
+    stored_value,
+)
+from finetune.files.tensors import (
+    StoredTensor,
+    choose_dtype,
+    config_dtype,
+    main_dtype,
+    read,
+    read_folder,
+    read_slice,
+)
 from finetune.models.head_scores import add_new_head
 from finetune.models.lora import AdaptedParameter, find_adapted_parameters
 from finetune.models.quantized_layers import quantized_weights
@@ -27,7 +45,8 @@ BASE_LAYER = ".base_layer."
 class WeightUpdate:
     """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
 
-    apply: Callable[[torch.Tensor, Slices], torch.Tensor]  # (elements of the base, where they are) -> the same, updated
+    # (elements of the base, where they are) -> the same, updated
+    apply: Callable[[torch.Tensor, Slices], torch.Tensor]
     shape: tuple[int, ...]  # of the tensor that it fits
     used: frozenset[str]  # the adapter's tensors in it
     is_whole: bool = False  # whether the tensor is replaced
@@ -35,19 +54,36 @@ class WeightUpdate:
 
 
 def refuse_idle(adapter: Adapter, where: str) -> None:
-    """Raises `UserError` where an adapter changes nothing: all that it has are factors whose products are zero."""
+    """Raises `UserError` where an adapter changes nothing: all that it has are factors whose
+    products are zero.
+    """
     ends = (".lora_B.weight", ".lora_embedding_B")
-    factors = {name for name in adapter.tensors if name.endswith((*ends, ".lora_A.weight", ".lora_embedding_A"))}
+    factors = {
+        name
+        for name in adapter.tensors
+        if name.endswith((*ends, ".lora_A.weight", ".lora_embedding_A"))
+    }
     seconds = [adapter.tensors[name] for name in factors if name.endswith(ends)]
-    if seconds and factors == adapter.tensors.keys() and not any(read(second).any() for second in seconds):
+    if (
+        seconds
+        and factors == adapter.tensors.keys()
+        and not any(read(second).any() for second in seconds)
+    ):
         raise UserError(
-            f"{where}: the adapter changes nothing: every lora_B in it is zero, as before training; train it"
+            f"{where}: the adapter changes nothing: every lora_B in it is zero, as before "
+            "training; train it"
         )
 
 
 def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
-    """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted embedding."""
-    return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if _is_own_base(name)}
+    """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted
+    embedding.
+    """
+    return {
+        name.replace(BASE_LAYER, "."): t
+        for name, t in adapter.tensors.items()
+        if _is_own_base(name)
+    }
 
 
 def _is_own_base(name: str) -> bool:
@@ -60,38 +96,53 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
     updates: dict[str, WeightUpdate] = {}
-    parameters = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
+    parameters = find_adapted_parameters(
+        target.model, adapter.config.get("target_parameters") or ()
+    )
     for name in sorted(adapter.tensors):
         module = name.rpartition(".lora_")[0]
         if name.endswith(".lora_A.weight") and module in parameters:
-            updates[parameters[module].name] = _parameter_update(adapter, module, parameters[module], where)
+            updates[parameters[module].name] = _parameter_update(
+                adapter, module, parameters[module], where
+            )
         elif name.endswith(".lora_A.weight"):
             updates[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
         elif name.endswith(".lora_B.bias"):
             updates[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
             updates[f"{module}.weight"] = _embedding_update(adapter, module, where)
-        elif name in target.shapes or (name in target.tied and not _repeats(adapter, name, target.tied[name])):
+        elif name in target.shapes or (
+            name in target.tied and not _repeats(adapter, name, target.tied[name])
+        ):
             updates[name] = _replacement(adapter.tensors[name], name)
     used = frozenset(filter(_is_own_base, adapter.tensors))
     used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     used = used.union(*(update.used for update in updates.values()))
     problems = [
-        f"{where}: {name}: is no part of LoRA for {target.class_name}" for name in sorted(adapter.tensors.keys() - used)
+        f"{where}: {name}: is no part of LoRA for {target.class_name}"
+        for name in sorted(adapter.tensors.keys() - used)
     ]
     fits = {name: update.shape for name, update in updates.items()}
     fits |= {name: tensor.shape for name, tensor in find_own_bases(adapter).items()}
-    problems += [p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))]
+    problems += [
+        p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))
+    ]
     if problems or not updates:
         raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
     return updates
 
 
-def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, WeightUpdate]:
+def find_parameter_updates(
+    adapter: Adapter, target: TargetModel, where: str
+) -> dict[str, WeightUpdate]:
     """Those of `find_updates` that peft's target_parameters name."""
     named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     updates = find_updates(adapter, target, where) if named else {}
-    return {parameter.name: updates[parameter.name] for parameter in named.values() if parameter.name in updates}
+    return {
+        parameter.name: updates[parameter.name]
+        for parameter in named.values()
+        if parameter.name in updates
+    }
 
 
 def merged_value(update: WeightUpdate, base: Value) -> Value:
@@ -104,7 +155,9 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
 
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
-    """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern included."""
+    """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
+    included.
+    """
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     for problem in filter(None, map(find_problem, (*ranks, *alphas))):
         raise UserError(f"{where}: {problem}")
@@ -113,10 +166,16 @@ def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float,
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
 
 
-def check_mergeable(adapter: Adapter, updates: Mapping[str, WeightUpdate], target: TargetModel, where: str) -> None:
-    """Raises `UserError` where the base with its updates would not be the model that was trained."""
+def check_mergeable(
+    adapter: Adapter, updates: Mapping[str, WeightUpdate], target: TargetModel, where: str
+) -> None:
+    """Raises `UserError` where the base with its updates would not be the model that was
+    trained.
+    """
     reason = why_unsupported(adapter.config)
-    firsts = {name for name in target.tied.values() if name in updates and not updates[name].is_whole}
+    firsts = {
+        name for name in target.tied.values() if name in updates and not updates[name].is_whole
+    }
     tied = sorted(firsts | (updates.keys() & target.tied.keys()))
     if reason is None and tied:
         reason = f"{tied[0]}: is tied to another weight, and merging would untie them"
@@ -124,8 +183,12 @@ def check_mergeable(adapter: Adapter, updates: Mapping[str, WeightUpdate], targe
         raise UserError(f"{where}: {reason}; --adapter-only exports the adapter as it is")
 
 
-def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter, where: str) -> WeightUpdate:
-    """The update of a parameter that is adapted as such: that of a layer's experts, or the weight of a linear layer."""
+def _parameter_update(
+    adapter: Adapter, module: str, parameter: AdaptedParameter, where: str
+) -> WeightUpdate:
+    """The update of a parameter that is adapted as such: that of a layer's experts, or the weight
+    of a linear layer.
+    """
     if len(parameter.shape) == 2:
         return _linear_update(adapter, module, parameter.name, where)
     a, b, scale, rank = _factors(adapter, module, parameter.name, where, pairs=parameter.shape[0])
@@ -153,75 +216,114 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
     name = f"{module}.lora_magnitude_vector"
     magnitude = adapter.tensors.get(name)
     if (magnitude is not None) != bool(adapter.config.get("use_dora")):
-        raise UserError(f"{where}: {name}: {'present' if magnitude else 'missing'}, which contradicts use_dora")
+        raise UserError(
+            f"{where}: {name}: {'present' if magnitude else 'missing'}, which contradicts use_dora"
+        )
     if magnitude is not None and magnitude.shape != b.shape[:1]:
-        raise UserError(f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows")
+        raise UserError(
+            f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows"
+        )
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
         rows = slices[:1]
         columns = slices[1:]
-        weight = weight + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
+        weight = (
+            weight
+            + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
+        )
         if magnitude is None:
             return weight
         lengths: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
         return (read_slice(magnitude, rows).float() / lengths)[:, None] * weight
 
     used = {a.name, b.name} | ({magnitude.name} if magnitude else set())
-    return WeightUpdate(apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None)
+    return WeightUpdate(
+        apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None
+    )
 
 
 def _embedding_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     """The update of an embedding is (B A)ᵀ: A has a column, the result a row for each token."""
     a, b, scale, _ = _factors(adapter, module, f"{module}.weight", where, kind="lora_embedding_{}")
     if adapter.config.get("use_dora"):
-        raise UserError(f"{where}: {a.name}: DoRA is not merged into embeddings; --adapter-only exports the adapter")
+        raise UserError(
+            f"{where}: {a.name}: DoRA is not merged into embeddings; --adapter-only exports the "
+            "adapter"
+        )
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
-        return weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
+        return (
+            weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
+        )
 
-    return WeightUpdate(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True)
+    return WeightUpdate(
+        apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True
+    )
 
 
 def _bias_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     bias = adapter.tensors[f"{module}.lora_B.bias"]
     scale, _ = scale_of(adapter.config, module, where)
     return WeightUpdate(
-        lambda base, slices: base + scale * read_slice(bias, slices).float(), bias.shape, frozenset({bias.name})
+        lambda base, slices: base + scale * read_slice(bias, slices).float(),
+        bias.shape,
+        frozenset({bias.name}),
     )
 
 
 def _replacement(tensor: StoredTensor, name: str) -> WeightUpdate:
     """A tensor that was trained whole (modules_to_save, or a bias)."""
     return WeightUpdate(
-        lambda _, slices: as_floating(read_slice(tensor, slices)), tensor.shape, frozenset({tensor.name}), is_whole=True
+        lambda _, slices: as_floating(read_slice(tensor, slices)),
+        tensor.shape,
+        frozenset({tensor.name}),
+        is_whole=True,
     )
 
 
 def _repeats(adapter: Adapter, name: str, first: str) -> bool:
-    """Whether an adapter holds a tied tensor under its second `name` too, with the values of the `first`."""
+    """Whether an adapter holds a tied tensor under its second `name` too, with the values of the
+    `first`.
+    """
     second = adapter.tensors.get(name)
     original = adapter.tensors.get(first)
     return second is not None and original is not None and torch.equal(read(second), read(original))
 
 
 def _factors(
-    adapter: Adapter, module: str, weight: str, where: str, *, pairs: int = 1, kind: str = "lora_{}.weight"
+    adapter: Adapter,
+    module: str,
+    weight: str,
+    where: str,
+    *,
+    pairs: int = 1,
+    kind: str = "lora_{}.weight",
 ) -> tuple[StoredTensor, StoredTensor, float, int]:
-    """A [pairs r, in], B [out, pairs r], scale and rank r of the adapter with the names of `module`, for `weight`."""
+    """A [pairs r, in], B [out, pairs r], scale and rank r of the adapter with the names of
+    `module`, for `weight`.
+    """
     a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
     if b not in adapter.tensors:
         raise UserError(f"{where}: {b}: missing, although {a} exists")
     one = adapter.tensors[a]
     other = adapter.tensors[b]
     # peft's patterns name a module; where target_parameters names the parameter, that.
-    is_parameter = any(f".{weight}".endswith(f".{target}") for target in adapter.config.get("target_parameters") or ())
+    is_parameter = any(
+        f".{weight}".endswith(f".{target}")
+        for target in adapter.config.get("target_parameters") or ()
+    )
     scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
     width = pairs * rank
-    if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != width or other.shape[1] != width:
+    if (
+        len(one.shape) != 2
+        or len(other.shape) != 2
+        or one.shape[0] != width
+        or other.shape[1] != width
+    ):
         of_experts = f" of {pairs} experts" if pairs > 1 else ""
         raise UserError(
-            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the "
-            f"config's rank {rank}{of_experts}"
+            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not "
+            f"the config's rank {rank}{of_experts}"
         )
     return one, other, scale, rank
 
@@ -229,9 +331,13 @@ def _factors(
 def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
     expected = target.shapes.get(target.tied.get(name, name))
     if expected is None:
-        return f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
+        return (
+            f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
+        )
     if shape != expected:
-        return f"{where}: {name}: its update has the shape {list(shape)}, the tensor {list(expected)}"
+        return (
+            f"{where}: {name}: its update has the shape {list(shape)}, the tensor {list(expected)}"
+        )
     return None
 
 
@@ -239,14 +345,16 @@ ReadDequantized = Callable[[StoredTensor], torch.Tensor]
 
 
 def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
-    """What is stored, by the target's names: the checkpoint's tensors, or the base's under an adapter.
+    """What is stored, by the target's names: the checkpoint's tensors, or the base's under an
+    adapter.
 
     Raises `UserError` where they are not those of `target`.
     """
     tensors = dict(source.tensors)
     for name, tensor in source.adapter.tensors.items() if source.adapter is not None else ():
         if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
-            tensors[name] = tensor  # an embedding that was trained whole, and has grown with the tokenizer
+            # an embedding that was trained whole, and has grown with the tokenizer
+            tensors[name] = tensor
     if source.adapter is not None:
         tensors = add_new_head(target.model, tensors, source.adapter.tensors)
     stored = match_tensors(tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
@@ -255,44 +363,74 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
     return stored | _find_of_base(source, target, stored)
 
 
-def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Of a checkpoint of ours what its base's files hold beside the language model, where the values are the same."""
-    if not (target.beside and source.state and source.base is not None and any(source.base.glob("*.safetensors"))):
+def _find_of_base(
+    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Of a checkpoint of ours what its base's files hold beside the language model, where the
+    values are the same.
+    """
+    if not (
+        target.beside
+        and source.state
+        and source.base is not None
+        and any(source.base.glob("*.safetensors"))
+    ):
         return {}
     base = convert_to_parameters(target.model, read_folder(source.base), str(source.base))
-    of_same_shape = {name: base[name] for name in target.beside & base.keys() if base[name].shape == stored[name].shape}
+    of_same_shape = {
+        name: base[name]
+        for name in target.beside & base.keys()
+        if base[name].shape == stored[name].shape
+    }
 
     def is_same(name: str) -> bool:
         one = of_same_shape[name]
         other = stored[name]
-        return all(torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b)) for b in row_blocks(one.shape))
+        return all(
+            torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b))
+            for b in row_blocks(one.shape)
+        )
 
     return {name: tensor for name, tensor in of_same_shape.items() if is_same(name)}
 
 
-def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
+def choose_written_dtype(
+    source: Source, target: TargetModel, options: ExportOptions
+) -> torch.dtype:
     """The dtype of the model: the one that was asked for, else the base's."""
     given = options.dtype or source.recipe.get("export_dtype")
-    return choose_dtype(given, source.base, config_dtype(target.config_json), main_dtype(source.tensors.values()))
+    return choose_dtype(
+        given, source.base, config_dtype(target.config_json), main_dtype(source.tensors.values())
+    )
 
 
 def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
-    """The names of the weights that were quantized in the training; empty where the base was not."""
+    """The names of the weights that were quantized in the training; empty where the base was
+    not.
+    """
     if source.quantized:  # their files may leave some linear layers as they are
         return frozenset(source.quantized)
-    return frozenset(quantized_weights(target.model)) if source.quantization.bits is not None else frozenset()
+    return (
+        frozenset(quantized_weights(target.model))
+        if source.quantization.bits is not None
+        else frozenset()
+    )
 
 
 def make_dequantizer(source: Source) -> ReadDequantized:
-    """A function that reads a weight [rows, columns] of the base in the numbers, of the compute dtype, that the
-    training multiplied with. It keeps the latest one, for its rows are asked for block by block: each thread needs its
-    own."""
+    """A function that reads a weight [rows, columns] of the base in the numbers, of the compute
+    dtype, that the training multiplied with.
+
+    It keeps the latest one, for its rows are asked for block by block: each thread needs its own.
+    """
     latest: list[tuple[StoredTensor, torch.Tensor]] = []
 
     def read_dequantized(stored: StoredTensor) -> torch.Tensor:
         if not latest or latest[0][0] is not stored:
             latest.clear()  # freed before the next is computed
-            whole = quantize_whole(source.quantized.get(stored.name) or read(stored), source.quantization)
+            whole = quantize_whole(
+                source.quantized.get(stored.name) or read(stored), source.quantization
+            )
             latest.append((stored, dequantize_tensor(whole, source.compute_dtype)))
         return latest[0][1]
 
@@ -311,8 +449,8 @@ def plan_values(
 ) -> dict[str, Value]:
     """Every tensor of the result, written in `dtype`, by name. Reads none of their values.
 
-    Beside a language model each tensor keeps the dtype that the base's files have, unless `dtype` `is_asked` for.
-    `read_dequantized`: for values of several calls that are read by one thread.
+    Beside a language model each tensor keeps the dtype that the base's files have, unless `dtype`
+    `is_asked` for. `read_dequantized`: for values of several calls that are read by one thread.
 
     Raises `UserError` if the adapter does not fit the target, or the merged model would be another.
     """
@@ -320,7 +458,9 @@ def plan_values(
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
         check_mergeable(source.adapter, updates, target, str(source.path))
-    quantized = find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
+    quantized = (
+        find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
+    )
     read_dequantized = read_dequantized or make_dequantizer(source)
     of_checkpoint = source.adapter is None and bool(source.state)
     values = {}
@@ -335,6 +475,8 @@ def plan_values(
     return values
 
 
-def dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:
+def dequantized_rows(
+    stored: StoredTensor, read_dequantized: ReadDequantized
+) -> Callable[[int, int], torch.Tensor]:
     """The rows of a `Value` that is read by `read_dequantized`, of `make_dequantizer`."""
     return lambda start, stop: read_dequantized(stored)[start:stop].float()

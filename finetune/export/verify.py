@@ -1,10 +1,11 @@
-"""Proof that the files hold the checkpoint: names and values read back, and logits computed by a separate process.
+"""Proof that the files hold the checkpoint: names and values read back, and logits computed by a
+separate process.
 
-The process opens the export as its users will. `reload_process.start_reload` runs `python -m finetune.export.verify
-RESULTS`, which imports, which takes seconds. Lines of JSON on its stdin then name the folder, in which all but the
-values is complete, and say how far its files are on disk. It reads every value from there, a part behind the writer,
-and leaves in the file RESULTS their digests and the logits of fixed prompts. A folder that does not load is one line on
-stderr and exit code 1.
+The process opens the export as its users will. `reload_process.start_reload` runs `python -m
+finetune.export.verify RESULTS`, which imports, which takes seconds. Lines of JSON on its stdin then
+name the folder, in which all but the values is complete, and say how far its files are on disk. It
+reads every value from there, a part behind the writer, and leaves in the file RESULTS their digests
+and the logits of fixed prompts. A folder that does not load is one line on stderr and exit code 1.
 """
 
 import gc
@@ -31,8 +32,21 @@ from finetune.export.logits import stream_logits
 from finetune.export.publish import ExportOptions
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
-from finetune.export.target import TargetModel, describe_target, import_transformers, raw_bytes, read_rows, row_blocks
-from finetune.export.values import BASE_LAYER, WeightUpdate, find_parameter_updates, find_quantized, make_dequantizer
+from finetune.export.target import (
+    TargetModel,
+    describe_target,
+    import_transformers,
+    raw_bytes,
+    read_rows,
+    row_blocks,
+)
+from finetune.export.values import (
+    BASE_LAYER,
+    WeightUpdate,
+    find_parameter_updates,
+    find_quantized,
+    make_dequantizer,
+)
 from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
 from finetune.models.carried import carries
@@ -40,13 +54,15 @@ from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters
 from finetune.models.weights import Slices, boxes_of_parameters
 
-# How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as
-# resident.
+# How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose
+# pages count as resident.
 MAPPED_BYTES = 16 * 1024 * 1024
 BUFFER_BYTES = 1024 * 1024  # what fits a core's cache is copied fastest
-# filled by one call, all of them the same: between calls a thread that imports holds Python's lock for milliseconds
+# filled by one call, all of them the same: between calls a thread that imports holds Python's lock
+# for milliseconds
 BUFFERS = 32
-Wait = Callable[[str, int], object]  # (file, end): returns once the first `end` bytes of it are on disk
+# (file, end): returns once the first `end` bytes of it are on disk
+Wait = Callable[[str, int], object]
 
 Result = TypeVar("Result")
 
@@ -57,8 +73,13 @@ class WrittenFiles:
     One reading: rows are handed out one call at a time.
     """
 
-    def __init__(self, folder: Path, files: tuple[str, ...], wait: Wait = lambda _file, _end: None) -> None:
-        """Reads the headers, which the files must hold. Raises `UserError` where one is wrong, or two hold one name."""
+    def __init__(
+        self, folder: Path, files: tuple[str, ...], wait: Wait = lambda _file, _end: None
+    ) -> None:
+        """Reads the headers, which the files must hold.
+
+        Raises `UserError` where one is wrong, or two hold one name.
+        """
         self._folder = folder
         self._wait = wait
         self._lock = Lock()
@@ -74,8 +95,12 @@ class WrittenFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
-    def read(self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]) -> Result:
-        """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when `use` returns."""
+    def read(
+        self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]
+    ) -> Result:
+        """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when
+        `use` returns.
+        """
         file, entry = self.entries[name]
         row_bytes = (entry.end - entry.begin) // max(1, entry.shape[0] if entry.shape else 1)
         self._wait(file, entry.begin + stop * row_bytes)
@@ -96,8 +121,12 @@ class WrittenFiles:
         self._mapped_bytes = 0
 
 
-def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
-    """The digest (xxh3, 128 bits, hexadecimal) of every tensor's bytes, by name, in the file's order."""
+def read_digests(
+    files: WrittenFiles, advance: Callable[[int], object] = lambda _: None
+) -> dict[str, str]:
+    """The digest (xxh3, 128 bits, hexadecimal) of every tensor's bytes, by name, in the file's
+    order.
+    """
     digests = {}
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
@@ -113,11 +142,12 @@ def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda 
     return digests
 
 
-# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains.
-# Zero where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and
-# for the order of the sums in a merge.
+# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that
+# rounding explains. Zero where nothing was rounded; else it allows for rounding every weight once
+# (bfloat16 keeps 8 bits, float16 11) and for the order of the sums in a merge.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-ORIGINAL_MODULE = ".original_module."  # PEFT's name for a module that one in modules_to_save replaces
+# PEFT's name for a module that one in modules_to_save replaces
+ORIGINAL_MODULE = ".original_module."
 LISTED_DIFFERENCES = 10
 
 
@@ -129,10 +159,13 @@ def start_verification(
     logits: Future[torch.Tensor] | None,
     reload: ReloadProcess | None = None,
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
-    """Verifies `folder`, in which all but the values is complete, while they are written. `logits`: the checkpoint's.
+    """Verifies `folder`, in which all but the values is complete, while they are written.
 
-    Gives two functions: of (file, end), to be called as its first `end` bytes are on disk, and of the digests of what
-    was written, which returns the verdict for the last line, and raises `UserError` where it is against.
+    `logits`: the checkpoint's.
+
+    Gives two functions: of (file, end), to be called as its first `end` bytes are on disk, and of
+    the digests of what was written, which returns the verdict for the last line, and raises
+    `UserError` where it is against.
 
     The separate process (`reload`, where it runs already) reads
     every value back, and computes its logits, as the values come onto the disk.
@@ -142,7 +175,9 @@ def start_verification(
     elif not weights.model:
 
         def verify_adapter(written: Digests) -> str:
-            digests = read_digests(WrittenFiles(folder, tuple(shard.name for shard in weights.shards)))
+            digests = read_digests(
+                WrittenFiles(folder, tuple(shard.name for shard in weights.shards))
+            )
             compare_values(folder, weights, written, digests)
             return ", verified: every value"
 
@@ -165,22 +200,30 @@ def start_verification(
             yield process.on_disk, verify_model
 
 
-def compare_values(folder: Path, weights: Weights, written: Digests, read: Mapping[str, str]) -> None:
-    """Compares the digests of the values that were read back, `read`, with those taken before they were written.
+def compare_values(
+    folder: Path, weights: Weights, written: Digests, read: Mapping[str, str]
+) -> None:
+    """Compares the digests of the values that were read back, `read`, with those taken before they
+    were written.
 
     Raises `UserError` listing the tensors that differ.
     """
     files = read_files(folder / shard.name for shard in weights.shards)
     expected = {value.name: value for shard in weights.shards for value in shard.values}
     problems = [f"{name}: not in the files" for name in expected if name not in files]
-    problems += [f"{name}: in the files, but not in the model" for name in files if name not in expected]
+    problems += [
+        f"{name}: in the files, but not in the model" for name in files if name not in expected
+    ]
     for name, value in expected.items():
         if name in files and (files[name].shape, files[name].dtype) != (value.shape, value.dtype):
-            problems.append(f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}")
+            problems.append(
+                f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}"
+            )
     _raise_if_any(problems, "the files do not hold what the model needs")
     differing = [name for name in expected if read.get(name) != written[name]]
     _raise_if_any(
-        [f"{name}: differs from the checkpoint" for name in differing], "values read back differ from the checkpoint's"
+        [f"{name}: differs from the checkpoint" for name in differing],
+        "values read back differ from the checkpoint's",
     )
 
 
@@ -190,8 +233,9 @@ def start_logits(
 ) -> Iterator[Future[torch.Tensor]]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
-    An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a parameter is, as
-    the parameter is read: one expert at a time, where PEFT would make a copy of them all.
+    An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a
+    parameter is, as the parameter is read: one expert at a time, where PEFT would make a copy of
+    them all.
     """
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
@@ -211,13 +255,20 @@ def start_logits(
         is_base = BASE_LAYER in name or ORIGINAL_MODULE in name
         short = peft_name(name)
         if adapter is not None and not is_base:
-            for known in (short, target.tied.get(short, short)):  # a tied one that was trained whole is saved once
+            # a tied one that was trained whole is saved once
+            for known in (short, target.tied.get(short, short)):
                 if known in adapter.tensors:
                     return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         base = weights.stored[target.tied.get(name, name)]
-        values = read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
-        return merged[name].apply(values.float(), (slice(start, stop),)) if name in merged else values
+        values = (
+            read_dequantized(base)[start:stop]
+            if name in quantized
+            else read_rows(base, start, stop)
+        )
+        return (
+            merged[name].apply(values.float(), (slice(start, stop),)) if name in merged else values
+        )
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
@@ -227,7 +278,9 @@ def start_logits(
 
 
 def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
-    """`model`, on meta, with PEFT's adapter layers in it, on meta too; without those of parameters."""
+    """`model`, on meta, with PEFT's adapter layers in it, on meta too; without those of
+    parameters.
+    """
     from accelerate import init_empty_weights
     from peft import LoraConfig
 
@@ -236,15 +289,20 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     if known.get("target_modules") in ([], None):
         return model.eval()
     with init_empty_weights(include_buffers=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of tied weights, which `rows` reads as one tensor
+        # of tied weights, which `rows` reads as one tensor
+        warnings.simplefilter("ignore", UserWarning)
         inject_adapters(model, LoraConfig(**known))
     return model.eval()
 
 
 def _logits_bound(weights: Weights) -> float:
-    """The largest relative difference of the logits that rounding to the dtype of `weights` explains."""
+    """The largest relative difference of the logits that rounding to the dtype of `weights`
+    explains.
+    """
     floats = {tensor.dtype for tensor in weights.stored.values() if tensor.dtype.is_floating_point}
-    is_lossless = all(d.itemsize == 1 or torch.promote_types(d, weights.dtype) == weights.dtype for d in floats)
+    is_lossless = all(
+        d.itemsize == 1 or torch.promote_types(d, weights.dtype) == weights.dtype for d in floats
+    )
     return 0.0 if is_lossless and not weights.is_merged else BOUNDS[weights.dtype]
 
 
@@ -255,20 +313,25 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) 
     """
     if not torch.isfinite(expected).all():
         raise UserError(
-            "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
+            "the checkpoint's logits are not finite: the training has diverged; export an earlier "
+            "checkpoint"
         )
     difference = float((logits - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= bound:
         raise UserError(
-            f"not exported: in a separate process the logits differ by {difference:.2g} from the checkpoint's; "
-            f"rounding explains at most {bound:g}"
+            f"not exported: in a separate process the logits differ by {difference:.2g} from the "
+            f"checkpoint's; rounding explains at most {bound:g}"
         )
     return difference
 
 
 def _raise_if_any(problems: list[str], what: str) -> None:
     if problems:
-        more = [f"and {len(problems) - LISTED_DIFFERENCES} more"] if len(problems) > LISTED_DIFFERENCES else []
+        more = (
+            [f"and {len(problems) - LISTED_DIFFERENCES} more"]
+            if len(problems) > LISTED_DIFFERENCES
+            else []
+        )
         raise UserError.of([f"not exported: {what}", *problems[:LISTED_DIFFERENCES], *more])
 
 
@@ -288,7 +351,9 @@ def main(arguments: list[str]) -> int:
         target = describe_target(folder, trust_remote_code=trust_remote_code)
         load_with_transformers(folder, trust_remote_code)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            digests = pool.submit(read_digests, WrittenFiles(folder, tuple(given["files"]), progress.wait_for))
+            digests = pool.submit(
+                read_digests, WrittenFiles(folder, tuple(given["files"]), progress.wait_for)
+            )
             logits = _compute_logits(folder, target, progress)
             save_file({"logits": logits.contiguous()}, results, metadata=digests.result())
     except UserError as error:
@@ -307,7 +372,10 @@ class DiskProgress:
         self._changed = Condition()
 
     def follow(self, lines: Iterable[str]) -> None:
-        """Reads what the parent says, in a thread. Ends this process if the parent goes before it is done."""
+        """Reads what the parent says, in a thread.
+
+        Ends this process if the parent goes before it is done.
+        """
         Thread(target=self._follow, args=[lines], daemon=True).start()
 
     def _follow(self, lines: Iterable[str]) -> None:
@@ -320,7 +388,9 @@ class DiskProgress:
                     self._changed.notify_all()
         except OSError as error:  # else whoever waits for these bytes would wait forever
             print(
-                f"{error.filename or self._folder}: cannot be read back: {error.strerror}", file=sys.stderr, flush=True
+                f"{error.filename or self._folder}: cannot be read back: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
             )
             os._exit(1)
         if self._ends != self._sizes:
@@ -335,20 +405,24 @@ class DiskProgress:
 def _read_ahead(path: Path, position: int, end: int) -> None:
     """Reads these bytes of a file, for the kernel to keep.
 
-    Read in order, they are kept in large pieces, which takes a fraction of the processor's time that page faults, or
-    the kernel's own advice to read ahead, take.
+    Read in order, they are kept in large pieces, which takes a fraction of the processor's time
+    that page faults, or the kernel's own advice to read ahead, take.
     """
     buffer = memoryview(bytearray(BUFFER_BYTES))
     with path.open("rb", buffering=0) as file:
         while position < end:
             whole, rest = divmod(min(end - position, BUFFERS * BUFFER_BYTES), BUFFER_BYTES)
-            position += os.preadv(file.fileno(), [buffer] * whole + [buffer[:rest]], position) or end
+            position += (
+                os.preadv(file.fileno(), [buffer] * whole + [buffer[:rest]], position) or end
+            )
 
 
 def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:
-    """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers does.
+    """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers
+    does.
 
-    Raises `UserError` where any of it does not load, or a tensor is missing, unexpected or of another shape.
+    Raises `UserError` where any of it does not load, or a tensor is missing, unexpected or of
+    another shape.
     """
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -363,16 +437,25 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
     except Exception as error:  # whatever is wrong, the folder must not be published
         raise UserError(f"transformers cannot open it: {type(error).__name__}: {error}") from None
     may_carry = carries(model)
-    loading_info["unexpected_keys"] = {name for name in loading_info["unexpected_keys"] if not may_carry(name)}
+    loading_info["unexpected_keys"] = {
+        name for name in loading_info["unexpected_keys"] if not may_carry(name)
+    }
     wrong = {kind: sorted(map(str, names)) for kind, names in loading_info.items() if names}
     if wrong:
         raise UserError(
-            "; ".join(f"transformers reports {kind}: {', '.join(names[:5])}" for kind, names in wrong.items())
+            "; ".join(
+                f"transformers reports {kind}: {', '.join(names[:5])}"
+                for kind, names in wrong.items()
+            )
         )
 
 
 def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> torch.Tensor:
-    paths = [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else sorted(folder.glob("*.safetensors"))
+    paths = (
+        [folder / SINGLE_FILE]
+        if (folder / SINGLE_FILE).exists()
+        else sorted(folder.glob("*.safetensors"))
+    )
     files = WrittenFiles(folder, tuple(path.name for path in paths), progress.wait_for)
     boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
 
@@ -394,7 +477,8 @@ def _copy_float32(mapped: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    gc.disable()  # imports make no garbage, but half a million objects, through which the collector would walk
+    # imports make no garbage, but half a million objects, through which the collector would walk
+    gc.disable()
     code = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)  # at once: a thread may be reading stdin, which Python would wait for, or abort

@@ -1,4 +1,6 @@
-"""The weights of the result: planned as values in files, then streamed to disk a block at a time."""
+"""The weights of the result: planned as values in files, then streamed to disk a block at a
+time.
+"""
 
 import json
 import os
@@ -44,12 +46,15 @@ from finetune.models.weights import Box, Slices
 from finetune.units import read_size
 
 SYNC_BYTES = 64 * 1024 * 1024  # how much is written before the disk is waited for
-UNSYNCED_PARTS = 4  # of SYNC_BYTES; a slower disk holds the writer up, instead of filling the memory
-FOLIO_BYTES = 2 * 1024 * 1024  # the kernel drops from its cache only whole folios, which may begin in the part before
+# of SYNC_BYTES; a slower disk holds the writer up, instead of filling the memory
+UNSYNCED_PARTS = 4
+# the kernel drops from its cache only whole folios, which may begin in the part before
+FOLIO_BYTES = 2 * 1024 * 1024
 
 
 def make_file(path: Path, content: bytes, size: int) -> None:
-    """A new file of `size` bytes that begins with `content`; the rest are zeros, which take no room before `fill_file`.
+    """A new file of `size` bytes that begins with `content`; the rest are zeros, which take no room
+    before `fill_file`.
 
     Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes.
     """
@@ -59,17 +64,21 @@ def make_file(path: Path, content: bytes, size: int) -> None:
 
 
 def fill_file(
-    path: Path, position: int, chunks: Iterable[bytes | memoryview], on_disk: Callable[[int], object] = lambda _: None
+    path: Path,
+    position: int,
+    chunks: Iterable[bytes | memoryview],
+    on_disk: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Writes `chunks` into a file from `position` on, and waits until the disk has them.
 
-    A thread waits for the disk while the next part is written. It then has the kernel forget the part, so that whoever
-    reads it next reads the disk, and calls `on_disk` with the number of bytes, from the file's beginning, that are
-    there.
+    A thread waits for the disk while the next part is written. It then has the kernel forget the
+    part, so that whoever reads it next reads the disk, and calls `on_disk` with the number of
+    bytes, from the file's beginning, that are there.
 
     Raises `OSError` as it comes (a full disk, say).
     """
-    wait_for_disk: Callable[[int], object] = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+    # macOS has no fdatasync
+    wait_for_disk: Callable[[int], object] = getattr(os, "fdatasync", os.fsync)
 
     def sync(descriptor: int, start: int, end: int, *, is_last: bool = False) -> None:
         (os.fsync if is_last else wait_for_disk)(descriptor)
@@ -91,12 +100,15 @@ def fill_file(
             if len(waiting) > UNSYNCED_PARTS:
                 waiting.pop(0).result()
         waiting.append(pool.submit(sync, file.fileno(), synced, position, is_last=True))
-        for future in waiting:  # each: the kernel reports a failure once, to the part that waited for it
+        # each: the kernel reports a failure once, to the part that waited for it
+        for future in waiting:
             future.result()
 
 
 def _forget(descriptor: int, start: int, end: int) -> None:
-    """Has the kernel drop these bytes of a file, which are on disk, from its cache, where the system can."""
+    """Has the kernel drop these bytes of a file, which are on disk, from its cache, where the
+    system can.
+    """
     if hasattr(os, "posix_fadvise"):
         start = max(0, start - FOLIO_BYTES)
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
@@ -125,7 +137,8 @@ class Weights:
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None
     dtype: torch.dtype  # of the model
-    stored: Mapping[str, StoredTensor]  # by the target's names: the checkpoint's, or the base's under an adapter
+    # by the target's names: the checkpoint's, or the base's under an adapter
+    stored: Mapping[str, StoredTensor]
     merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
     is_merged: bool = False  # whether an adapter is in the model's values
     account: BaseAccount = NOTHING_CARRIED  # of the base's tensors
@@ -141,10 +154,16 @@ class Weights:
     @property
     def values(self) -> list[Value]:
         """The tensors of the model itself, without those that are carried over from the base."""
-        return [value for shard in self.model for value in shard.values if value.name not in self.account.carried]
+        return [
+            value
+            for shard in self.model
+            for value in shard.values
+            if value.name not in self.account.carried
+        ]
 
 
-Digests = Mapping[str, str]  # tensor -> xxh3_128 of its bytes, taken from memory on their way to the file
+# tensor -> xxh3_128 of its bytes, taken from memory on their way to the file
+Digests = Mapping[str, str]
 
 
 def ignore(_file: str, _end: int) -> None:
@@ -158,9 +177,12 @@ def plan_weights(
     merge: MergeChoice | None = None,
     account: BaseAccount = NOTHING_CARRIED,
 ) -> Weights:
-    """The files of the result, and how each tensor in them follows from what is stored. Reads no values, but tied ones.
+    """The files of the result, and how each tensor in them follows from what is stored.
 
-    Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not fit it.
+    Reads no values, but tied ones.
+
+    Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not
+    fit it.
     """
     if source.adapter is None and not options.model:
         raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
@@ -192,9 +214,12 @@ def plan_weights(
 def _plan_files(
     source: Source, target: TargetModel, read_base: Values, planned: Mapping[str, Value]
 ) -> Iterator[Value]:
-    """The tensors as the files hold them, made from the model's parameters: one file tensor for each expert, where the
-    model has one parameter for all experts of a layer."""
-    updates = find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+    """The tensors as the files hold them, made from the model's parameters: one file tensor for
+    each expert, where the model has one parameter for all experts of a layer.
+    """
+    updates = (
+        find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+    )
 
     def read(parameter: str, slices: Slices) -> torch.Tensor:
         values = as_floating(read_base(parameter, slices))
@@ -212,28 +237,38 @@ def _plan_files(
             updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()
         ):
             raise UserError(
-                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; "
-                "--adapter-only exports the adapter as it is"
+                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in "
+                "its files; --adapter-only exports the adapter as it is"
             )
         else:
             yield Value(name, box.shape, planned[first].dtype, partial(rows, box))
 
 
-def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:
+def _plan_adapter(
+    adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
+) -> Shard:
     dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
     if why_unsupported(adapter.config) is None:
         find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)
-    for name, first in target.tied.items():  # peft gives each module that it replaces a copy of its own
-        if first in tensors and name.rpartition(".")[0] in (adapter.config.get("modules_to_save") or ()):
+    # peft gives each module that it replaces a copy of its own
+    for name, first in target.tied.items():
+        if first in tensors and name.rpartition(".")[0] in (
+            adapter.config.get("modules_to_save") or ()
+        ):
             tensors.setdefault(name, tensors[first])
-    values = (stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype) for name, tensor in tensors.items())
+    values = (
+        stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype)
+        for name, tensor in tensors.items()
+    )
     folder = f"{ADAPTER}/" if options.model else ""
     return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
 
 
 def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a file of its own."""
+    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a
+    file of its own.
+    """
     groups: list[list[Value]] = [[]]
     filled = 0
     for value in values:
@@ -245,17 +280,21 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
     stem = SINGLE_FILE.removesuffix(".safetensors")
     names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else [SINGLE_FILE]
-    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and order is kept
-    # otherwise.
+    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and
+    # order is kept otherwise.
     return tuple(
         Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
         for name, group in zip(names, groups, strict=True)
     )
 
 
-def write_weights(folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = ignore) -> Digests:
-    """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are
-    there."""
+def write_weights(
+    folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = ignore
+) -> Digests:
+    """Fills the files that `make_files` made.
+
+    Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are there.
+    """
     digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
     with progress_bar("writing", weights.byte_count) as advance:
         for shard in weights.shards:
@@ -265,7 +304,9 @@ def write_weights(folder: Path, weights: Weights, on_disk: Callable[[str, int], 
 
 
 def make_files(folder: Path, weights: Weights) -> None:
-    """Every safetensors file of the result, with its header but without values, and a model's index."""
+    """Every safetensors file of the result, with its header but without values, and a model's
+    index.
+    """
     for shard in weights.shards:
         (folder / shard.name).parent.mkdir(exist_ok=True)
         make_file(folder / shard.name, shard.header, shard.byte_count)
@@ -282,7 +323,9 @@ def _stream(
     shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
 ) -> Iterator[memoryview]:
     """The bytes of one file's values, in order; adds those of each tensor to its digest."""
-    parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
+    parts = [
+        (value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)
+    ]
     for (value, _, _), block in zip(parts, prefetch(cast_rows, parts), strict=True):
         if block.numel():
             content = raw_bytes(block)

@@ -1,7 +1,8 @@
-"""Files and folders that are on disk whole, or as they were before: through kills, power cuts and full disks.
+"""Files and folders that are on disk whole, or as they were before: through kills, power cuts and
+full disks.
 
-A file's bytes are on disk only after its own fsync, and its name only after the fsync of the folder that holds it. A
-folder becomes visible by one rename, once all in it is on disk.
+A file's bytes are on disk only after its own fsync, and its name only after the fsync of the folder
+that holds it. A folder becomes visible by one rename, once all in it is on disk.
 """
 
 import fcntl
@@ -18,19 +19,27 @@ import xxhash
 
 from finetune.constants import ADAPTER, EXPORT
 
-CHECKSUM = "xxh3_128"  # finds damage, not malice, at the speed of memory; a SHA-256 would halve the rate of a fast disk
+# finds damage, not malice, at the speed of memory; a SHA-256 would halve the rate of a fast disk
+CHECKSUM = "xxh3_128"
 CHUNK_BYTES = 16 * 1024 * 1024
-HOST = os.uname().nodename  # process ids are those of a machine, or of a container with a name of its own
+# process ids are those of a machine, or of a container with a name of its own
+HOST = os.uname().nodename
 
 
 class FolderInUse(Exception):
-    """Another process holds the lock of a folder. The message names that process, where it is known."""
+    """Another process holds the lock of a folder.
+
+    The message names that process, where it is known.
+    """
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, object]:
-    """Writes a new file and waits until the disk has it. Returns its `size` in bytes and its checksum.
+    """Writes a new file and waits until the disk has it.
 
-    Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes (a full disk, say).
+    Returns its `size` in bytes and its checksum.
+
+    Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes (a full
+    disk, say).
     """
     digest = xxhash.xxh3_128()
     size = 0
@@ -54,7 +63,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, ob
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it to `path`. A link stays one, and a device (/dev/stdout) is written to.
+    """Writes `text` beside `path` and renames it to `path`.
+
+    A link stays one, and a device (/dev/stdout) is written to.
 
     Raises `OSError` where that fails; then `path` is what it was.
     """
@@ -85,12 +96,19 @@ def _remove_leftovers(target: Path) -> None:
             os.kill(int(process), 0)
         except ProcessLookupError:
             path.unlink(missing_ok=True)
-        except (ValueError, OverflowError, PermissionError):  # another file's, or a process of another user
+        except (
+            ValueError,
+            OverflowError,
+            PermissionError,
+        ):  # another file's, or a process of another user
             continue
 
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
-    """The `size` and checksum of a file, as `write_file` returns them. Calls `advance` with the bytes read."""
+    """The `size` and checksum of a file, as `write_file` returns them.
+
+    Calls `advance` with the bytes read.
+    """
     digest = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:
@@ -124,15 +142,21 @@ def make_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder within its parent; `target` must not exist. Atomic: there is no moment with half of it.
+    """Renames a folder within its parent; `target` must not exist.
 
-    Raises `OSError` where that fails; with "renamed, but ..." where only the disk has not confirmed the new name.
+    Atomic: there is no moment with half of it.
+
+    Raises `OSError` where that fails; with "renamed, but ..." where only the disk has not confirmed
+    the new name.
     """
     source.rename(target)
     try:
         sync_folder(target.parent)
     except OSError as error:
-        unconfirmed = f"renamed, but a power cut may undo that: the disk has not confirmed it ({error.strerror})"
+        unconfirmed = (
+            "renamed, but a power cut may undo that: the disk has not confirmed it "
+            f"({error.strerror})"
+        )
         raise OSError(error.errno, unconfirmed, str(target)) from error
 
 
@@ -152,7 +176,9 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def empty_folder(path: Path) -> None:
-    """Makes `path` an empty folder: a missing one is made, and what an existing one holds is removed."""
+    """Makes `path` an empty folder: a missing one is made, and what an existing one holds is
+    removed.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
     make_folder(path)
@@ -162,7 +188,8 @@ def empty_folder(path: Path) -> None:
 
 @contextmanager
 def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) -> Iterator[Path]:
-    """An empty folder `staging` that is renamed to `target` when the block ends, and is removed where it raises.
+    """An empty folder `staging` that is renamed to `target` when the block ends, and is removed
+    where it raises.
 
     The three paths lie in one folder. `replaced`: see `publish_folder`.
     """
@@ -176,11 +203,13 @@ def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) 
 
 
 def publish_folder(target: Path, staging: Path, replaced: Path | None = None) -> None:
-    """Renames `staging`, in which all files are on disk, to `target`. Only one process at a time may do this.
+    """Renames `staging`, in which all files are on disk, to `target`.
 
-    A `target` that exists is first renamed to `replaced`, then removed: `recover_replaced` restores it where the
-    process is killed between the two renames. Without `replaced`, a `target` that exists stays and `staging` is
-    removed: another process has published the same content.
+    Only one process at a time may do this.
+
+    A `target` that exists is first renamed to `replaced`, then removed: `recover_replaced` restores
+    it where the process is killed between the two renames. Without `replaced`, a `target` that
+    exists stays and `staging` is removed: another process has published the same content.
     """
     sync_folder(staging)
     if replaced is not None and target.exists():
@@ -196,11 +225,14 @@ def publish_folder(target: Path, staging: Path, replaced: Path | None = None) ->
             return
         raise
     if replaced is not None:
-        remove_tree(replaced, ignore_errors=True)  # the next `recover_replaced` removes what could not be removed now
+        # the next `recover_replaced` removes what could not be removed now
+        remove_tree(replaced, ignore_errors=True)
 
 
 def recover_replaced(target: Path, replaced: Path) -> None:
-    """Undoes half of a `publish_folder`: gives `replaced` its name back where `target` is missing, else removes it."""
+    """Undoes half of a `publish_folder`: gives `replaced` its name back where `target` is missing,
+    else removes it.
+    """
     if target.exists():
         remove_tree(replaced, ignore_errors=True)
     elif replaced.is_dir():
@@ -208,14 +240,18 @@ def recover_replaced(target: Path, replaced: Path) -> None:
 
 
 def paths_beside(target: Path) -> tuple[Path, Path]:
-    """(where a folder that a user named, an export, is written; what an older one is called while it is replaced)."""
+    """(where a folder that a user named, an export, is written; what an older one is called while
+    it is replaced).
+    """
     return target.parent / f".{target.name}.exporting", target.parent / f".{target.name}.replaced"
 
 
 def restore_folder(target: Path) -> None:
-    """Restores the folder at `target` where a process was killed while it replaced it, between two renames.
+    """Restores the folder at `target` where a process was killed while it replaced it, between two
+    renames.
 
-    Every command that may meet an export calls this. It does nothing while another process writes there.
+    Every command that may meet an export calls this. It does nothing while another process writes
+    there.
     """
     staging, replaced = paths_beside(target)
     if target.exists() or not replaced.is_dir():
@@ -240,14 +276,18 @@ def restore_exports(run: Path) -> None:
 def lock_folder(folder: Path, file: str | None = None) -> int:
     """Locks `folder` until the returned descriptor is closed or this process ends, however it ends.
 
-    The lock is on the folder itself, or on `file` in it, which then names this process. On a file system without locks
-    nothing keeps two processes apart. Raises `FolderInUse` where another process has the lock.
+    The lock is on the folder itself, or on `file` in it, which then names this process. On a file
+    system without locks nothing keeps two processes apart. Raises `FolderInUse` where another
+    process has the lock.
     """
     path = folder if file is None else folder / file
     flags = os.O_RDONLY | os.O_DIRECTORY if file is None else os.O_RDWR | os.O_CREAT
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except (FileNotFoundError, NotADirectoryError):  # the process that had it has renamed or removed it
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # the process that had it has renamed or removed it
         raise FolderInUse("another process") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,7 +297,9 @@ def lock_folder(folder: Path, file: str | None = None) -> int:
     except OSError:
         is_renamed = False
     if is_renamed:
-        holder = "" if file is None else os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        holder = (
+            "" if file is None else os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        )
         os.close(descriptor)
         raise FolderInUse(holder or "another process")
     if file is not None:

@@ -1,4 +1,7 @@
-"""JSON that comes from outside, read within bounds: files, lines, headers of safetensors files. Imports no torch."""
+"""JSON that comes from outside, read within bounds: files, lines, headers of safetensors files.
+
+Imports no torch.
+"""
 
 import errno
 import json
@@ -12,7 +15,8 @@ from typing import Any
 
 from finetune.errors import UserError
 
-LIMIT_BYTES = 100_000_000  # of a file; the reference implementation of safetensors allows a header as many
+# of a file; the reference implementation of safetensors allows a header as many
+LIMIT_BYTES = 100_000_000
 MAX_DEPTH = 100
 MAX_DIGITS = 20  # of an integer; 2^64 has as many
 LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
@@ -20,7 +24,10 @@ DAMAGED = "the file is damaged, copy or download it again"
 
 
 def read_bounded(path: Path) -> bytes:
-    """The bytes of a plain file. Raises `OSError` for others, such as a pipe, and for a larger one."""
+    """The bytes of a plain file.
+
+    Raises `OSError` for others, such as a pipe, and for a larger one.
+    """
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LIMIT_BYTES:
             raise OSError(errno.EFBIG, f"more than {LIMIT_BYTES:,} bytes")
@@ -37,7 +44,10 @@ def open_plain(path: Path) -> FileIO:
 
 
 def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UserError`, with `advice`, where there is none that can be read."""
+    """The object in a JSON file.
+
+    Raises `UserError`, with `advice`, where there is none that can be read.
+    """
     try:
         return parse_object(path, read_bounded(path), advice=advice)
     except OSError as error:
@@ -45,7 +55,10 @@ def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
 
 
 def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> dict[str, Any]:
-    """The JSON object in `text`, which is (`part` of) the file `path`. Raises `UserError`, for repeated names too."""
+    """The JSON object in `text`, which is (`part` of) the file `path`.
+
+    Raises `UserError`, for repeated names too.
+    """
     try:
         value = parse_json(text, is_strict=True)
     except RepeatedName as error:
@@ -58,7 +71,10 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(the header of a safetensors file, where its values begin, the file's size), in bytes. Raises `UserError`."""
+    """(the header of a safetensors file, where its values begin, the file's size), in bytes.
+
+    Raises `UserError`.
+    """
     try:
         file = open_plain(path)
     except OSError as error:
@@ -68,11 +84,13 @@ def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise UserError(
-                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
-                "download it again"
+                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; "
+                "copy or download it again"
             )
         if length > LIMIT_BYTES:
-            raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
+            raise UserError(
+                f"{path}: its header claims {length:,} bytes; this is no safetensors file"
+            )
         return parse_object(path, file.read(length), "header: "), 8 + length, size
 
 
@@ -101,12 +119,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Adds a line for each object, in place of the cut line that a killed run may have left at the end."""
+    """Adds a line for each object, in place of the cut line that a killed run may have left at the
+    end.
+    """
     with path.open("ab+") as file:
         _drop_cut_line(file)
         for line in lines:
             # a lone surrogate becomes its JSON escape
-            file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            file.write(
+                json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            )
 
 
 def _drop_cut_line(file: Any) -> None:
@@ -121,14 +143,18 @@ class RepeatedName(ValueError):
 
 
 def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
-    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits is a float.
+    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits
+    is a float.
 
-    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if `is_strict`.
+    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if
+    `is_strict`.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
     try:
-        value = json.loads(text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None)
+        value = json.loads(
+            text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None
+        )
     except RecursionError:
         raise ValueError("nested too deep") from None
     level = [value] if isinstance(value, list | dict) else []

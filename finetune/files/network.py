@@ -1,4 +1,6 @@
-"""What goes over the network: files of the hub, up and down, and answers of a server, each failure a sentence."""
+"""What goes over the network: files of the hub, up and down, and answers of a server, each failure
+a sentence.
+"""
 
 import json
 import os
@@ -22,14 +24,17 @@ from finetune.files.json_files import read_json_object
 
 def find_cache(name: str) -> Path:
     """The folder of this `name` for what can be made again, in the Hugging Face cache."""
-    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / name
+    return (
+        Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / name
+    )
 
 
 @cache
 def go_offline_without_network() -> None:
     """Takes this process offline if the hub does not answer one request.
 
-    Otherwise the hub's client asks six times for each file, for half a minute, before it looks into the cache.
+    Otherwise the hub's client asks six times for each file, for half a minute, before it looks into
+    the cache.
     """
     from huggingface_hub import constants, get_session
 
@@ -37,7 +42,9 @@ def go_offline_without_network() -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of the network, a proxy or a certificate: the file that is asked for may be in the cache
+    except (
+        Exception
+    ):  # of the network, a proxy or a certificate: the file that is asked for may be in the cache
         constants.HF_HUB_OFFLINE = True
 
 
@@ -55,8 +62,11 @@ def download_file(repository: str, name: str, revision: str | None = None) -> Pa
         raise hub_error(repository, error, what=name, revision=revision) from None
 
 
-def download_folder(repository: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
-    """The local folder with a hub repository's files that match `patterns`, downloaded unless cached.
+def download_folder(
+    repository: str, patterns: list[str], what: str, revision: str | None = None
+) -> Path:
+    """The local folder with a hub repository's files that match `patterns`, downloaded unless
+    cached.
 
     Raises `UserError`, which calls them `what`, where they cannot be downloaded.
     """
@@ -70,7 +80,9 @@ def download_folder(repository: str, patterns: list[str], what: str, revision: s
 
 
 def find_local_folder(name: str, revision: str | None = None) -> Path | None:
-    """A model's folder without using the network: local, or in the hub's cache; None if there is neither."""
+    """A model's folder without using the network: local, or in the hub's cache; None if there is
+    neither.
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
@@ -83,8 +95,12 @@ def find_local_folder(name: str, revision: str | None = None) -> Path | None:
     return Path(config_file).parent if isinstance(config_file, str) else None
 
 
-def hub_error(repository: str, error: Exception, what: str = "its files", revision: str | None = None) -> UserError:
-    """The error to raise where the hub did not deliver `what` of `repository`: the reason, and what to do about it."""
+def hub_error(
+    repository: str, error: Exception, what: str = "its files", revision: str | None = None
+) -> UserError:
+    """The error to raise where the hub did not deliver `what` of `repository`: the reason, and what
+    to do about it.
+    """
     from huggingface_hub import errors as hub
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "off", "no")
@@ -94,20 +110,33 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
     # The first class that matches is used, so subclasses come first.
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
         hub.HFValidationError: _explain_missing_folder(Path(repository)),
-        hub.GatedRepoError: f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth login`",
-        hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the name, or log in with "  # noqa: E501
+        hub.GatedRepoError: (
+            f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth "
+            "login`"
+        ),
+        hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the "
+        "name, or log in with "
         "`hf auth login`",
         hub.RevisionNotFoundError: f"no revision {revision}; correct model_revision or remove it",
         (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError): (
-            f"{what} is not on this machine and {unreachable}; download it while online with `hf download "
-            f"{repository}`, or name a local folder"
+            f"{what} is not on this machine and {unreachable}; download it while online with `hf "
+            f"download {repository}`, or name a local folder"
         ),
         hub.EntryNotFoundError: f"has no {what}; name the repository of a transformers model",
         hub.HfHubHTTPError: f"the hub answered {status} for {what}; "
-        + ("log in again with `hf auth login`" if status == 401 else "try again later, or name a local folder"),
-        Exception: f"{what} cannot be downloaded ({reason}); check the name and the network, or name a local folder",
+        + (
+            "log in again with `hf auth login`"
+            if status == 401
+            else "try again later, or name a local folder"
+        ),
+        Exception: (
+            f"{what} cannot be downloaded ({reason}); check the name and the network, or name a "
+            "local folder"
+        ),
     }
-    return UserError(f"{repository}: {next(text for kind, text in sentences.items() if isinstance(error, kind))}")
+    return UserError(
+        f"{repository}: {next(text for kind, text in sentences.items() if isinstance(error, kind))}"
+    )
 
 
 def _explain_missing_folder(path: Path) -> str:
@@ -115,14 +144,16 @@ def _explain_missing_folder(path: Path) -> str:
     if path.name == EXPORT:
         run = path.parent
         return (
-            f"no such folder: {run} has not been trained here, or not to its end; do that first (finetune launch "
-            f"--recipe {run.name})"
+            f"no such folder: {run} has not been trained here, or not to its end; do that first "
+            f"(finetune launch --recipe {run.name})"
         )
     return "neither a local folder nor a hub name (owner/name); correct model_name_or_path"
 
 
 def check_push(repository: str) -> None:
-    """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or without a token."""
+    """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or
+    without a token.
+    """
     from huggingface_hub import get_token  # takes most of a second
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -130,17 +161,24 @@ def check_push(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError:
-        raise UserError(f"--push-to-hub: {repository}: a name of the hub is expected, such as me/my-model") from None
+        raise UserError(
+            f"--push-to-hub: {repository}: a name of the hub is expected, such as me/my-model"
+        ) from None
     if get_token() is None:
-        raise UserError("--push-to-hub: there is no token of the hub here; log in with hf auth login, or set HF_TOKEN")
+        raise UserError(
+            "--push-to-hub: there is no token of the hub here; log in with hf auth login, or set "
+            "HF_TOKEN"
+        )
 
 
 def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
-    """Uploads `folder` to the model repository `repository`, which is private if new, in one commit. Returns whether
-    that succeeded.
+    """Uploads `folder` to the model repository `repository`, which is private if new, in one
+    commit.
 
-    What the hub has already of an earlier attempt is not sent again. A failure is logged with the command that tries
-    again, not raised: the export is complete.
+    Returns whether that succeeded.
+
+    What the hub has already of an earlier attempt is not sent again. A failure is logged with the
+    command that tries again, not raised: the export is complete.
     """
     from huggingface_hub import CommitOperationAdd, HfApi  # takes most of a second
 
@@ -163,7 +201,9 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
 
 
 def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | bytes:
-    """What is uploaded of a file: an adapter's config names a base on this machine by the folder's name alone."""
+    """What is uploaded of a file: an adapter's config names a base on this machine by the folder's
+    name alone.
+    """
     if path.name != ADAPTER_CONFIG:
         return path
     config = read_json_object(path)
@@ -171,11 +211,15 @@ def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | byte
     if not isinstance(base, str) or not Path(base).is_absolute():
         return path
     name = Path(base).name
-    log(f"{ADAPTER_CONFIG}: the base is uploaded as {name}, without its folder here; name one of the hub there")
+    log(
+        f"{ADAPTER_CONFIG}: the base is uploaded as {name}, without its folder here; name one of "
+        "the hub there"
+    )
     return f"{json.dumps(config | {'base_model_name_or_path': name}, indent=2)}\n".encode()
 
 
-MAX_ANSWER_BYTES = 64 << 20  # of a server's answer; a completion of 100,000 tokens takes a tenth of it
+# of a server's answer; a completion of 100,000 tokens takes a tenth of it
+MAX_ANSWER_BYTES = 64 << 20
 UNAVAILABLE = 503
 FIRST_ERROR = 400
 WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is asked again
@@ -187,8 +231,8 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
     One that says that it is not available (503) is asked again, four times at most.
 
     Raises:
-        UserError: No whole answer within `seconds`, one of more than MAX_ANSWER_BYTES, or one that is an error, with
-            what the server says of it.
+        UserError: No whole answer within `seconds`, one of more than MAX_ANSWER_BYTES, or one that
+            is an error, with what the server says of it.
     """
     deadline = time.monotonic() + seconds
     data = None if body is None else json.dumps(body).encode()
@@ -196,7 +240,11 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
             status, content = _fetch(request, deadline)
-        except (OSError, ValueError, HTTPException) as error:  # the last: it breaks off, or speaks another protocol
+        except (
+            OSError,
+            ValueError,
+            HTTPException,
+        ) as error:  # the last: it breaks off, or speaks another protocol
             reason = printable(str(getattr(error, "reason", error) or type(error).__name__))[:300]
             if time.monotonic() >= deadline:
                 reason = f"timed out after {seconds:g} s"
@@ -207,7 +255,10 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
         if status >= FIRST_ERROR:
             raise UserError(f"{url}: answered {status}: {_read_message(content)}")
         if len(content) > MAX_ANSWER_BYTES:
-            raise UserError(f"{url}: its answer has more than {MAX_ANSWER_BYTES:,} bytes; is this the right server?")
+            raise UserError(
+                f"{url}: its answer has more than {MAX_ANSWER_BYTES:,} bytes; is this the right "
+                "server?"
+            )
         return content
     raise AssertionError("the last try ends above")
 
@@ -215,7 +266,8 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
 def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes]:
     """(the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at `deadline`.
 
-    The timeout of a socket is that of each piece: a server that sends a byte now and then would never meet it.
+    The timeout of a socket is that of each piece: a server that sends a byte now and then would
+    never meet it.
     """
     timers: list[threading.Timer] = []
 

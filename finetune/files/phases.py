@@ -1,4 +1,7 @@
-"""The seconds of a run's phases: measured while it runs, and read back from metrics.jsonl. No torch."""
+"""The seconds of a run's phases: measured while it runs, and read back from metrics.jsonl.
+
+No torch.
+"""
 
 import time
 from collections import deque
@@ -20,21 +23,24 @@ PHASES = {
     "export": "export",
     "check": "check of the export",
 }
-OVERLAPPING = ("compile", "publication")  # within or beside other phases, which have their seconds too
+# within or beside other phases, which have their seconds too
+OVERLAPPING = ("compile", "publication")
 LEAST_SECONDS = 1e-4  # what is shorter is not written
 PHASE = "phase"
 
 
 class Phases:
-    """Measures the phases of one start of a run on this rank, by the host's clock: it never waits for the device.
+    """Measures the phases of one start of a run on this rank, by the host's clock: it never waits
+    for the device.
 
-    A phase within another one is taken off the outer one, so that seconds of phases add up to at most the time that
-    has passed; `OVERLAPPING` ones are in addition.
+    A phase within another one is taken off the outer one, so that seconds of phases add up to at
+    most the time that has passed; `OVERLAPPING` ones are in addition.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None  # steps done; None until it is known where the run starts
-        self._inner: list[float] = []  # for each phase that is open: the seconds of the phases within it
+        # for each phase that is open: the seconds of the phases within it
+        self._inner: list[float] = []
         self._unwritten: deque[dict[str, Any]] = deque()
         self._write: Callable[[dict[str, Any]], object] | None = None
 
@@ -54,12 +60,17 @@ class Phases:
             self.write()
 
     def add(self, phase: str, seconds: float, step: int | None) -> None:
-        """Adds a part of `phase` that belongs to `step`, to be written by the thread that trains. For any thread."""
+        """Adds a part of `phase` that belongs to `step`, to be written by the thread that trains.
+
+        For any thread.
+        """
         if seconds >= LEAST_SECONDS:
             self._unwritten.append({"step": step, PHASE: phase, "seconds": seconds})
 
     def write_to(self, write: Callable[[dict[str, Any]], object], step: int) -> None:
-        """From now on lines go to `write`; those of the phases before belong to `step`, where the run starts."""
+        """From now on lines go to `write`; those of the phases before belong to `step`, where the
+        run starts.
+        """
         self.step = step
         self._write = write
         order = list(PHASES)
@@ -80,8 +91,12 @@ def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
     return max((start for start in starts if isinstance(start, int)), default=0)
 
 
-def seconds_by_phase(lines: Iterable[Mapping[str, Any] | None]) -> dict[int, dict[str, dict[int, float]]]:
-    """Seconds by start, phase (in `PHASES`' order) and step, from lines of metrics.jsonl; damaged ones are left out."""
+def seconds_by_phase(
+    lines: Iterable[Mapping[str, Any] | None],
+) -> dict[int, dict[str, dict[int, float]]]:
+    """Seconds by start, phase (in `PHASES`' order) and step, from lines of metrics.jsonl; damaged
+    ones are left out.
+    """
     starts: dict[int, dict[str, dict[int, float]]] = {}
     for line in lines:
         if line is None:
@@ -90,7 +105,11 @@ def seconds_by_phase(lines: Iterable[Mapping[str, Any] | None]) -> dict[int, dic
         phase = line.get(PHASE)
         step = line.get("step")
         seconds = line.get("seconds")
-        if not isinstance(phase, str) or phase not in PHASES or not isinstance(seconds, int | float):
+        if (
+            not isinstance(phase, str)
+            or phase not in PHASES
+            or not isinstance(seconds, int | float)
+        ):
             continue
         if isinstance(start, int) and isinstance(step, int):
             by_step = starts.setdefault(start, {}).setdefault(phase, {})

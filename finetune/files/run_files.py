@@ -1,4 +1,8 @@
-"""What a run leaves in files for others to read: metrics.jsonl and the losses in it, benchmarks.json. No torch."""
+"""What a run leaves in files for others to read: metrics.jsonl and the losses in it,
+benchmarks.json.
+
+No torch.
+"""
 
 import itertools
 import json
@@ -17,7 +21,10 @@ BENCHMARKS = "benchmarks.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """One metric of one task. `base` is what the model before training reaches; None where it was not measured."""
+    """One metric of one task.
+
+    `base` is what the model before training reaches; None where it was not measured.
+    """
 
     task: str
     metric: str
@@ -39,18 +46,31 @@ class BenchmarkResult:
     @property
     def key(self) -> tuple[object, ...]:
         """Results with the same key replace each other."""
-        return (self.model, self.task, self.metric, self.filter, self.num_fewshot, self.chat_template)
+        return (
+            self.model,
+            self.task,
+            self.metric,
+            self.filter,
+            self.num_fewshot,
+            self.chat_template,
+        )
 
 
 def find_origin(folder: Path) -> Path | None:
-    """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on this machine."""
+    """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on
+    this machine.
+    """
     base = read_json_object(folder.parent / "state.json").get("base_model")
     base_folder = find_local_folder(base) if isinstance(base, str) else None
-    return base_folder if base_folder is not None and any(base_folder.glob("*.safetensors")) else None
+    return (
+        base_folder if base_folder is not None and any(base_folder.glob("*.safetensors")) else None
+    )
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
-    """The results in a run's folder; those that cannot be read are skipped, and the page or card lacks them."""
+    """The results in a run's folder; those that cannot be read are skipped, and the page or card
+    lacks them.
+    """
     entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
     results = map(_read_entry, entries) if isinstance(entries, list) else ()
     return [result for result in results if result is not None]
@@ -62,13 +82,17 @@ def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
     replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def merge_results(old: Sequence[BenchmarkResult], new: Sequence[BenchmarkResult]) -> list[BenchmarkResult]:
+def merge_results(
+    old: Sequence[BenchmarkResult], new: Sequence[BenchmarkResult]
+) -> list[BenchmarkResult]:
     """`old` with `new` in place of what measured the same."""
     replaced = {result.key for result in new}
     return [*(result for result in old if result.key not in replaced), *new]
 
 
-def benchmark_table(results: Sequence[BenchmarkResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def benchmark_table(
+    results: Sequence[BenchmarkResult],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of a table of results, for people."""
     columns: dict[str, list[str]] = {
         "Model": [Path(result.model).name for result in results],
@@ -90,7 +114,10 @@ def describe_models(results: Sequence[BenchmarkResult]) -> str:
     bases = sorted({result.base_model for result in results if result.base_model})
     versions = sorted({result.lm_eval for result in results if result.lm_eval})
     beside = f" beside {', '.join(bases)}" if bases else ""
-    return f"{', '.join(sorted({result.model for result in results}))}{beside}, by lm-eval {', '.join(versions)}"
+    return (
+        f"{', '.join(sorted({result.model for result in results}))}{beside}, by lm-eval "
+        f"{', '.join(versions)}"
+    )
 
 
 def format_value(value: float, stderr: float | None) -> str:
@@ -121,21 +148,28 @@ def _read_entry(entry: Any) -> BenchmarkResult | None:
     known = {field.name for field in fields(BenchmarkResult)}
     try:
         result = BenchmarkResult(**{key: value for key, value in entry.items() if key in known})
-        is_right = isinstance(result.task, str) and isinstance(result.metric, str) and math.isfinite(result.trained)
+        is_right = (
+            isinstance(result.task, str)
+            and isinstance(result.metric, str)
+            and math.isfinite(result.trained)
+        )
     except (AttributeError, TypeError):
         return None
     return result if is_right else None
 
 
-DIVERGED_MARGIN = 1.0  # nats per token above the first loss, or a quarter of that loss where it is more: far above
+# nats per token above the first loss, or a quarter of that loss where it is more: far above
+DIVERGED_MARGIN = 1.0
 
 
 DIVERGED_LINES = 10  # lines of metrics in a row
 
 
 def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from which a run resumes,
-    and returns them. What an interrupted run wrote after it is written again; so is all of a run that starts over.
+    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from
+    which a run resumes, and returns them.
+
+    What an interrupted run wrote after it is written again; so is all of a run that starts over.
     The bytes of what is kept stay as they were.
     """
     if not path.exists():
@@ -147,7 +181,8 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
         if not readable_lines([line]) or line is None or line.get("step", 0) > step or step == 0:
             continue
         said = json.dumps(line, sort_keys=True)
-        if path.name == "metrics.jsonl" and said in seen:  # of samples a prompt may be given, and answered, twice
+        # of samples a prompt may be given, and answered, twice
+        if path.name == "metrics.jsonl" and said in seen:
             continue
         seen.add(said)
         kept.append(line)
@@ -167,9 +202,11 @@ def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe_missing(path: Path, last_step: int) -> str:
-    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty if none.
+    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty
+    if none.
 
-    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
+    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may
+    change in a run.
     """
     if not path.is_file():
         return f"no line for the steps 1 to {last_step:,}" if last_step else ""
@@ -181,7 +218,8 @@ def describe_missing(path: Path, last_step: int) -> str:
 def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
     """The first and last step of each gap in `steps`, up to `last_step`.
 
-    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60), find_gaps([], 5)
+    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60),
+      find_gaps([], 5)
     ([], [(5, 6)], [], [])
     >>> find_gaps([6, 8], 12)
     [(1, 4), (9, 12)]
@@ -197,20 +235,26 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
     return missing
 
 
-def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
+def losses_of(
+    lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None
+) -> list[tuple[int, float]]:
     """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
     points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
     return [
         (step, float(loss))
         for step, loss in points
-        if isinstance(step, int) and isinstance(loss, int | float) and (last_step is None or step <= last_step)
+        if isinstance(step, int)
+        and isinstance(loss, int | float)
+        and (last_step is None or step <= last_step)
     ]
 
 
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
-    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is far above the first.
+    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is
+    far above the first.
 
-    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite is far above.
+    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite
+    is far above.
 
     >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
     the loss is 315 at step 3, far above the 7.6 of step 1
@@ -226,4 +270,7 @@ def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True)
     if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
         return ""
     step, loss = losses[-1]
-    return f"the loss is {loss:.4g} at step {step:,}, far above the {first_loss:.4g} of step {first_step:,}"
+    return (
+        f"the loss is {loss:.4g} at step {step:,}, far above the {first_loss:.4g} of step "
+        f"{first_step:,}"
+    )

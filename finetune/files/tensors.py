@@ -1,14 +1,16 @@
-"""Tensors in safetensors files, whole or sharded, read slice by slice in bounded memory; the files' headers.
+"""Tensors in safetensors files, whole or sharded, read slice by slice in bounded memory; the files'
+headers.
 
-Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written by
-`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file holds its part of a
-tensor, and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets in the whole.
+Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written
+by `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file
+holds its part of a tensor, and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets
+in the whole.
 
-Headers are not trusted: a wrong length or offset is a `UserError` that names the file and the tensor, not a crash or a
-silent mix-up. Format: https://huggingface.co/docs/safetensors#format
+Headers are not trusted: a wrong length or offset is a `UserError` that names the file and the
+tensor, not a crash or a silent mix-up. Format: https://huggingface.co/docs/safetensors#format
 
-Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages count as resident,
-and a file that shrinks under it kills the process.
+Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages
+count as resident, and a file that shrinks under it kills the process.
 """
 
 import json
@@ -29,16 +31,31 @@ from finetune.files.json_files import load_json, parse_object, read_tensor_heade
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-RUN_BYTES = 16 * 1024  # a shorter run of bytes costs a system call more than reading its neighbors along
+# a shorter run of bytes costs a system call more than reading its neighbors along
+RUN_BYTES = 16 * 1024
 BUFFER_BYTES = 1024 * 1024
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
-    "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 DIMENSIONS_LIMIT = 16
 NAME_LIMIT = 500
@@ -59,7 +76,9 @@ class StoredPart:
 
     @property
     def box(self) -> Box:
-        return tuple((start, start + length) for start, length in zip(self.offsets, self.shape, strict=True))
+        return tuple(
+            (start, start + length) for start, length in zip(self.offsets, self.shape, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +87,8 @@ class ComputedPart(StoredPart):
 
     read: ReadSlice  # slices of the tensor that is computed
     begin: tuple[int, ...]  # of the box's first element in that tensor
-    axes: tuple[int | None, ...]  # for each dimension of the box, that tensor's; None: added, of size 1
+    # for each dimension of the box, that tensor's; None: added, of size 1
+    axes: tuple[int | None, ...]
 
     def read_box(self, inside: Box) -> torch.Tensor:
         """The elements `inside` of the box."""
@@ -96,14 +116,16 @@ class StoredTensor:
 def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
     """The tensors of `folder` by name; only headers are read.
 
-    In a Hugging Face folder these are the files that transformers would load: model.safetensors, else those that the
-    index names. In any other folder, every *.safetensors file.
+    In a Hugging Face folder these are the files that transformers would load: model.safetensors,
+    else those that the index names. In any other folder, every *.safetensors file.
 
     Raises `UserError` where there are none, or a header or the index is wrong.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give the one that holds the *.safetensors files")
+        raise UserError(
+            f"{folder}: no such folder; give the one that holds the *.safetensors files"
+        )
     if (folder / SINGLE_FILE).exists():
         return read_files([folder / SINGLE_FILE])
     if (folder / INDEX_FILE).exists():
@@ -111,7 +133,8 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
-            f"{folder}: no *.safetensors file is here; give a folder that holds the weights, or copy them there"
+            f"{folder}: no *.safetensors file is here; give a folder that holds the weights, or "
+            "copy them there"
         )
     return read_files(files)
 
@@ -121,11 +144,16 @@ def hash_weights(folder: Path) -> str:
     paths = sorted({part.path for tensor in read_folder(folder).values() for part in tensor.parts})
     with ThreadPoolExecutor(max_workers=4) as pool:
         checksums = pool.map(durable.checksum, paths)
-        return durable.hash_json([[path.name, each] for path, each in zip(paths, checksums, strict=True)])
+        return durable.hash_json(
+            [[path.name, each] for path, each in zip(paths, checksums, strict=True)]
+        )
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors in these safetensors files, by name; only headers are read. Parts in several files are joined."""
+    """The tensors in these safetensors files, by name; only headers are read.
+
+    Parts in several files are joined.
+    """
     parts_by_name: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for path in paths:
         for entry in read_header(path):
@@ -157,10 +185,12 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
         if common is None:
             continue
         into = tuple(
-            slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(common, box, strict=True)
+            slice(start - origin, stop - origin)
+            for (start, stop), (origin, _) in zip(common, box, strict=True)
         )
         inside = tuple(
-            (start - origin, stop - origin) for (start, stop), origin in zip(common, part.offsets, strict=True)
+            (start - origin, stop - origin)
+            for (start, stop), origin in zip(common, part.offsets, strict=True)
         )
         _read_part(tensor, part, inside, result[into])
     return result
@@ -178,17 +208,24 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torc
             os.close(descriptor)
     except EOFError:
         raise UserError(
-            f"{part.path}: {tensor.name}: the file has become shorter than its header says; copy it again"
+            f"{part.path}: {tensor.name}: the file has become shorter than its header says; copy "
+            "it again"
         ) from None
     except OSError as error:
         raise UserError(f"{part.path}: {tensor.name}: cannot be read: {error.strerror}") from None
 
 
-def _read_box(descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: torch.Tensor) -> None:
-    """Fills `result` with the elements `box` of the row-major array `shape` that lies at `position`."""
+def _read_box(
+    descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: torch.Tensor
+) -> None:
+    """Fills `result` with the elements `box` of the row-major array `shape` that lies at
+    `position`.
+    """
     row_bytes = math.prod(shape[1:]) * result.dtype.itemsize
     first = position + (box[0][0] * row_bytes if box else 0)
-    rows_are_whole = all(bounds == (0, length) for bounds, length in zip(box[1:], shape[1:], strict=True))
+    rows_are_whole = all(
+        bounds == (0, length) for bounds, length in zip(box[1:], shape[1:], strict=True)
+    )
     if rows_are_whole and result.is_contiguous():
         _read_bytes(descriptor, first, result)
     elif row_bytes > RUN_BYTES and len(shape) > 1:
@@ -214,7 +251,10 @@ def _read_bytes(descriptor: int, position: int, result: torch.Tensor) -> None:
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
-    """The box common to two, or None where that is empty. The box of a scalar is (), and not empty."""
+    """The box common to two, or None where that is empty.
+
+    The box of a scalar is (), and not empty.
+    """
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -226,7 +266,8 @@ def _read_indexed(index: Path) -> dict[str, StoredTensor]:
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].parts[0].path.name != file:
             raise UserError(
-                f"{index}: {name}: the file {file} does not hold it; the index belongs to a different model"
+                f"{index}: {name}: the file {file} does not hold it; the index belongs to a "
+                "different model"
             )
     return tensors
 
@@ -237,30 +278,39 @@ def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> Store
     for part, other in others:
         if other != dtype or len(part.shape) != len(first.shape):
             raise UserError(
-                f"{name}: {first.path} and {part.path} hold parts that differ in dtype or number of dimensions"
+                f"{name}: {first.path} and {part.path} hold parts that differ in dtype or number "
+                "of dimensions"
             )
-    filled = [part for part, _ in pieces if math.prod(part.shape)]  # a rank without rows may write an empty part
+    # a rank without rows may write an empty part
+    filled = [part for part, _ in pieces if math.prod(part.shape)]
     parts = sorted(filled or [first], key=lambda part: part.offsets)
-    shape = tuple(max(stops) for stops in zip(*([stop for _, stop in part.box] for part in parts), strict=True))
+    shape = tuple(
+        max(stops)
+        for stops in zip(*([stop for _, stop in part.box] for part in parts), strict=True)
+    )
     _check_disjoint(name, parts)
     missing = math.prod(shape) - sum(math.prod(part.shape) for part in parts)
     if missing:
         places = ", ".join(str(path) for path in sorted({part.path for part in parts})[:3])
         raise UserError(
-            f"{places}: {name}: {missing:,} of {math.prod(shape):,} elements are in no file; a rank's file is missing"
+            f"{places}: {name}: {missing:,} of {math.prod(shape):,} elements are in no file; a "
+            "rank's file is missing"
         )
     return StoredTensor(name, shape, dtype, tuple(parts))
 
 
 def _check_disjoint(name: str, parts: list[StoredPart]) -> None:
-    """`parts` are sorted by where they begin; those that a later one can still meet along dimension 0 are kept."""
+    """`parts` are sorted by where they begin; those that a later one can still meet along dimension
+    0 are kept.
+    """
     live: list[StoredPart] = []
     for part in parts:
         live = [other for other in live if not part.box or other.box[0][1] > part.box[0][0]]
         for other in live:
             if _intersection(part.box, other.box) is not None:
                 raise UserError(
-                    f"{name}: both {other.path} and {part.path} hold it; remove the file of the other model"
+                    f"{name}: both {other.path} and {part.path} hold it; remove the file of the "
+                    "other model"
                 )
         live.append(part)
 
@@ -275,18 +325,24 @@ def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
 
 
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:
-    """The dtype of an export: the one `given`, else that of the base model's files, else the first known of `others`.
+    """The dtype of an export: the one `given`, else that of the base model's files, else the first
+    known of `others`.
 
-    float64 and float8, which exports do not have, become bfloat16. Raises `UserError` for a bad config.json.
+    float64 and float8, which exports do not have, become bfloat16. Raises `UserError` for a bad
+    config.json.
     """
     if given is not None:
         return getattr(torch, given)  # type: ignore[no-any-return]
-    chosen = next((dtype for dtype in (_base_dtype(base), *others) if dtype is not None), torch.float32)
+    chosen = next(
+        (dtype for dtype in (_base_dtype(base), *others) if dtype is not None), torch.float32
+    )
     return chosen if str(chosen).removeprefix("torch.") in ITEMSIZE else torch.bfloat16
 
 
 def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56), if any."""
+    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56),
+    if any.
+    """
     name = config_json.get("dtype") or config_json.get("torch_dtype")
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     return dtype if isinstance(dtype, torch.dtype) else None
@@ -316,7 +372,10 @@ class HeaderEntry:
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
-    """The entries of a safetensors file. Raises `UserError` unless its tensors fill it without overlap or gap."""
+    """The entries of a safetensors file.
+
+    Raises `UserError` unless its tensors fill it without overlap or gap.
+    """
     header, start, size = read_tensor_header(path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
@@ -325,20 +384,29 @@ def read_header(path: Path) -> list[HeaderEntry]:
     entries = []
     for name, entry in header.items():
         dtype, shape, begin, end = _parse_entry(path, name, entry)
-        entries.append(HeaderEntry(name, dtype, shape, start + begin, start + end, offsets_of(name, shape)))
+        entries.append(
+            HeaderEntry(name, dtype, shape, start + begin, start + end, offsets_of(name, shape))
+        )
     _check_layout(path, entries, start, size)
     return entries
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it in this order."""
+    """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it
+    in this order.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the values that follow are aligned
@@ -346,28 +414,42 @@ def header_bytes(
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> its file, by a Hugging Face index. Raises `UserError` for a file outside its folder."""
+    """Tensor -> its file, by a Hugging Face index.
+
+    Raises `UserError` for a file outside its folder.
+    """
     weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map: a mapping of tensors to files is expected")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
-            raise UserError(f"{index}: {name}: {json.dumps(file_name)[:80]} is not the name of a safetensors file")
+            raise UserError(
+                f"{index}: {name}: {json.dumps(file_name)[:80]} is not the name of a safetensors "
+                "file"
+            )
         if Path(file_name).name != file_name or "\\" in file_name or "\0" in file_name:
             raise UserError(
-                f"{index}: {name}: {json.dumps(file_name)} leads out of the folder; a plain file name is expected"
+                f"{index}: {name}: {json.dumps(file_name)} leads out of the folder; a plain file "
+                "name is expected"
             )
         if not (index.parent / file_name).exists():
-            raise UserError(f"{index}: {name}: its file {file_name} is missing; copy or download it again")
+            raise UserError(
+                f"{index}: {name}: its file {file_name} is missing; copy or download it again"
+            )
     return weight_map
 
 
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """(dtype, shape, begin, end) of one entry of a header; the last two in bytes from the header's end."""
+def _parse_entry(
+    path: Path, name: str, entry: Any
+) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of one entry of a header; the last two in bytes from the header's
+    end.
+    """
 
     def wrong(what: str) -> NoReturn:
         raise UserError(
-            f"{path}: {ascii(name)[1:-1][:NAME_LIMIT]}: {what}; the file is damaged, or no safetensors file"
+            f"{path}: {ascii(name)[1:-1][:NAME_LIMIT]}: {what}; the file is damaged, or no "
+            "safetensors file"
         )
 
     if not isinstance(entry, dict):
@@ -386,36 +468,49 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[
     begin, end = ends
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
-        wrong(f"{dtype} of shape {shape} takes {expected:,} bytes, its data_offsets claim {end - begin:,}")
+        wrong(
+            f"{dtype} of shape {shape} takes {expected:,} bytes, its data_offsets claim "
+            f"{end - begin:,}"
+        )
     return DTYPES[dtype], tuple(shape), begin, end
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**63 for item in value
+    )
 
 
 def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int) -> None:
-    """The tensors must fill the bytes from `start` to `size` without overlap or gap, as the format demands."""
+    """The tensors must fill the bytes from `start` to `size` without overlap or gap, as the format
+    demands.
+    """
     position = start
     previous = "the header"
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
             raise UserError(
-                f"{path}: {entry.name}: truncated: it ends at byte {entry.end:,} of {size:,}; copy or "
-                "download the file again"
+                f"{path}: {entry.name}: truncated: it ends at byte {entry.end:,} of {size:,}; copy "
+                "or download the file again"
             )
         if entry.begin != position:
             what = "overlaps" if entry.begin < position else "leaves a gap after"
-            raise UserError(f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors file")
+            raise UserError(
+                f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors "
+                "file"
+            )
         position = entry.end
         previous = entry.name
     if position != size:
         raise UserError(
-            f"{path}: {size - position:,} bytes after its last tensor belong to no tensor; the file is damaged"
+            f"{path}: {size - position:,} bytes after its last tensor belong to no tensor; the "
+            "file is damaged"
         )
 
 
-def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
+def _read_offsets(
+    path: Path, metadata: dict[str, Any]
+) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
     """A function (name, shape) -> where that tensor of the file begins in the whole one."""
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
@@ -429,7 +524,8 @@ def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple[
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not isinstance(offsets, list) or not _are_counts(offsets) or len(offsets) != len(shape):
             raise UserError(
-                f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} dimensions begins"
+                f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} "
+                "dimensions begins"
             )
         return tuple(offsets)
 

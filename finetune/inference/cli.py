@@ -1,4 +1,6 @@
-"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, with its base beside it."""
+"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, with its base
+beside it.
+"""
 
 import argparse
 import json
@@ -41,7 +43,10 @@ if TYPE_CHECKING:
 
 
 def chat_command(options: argparse.Namespace) -> int:
-    """Answers prompts, or talks in the terminal if there are none. Returns 0, or 130 if Ctrl-C ended it."""
+    """Answers prompts, or talks in the terminal if there are none.
+
+    Returns 0, or 130 if Ctrl-C ended it.
+    """
     _check_numbers(options)
     reference = find_model(options.source)
     other = _find_other(options, reference)
@@ -65,14 +70,25 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
-    """Measures the model and its base on lm-eval's tasks; prints and keeps the results. Returns 0."""
+    """Measures the model and its base on lm-eval's tasks; prints and keeps the results.
+
+    Returns 0.
+    """
     tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
     if not tasks:
-        raise UserError("--tasks: names of lm-eval's tasks are expected, with commas between, such as gsm8k,mmlu")
+        raise UserError(
+            "--tasks: names of lm-eval's tasks are expected, with commas between, such as "
+            "gsm8k,mmlu"
+        )
     if options.limit is not None and not options.limit > 0:
-        raise UserError(f"--limit {options.limit}: a number of documents, or a share below 1, is expected")
+        raise UserError(
+            f"--limit {options.limit}: a number of documents, or a share below 1, is expected"
+        )
     if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(f"--include-path {options.include_path}: no such folder; name one with task files of lm-eval")
+        raise UserError(
+            f"--include-path {options.include_path}: no such folder; name one with task files of "
+            "lm-eval"
+        )
     if options.output is not None:
         _check_output(Path(options.output))
     reference = find_model(options.source)
@@ -107,21 +123,27 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 
 def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | None]) -> None:
-    """Raises `UserError` for a plain name that is in no task file: lm-eval itself takes 20 seconds to start."""
+    """Raises `UserError` for a plain name that is in no task file: lm-eval itself takes 20 seconds
+    to start.
+    """
     left = {task for task in tasks if re.fullmatch(r"[\w.+-]+", task) and not Path(task).is_file()}
-    for path in (file for folder in folders if folder is not None for file in Path(folder).rglob("*.yaml")):
+    for path in (
+        file for folder in folders if folder is not None for file in Path(folder).rglob("*.yaml")
+    ):
         if not left:
             return
         left -= set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8", errors="replace")))
     if left:
         raise UserError(
-            f"--tasks: {', '.join(sorted(left))}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` "
-            "lists them, and --include-path names a folder with your own"
+            f"--tasks: {', '.join(sorted(left))}: no such task of lm-eval {version('lm_eval')}; "
+            "`lm-eval ls tasks` lists them, and --include-path names a folder with your own"
         )
 
 
 def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
-    """The base to measure beside the model; None where it is not wanted, or not known, which is reported."""
+    """The base to measure beside the model; None where it is not wanted, or not known, which is
+    reported.
+    """
     if not options.compare:
         return None
     if options.base_model is not None:
@@ -134,17 +156,24 @@ def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelR
 
 
 def _check_output(path: Path) -> None:
-    """Raises `UserError` where --output can surely not be written: the measurement may take hours."""
+    """Raises `UserError` where --output can surely not be written: the measurement may take
+    hours.
+    """
     if path.is_dir():
         raise UserError(f"--output {path}: a folder; name a file in it")
     if not path.parent.is_dir():
-        raise UserError(f"--output {path}: {path.parent} is no folder; make it, or name another file")
+        raise UserError(
+            f"--output {path}: {path.parent} is no folder; make it, or name another file"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"--output {path}: cannot be written; name a file in a folder of yours")
 
 
-def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None) -> Iterator[Path]:
-    """Writes the results to benchmarks.json, `output` and the exports' cards; yields what was written.
+def keep_results(
+    results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None
+) -> Iterator[Path]:
+    """Writes the results to benchmarks.json, `output` and the exports' cards; yields what was
+    written.
 
     Raises `UserError` where a file cannot be written.
     """
@@ -171,20 +200,29 @@ def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, 
                 replace_file(path, add_evaluation(path.read_text(encoding="utf-8"), results))
                 yield path
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; the results are above") from None
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}; the results are above"
+        ) from None
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
     if options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {options.max_new_tokens}: an answer has at least one token")
+        raise UserError(
+            f"--max-new-tokens {options.max_new_tokens}: an answer has at least one token"
+        )
     if options.temperature is not None and not 0 <= options.temperature < float("inf"):
         raise UserError(f"--temperature {options.temperature}: 0 (greedy) or above is expected")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}: above 0 and at most 1 is expected")
     if options.chat_template_kwargs is not None and not options.use_chat_template:
-        raise UserError("--chat-template-kwargs: is read by the chat template, which --no-chat-template turns off")
+        raise UserError(
+            "--chat-template-kwargs: is read by the chat template, which --no-chat-template turns "
+            "off"
+        )
     if options.system is not None and not options.use_chat_template:
-        raise UserError("--system: goes through the chat template, which --no-chat-template turns off")
+        raise UserError(
+            "--system: goes through the chat template, which --no-chat-template turns off"
+        )
 
 
 def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
@@ -195,7 +233,10 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
     except ValueError:
         variables = None
     if not isinstance(variables, dict):
-        raise UserError(f'--chat-template-kwargs {text}: a JSON object, as {{"enable_thinking": false}}, is expected')
+        raise UserError(
+            f'--chat-template-kwargs {text}: a JSON object, as {{"enable_thinking": false}}, is '
+            "expected"
+        )
     own = sorted(OWN_VARIABLES & variables.keys())
     if own:
         raise UserError(f"--chat-template-kwargs: {own[0]} is set by rendering itself; remove it")
@@ -210,11 +251,19 @@ def _find_other(options: argparse.Namespace, reference: ModelReference) -> Model
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
-    """The prompts from --prompt and --prompts, otherwise from a pipe. Empty for an interactive session."""
+    """The prompts from --prompt and --prompts, otherwise from a pipe.
+
+    Empty for an interactive session.
+    """
     check_utf8(options.system or "", "--system")
     if options.image and not options.prompt:
-        raise UserError("--image: is asked about by --prompt; give one, or type /image PATH in the conversation")
-    prompts = [make_prompt(check_utf8(text, "--prompt"), options.system, options.image) for text in options.prompt]
+        raise UserError(
+            "--image: is asked about by --prompt; give one, or type /image PATH in the conversation"
+        )
+    prompts = [
+        make_prompt(check_utf8(text, "--prompt"), options.system, options.image)
+        for text in options.prompt
+    ]
     if options.prompts is not None:
         prompts += read_prompts(options.prompts, options.system)
         if not prompts:
@@ -223,7 +272,9 @@ def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
         return prompts
     if not _is_terminal(sys.stdin):
         return [make_prompt(read_piped_prompt(), options.system)]
-    raise UserError("stdout is no terminal, and there is no prompt; give one with --prompt or --prompts")
+    raise UserError(
+        "stdout is no terminal, and there is no prompt; give one with --prompt or --prompts"
+    )
 
 
 def _is_terminal(stream: object) -> bool:
@@ -238,7 +289,12 @@ def _load_speakers(
     import torch
 
     from finetune.inference.conversation import Chat, Speaker
-    from finetune.inference.inference_model import LoadOptions, describe_base, load_base, load_inference_model
+    from finetune.inference.inference_model import (
+        LoadOptions,
+        describe_base,
+        load_base,
+        load_inference_model,
+    )
 
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -266,7 +322,11 @@ def _load_speakers(
 
 
 def _answer_all(
-    speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "AnswerOptions", *, as_json: bool
+    speakers: "Sequence[Speaker]",
+    prompts: Sequence[Conversation],
+    sampling: "AnswerOptions",
+    *,
+    as_json: bool,
 ) -> int:
     """Prints the answers to every prompt, under labels unless there is one prompt and one model."""
     from finetune.inference.conversation import answer, write_piece
@@ -281,7 +341,12 @@ def _answer_all(
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
             try:
-                answered = answer(speaker.chat.model, prompt, sampling, (lambda _: None) if as_json else write_piece)
+                answered = answer(
+                    speaker.chat.model,
+                    prompt,
+                    sampling,
+                    (lambda _: None) if as_json else write_piece,
+                )
             except UserError as error:  # too long, say: the other prompts can be answered
                 _log(f"prompt {number + 1}: {error}" if len(prompts) > 1 else str(error))
                 answers.append({"model": speaker.chat.model.name, "error": str(error)})
@@ -300,7 +365,10 @@ def _answer_all(
             if answered.is_interrupted:
                 return EXIT_INTERRUPTED
         if as_json:
-            print(json.dumps({"messages": prompt.messages, "answers": answers}, ensure_ascii=False), flush=True)
+            print(
+                json.dumps({"messages": prompt.messages, "answers": answers}, ensure_ascii=False),
+                flush=True,
+            )
     return code
 
 

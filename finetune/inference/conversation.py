@@ -1,4 +1,6 @@
-"""A model's answers, made by transformers' `generate` piece by piece, and conversations in the terminal."""
+"""A model's answers, made by transformers' `generate` piece by piece, and conversations in the
+terminal.
+"""
 
 import signal
 import sys
@@ -20,7 +22,13 @@ from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
-from finetune.data.tokenizer import add_variables, apply_template, end_of_answer_ids, make_renderer, read_parts
+from finetune.data.tokenizer import (
+    add_variables,
+    apply_template,
+    end_of_answer_ids,
+    make_renderer,
+    read_parts,
+)
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, print_styled
 from finetune.inference.inference_model import InferenceModel
@@ -49,22 +57,30 @@ class Answer:
 
 
 def answer(
-    model: InferenceModel, conversation: Conversation, sampling: AnswerOptions, write: Callable[[str], object]
+    model: InferenceModel,
+    conversation: Conversation,
+    sampling: AnswerOptions,
+    write: Callable[[str], object],
 ) -> Answer:
     """The model's answer to a conversation; `write` gets each piece of it as it is made.
 
-    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat template rejects the
-    messages, or they are longer than what the model can read.
+    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat
+    template rejects the messages, or they are longer than what the model can read.
     """
     input_ids = encode_prompt(model, conversation)
     images = conversation.images
     if has_scores(model.whole):
         return _score(model, input_ids, write)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(input_ids))
+    room = (
+        sampling.max_new_tokens
+        if limit is None
+        else min(sampling.max_new_tokens, limit - len(input_ids))
+    )
     if room <= 0:
         raise UserError(
-            f"{model.name}: the conversation has {len(input_ids):,} tokens, and the model reads {limit:,} at most"
+            f"{model.name}: the conversation has {len(input_ids):,} tokens, and the model reads "
+            f"{limit:,} at most"
         )
     streamer = _Pieces(model.tokenizer, write)
     started = time.monotonic()
@@ -74,19 +90,30 @@ def answer(
             generated = model.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                **(model.tokenizer.images.make_generation_inputs(model.whole, ids, images) if images else {}),
+                **(
+                    model.tokenizer.images.make_generation_inputs(model.whole, ids, images)
+                    if images
+                    else {}
+                ),
                 max_new_tokens=room,
                 streamer=streamer,
                 stopping_criteria=[_StopWhen(interrupted)],
                 **_sampling_options(model, sampling),
             )
-        except (ValueError, TypeError, LookupError, AttributeError) as error:  # a setting that transformers refuses
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ) as error:  # a setting that transformers refuses
             reason = " ".join(str(error).split())
-            raise UserError(f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it") from None
+            raise UserError(
+                f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it"
+            ) from None
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use a shorter "
-                "one, or more or larger GPUs"
+                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use "
+                "a shorter one, or more or larger GPUs"
             ) from None
     new = generated[0, len(input_ids) :].tolist()
     ends = end_ids(model)
@@ -101,14 +128,18 @@ def answer(
 
 
 def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
-    """The tokens that the model is asked with: rendered as in training, with the generation prompt; or what it scores.
+    """The tokens that the model is asked with: rendered as in training, with the generation prompt;
+    or what it scores.
 
     Raises `UserError` where the chat template rejects the conversation.
     """
     is_scoring = has_scores(model.whole)
     if model.template is None:
         if conversation.images:
-            raise UserError(f"{model.name}: an image is asked about by a chat template; name one with --chat-template")
+            raise UserError(
+                f"{model.name}: an image is asked about by a chat template; name one with "
+                "--chat-template"
+            )
         text = "".join(message["content"] for message in conversation.messages)
         text += (model.tokenizer.eos_token or "") * is_scoring
         return list(model.tokenizer(text, verbose=False).input_ids)
@@ -119,7 +150,9 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
             renderer = read_parts(renderer)
         renderer = add_variables(renderer, {**model.variables, **conversation.variables})
         messages = read_messages(conversation, renderer)
-        text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=not is_scoring)
+        text = apply_template(
+            renderer, messages, conversation.tools, add_generation_prompt=not is_scoring
+        )
         rendered = RenderedText(text, (), is_plain=False)
         text = write_images(rendered, conversation, conversation.images, renderer).text
     except BadRow as error:
@@ -128,10 +161,16 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
 
 
 def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], object]) -> Answer:
-    """The scores of a reward model, or a classifier's probabilities, the largest first, as an answer."""
+    """The scores of a reward model, or a classifier's probabilities, the largest first, as an
+    answer.
+    """
     started = time.monotonic()
     with model.computing(), torch.inference_mode():
-        scores = model.model(input_ids=torch.tensor([input_ids], device=model.model.device)).logits[0].float()
+        scores = (
+            model.model(input_ids=torch.tensor([input_ids], device=model.model.device))
+            .logits[0]
+            .float()
+        )
     names = model.model.config.id2label
     if len(scores) > 1:
         scores = scores.softmax(0)
@@ -139,15 +178,22 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
     text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)
     write(text)
     seconds = time.monotonic() - started
-    return Answer(text=text, tokens=0, seconds=seconds, is_cut=False, limit=None, is_interrupted=False)
+    return Answer(
+        text=text, tokens=0, seconds=seconds, is_cut=False, limit=None, is_interrupted=False
+    )
 
 
 def end_ids(model: InferenceModel) -> list[int]:
-    """The tokens that end an answer: those of the model's generation config, and of its tokenizer."""
+    """The tokens that end an answer: those of the model's generation config, and of its
+    tokenizer.
+    """
     own = model.model.generation_config.eos_token_id
     listed = own if isinstance(own, list) else [own]
     return sorted(
-        {*(token for token in listed if type(token) is int and token >= 0), *end_of_answer_ids(model.tokenizer)}
+        {
+            *(token for token in listed if type(token) is int and token >= 0),
+            *end_of_answer_ids(model.tokenizer),
+        }
     )
 
 
@@ -162,14 +208,22 @@ def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[st
         "pad_token_id": pad if pad is not None else (ends or [0])[0],
     }
     if sampling.temperature == 0:
-        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        return options | {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+            "min_p": None,
+        }
     named = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     given = {name: value for name, value in named.items() if value is not None}
     return options | given | ({"do_sample": True} if given else {})
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
-    """Hands on the text as it grows, without special tokens, and not before its last character is whole."""
+    """Hands on the text as it grows, without special tokens, and not before its last character is
+    whole.
+    """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         self.text = ""
@@ -250,7 +304,11 @@ class Chat:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(
-        self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None, images: Sequence[str] = ()
+        self,
+        prompt: str,
+        max_new_tokens: int = 512,
+        temperature: float | None = None,
+        images: Sequence[str] = (),
     ) -> str:
         """The model's answer to `prompt`, after all that was said before.
 
@@ -261,19 +319,27 @@ class Chat:
             images: Paths of what is asked about.
 
         Raises:
-            UserError: Where the conversation is longer than the model reads, or an image cannot be read.
+            UserError: Where the conversation is longer than the model reads, or an image cannot be
+                read.
         """
         sampling = AnswerOptions(max_new_tokens=max_new_tokens, temperature=temperature)
         return take_turn(self, user_message(prompt, images), sampling).text
 
 
 def take_turn(
-    chat: Chat, message: Message, sampling: AnswerOptions, on_piece: Callable[[str], None] = lambda piece: None
+    chat: Chat,
+    message: Message,
+    sampling: AnswerOptions,
+    on_piece: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """The answer to `message`, which is remembered with it. `on_piece` gets its text as it is made."""
+    """The answer to `message`, which is remembered with it.
+
+    `on_piece` gets its text as it is made.
+    """
     asked = [*chat.messages, message]
     answered = answer(chat.model, ask(asked), sampling, on_piece)
-    stands_alone = chat.model.template is None or has_scores(chat.model.whole)  # without turns, or what is scored
+    # without turns, or what is scored
+    stands_alone = chat.model.template is None or has_scores(chat.model.whole)
     if not stands_alone:
         chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
     return answered
@@ -287,7 +353,10 @@ class Speaker:
     chat: Chat
 
     def ask(self, message: Message, sampling: AnswerOptions) -> None:
-        """Prints the answer as it is made. A message that cannot be answered is reported, and forgotten."""
+        """Prints the answer as it is made.
+
+        A message that cannot be answered is reported, and forgotten.
+        """
         try:
             finish_answer(take_turn(self.chat, message, sampling, write_piece), sampling)
         except UserError as error:
@@ -342,7 +411,10 @@ def read_turn() -> str | None:
         try:
             line = check_utf8(input(PROMPT if not lines else "  "), "this line")
         except (UserError, UnicodeDecodeError) as error:  # a terminal in another encoding
-            print(error if isinstance(error, UserError) else f"this line: not UTF-8: {error.reason}", file=sys.stderr)
+            print(
+                error if isinstance(error, UserError) else f"this line: not UTF-8: {error.reason}",
+                file=sys.stderr,
+            )
             lines = []
             continue
         except EOFError:

@@ -13,7 +13,12 @@ from lm_eval.tasks import TaskManager
 
 from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
-from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_inference_model
+from finetune.inference.inference_model import (
+    InferenceModel,
+    LoadOptions,
+    load_base,
+    load_inference_model,
+)
 from finetune.inference.inputs import ModelReference
 from finetune.models.documents import depends_on_length
 
@@ -47,11 +52,16 @@ def evaluate_models(
         other = load_base(model, base, load_options, log)
         log(f"beside  {other.name}")
         before = measure(other, options, manager)
-    return collect_results(trained, before, (reference.name, base.name if base is not None else None), options)
+    return collect_results(
+        trained, before, (reference.name, base.name if base is not None else None), options
+    )
 
 
 def make_task_manager(options: BenchmarkOptions) -> TaskManager:
-    """lm-eval's tasks and those of `include_path`. Raises `UserError` for a task that is none of them."""
+    """lm-eval's tasks and those of `include_path`.
+
+    Raises `UserError` for a task that is none of them.
+    """
     unknown = list(options.tasks)
     if options.include_path is not None:  # alone first: lm-eval's own tasks are thousands of files
         manager = TaskManager(include_path=options.include_path, include_defaults=False)
@@ -61,8 +71,8 @@ def make_task_manager(options: BenchmarkOptions) -> TaskManager:
         unknown = _find_unknown(manager, options.tasks)
     if unknown:
         raise UserError(
-            f"--tasks: {', '.join(unknown)}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` lists "
-            "them, and --include-path names a folder with your own"
+            f"--tasks: {', '.join(unknown)}: no such task of lm-eval {version('lm_eval')}; "
+            "`lm-eval ls tasks` lists them, and --include-path names a folder with your own"
         )
     return manager
 
@@ -71,8 +81,13 @@ def _find_unknown(manager: TaskManager, tasks: Sequence[str]) -> list[str]:
     return [task for task in tasks if not manager.match_tasks([task]) and not Path(task).is_file()]
 
 
-def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManager) -> dict[str, Any]:
-    """lm-eval's results of one model. Raises `UserError` where its data cannot be loaded or it fails."""
+def measure(
+    model: InferenceModel, options: BenchmarkOptions, manager: TaskManager
+) -> dict[str, Any]:
+    """lm-eval's results of one model.
+
+    Raises `UserError` where its data cannot be loaded or it fails.
+    """
     if options.apply_chat_template and model.template is None:
         raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
     try:
@@ -91,17 +106,26 @@ def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManag
                 task_manager=manager,
                 log_samples=False,
             )
-    except Exception as error:  # the hub, a task's own code, a data set without its split: each raises its own
+    except (
+        Exception
+    ) as error:  # the hub, a task's own code, a data set without its split: each raises its own
         reason = on_one_line(error)
-        raise UserError(f"{','.join(options.tasks)}: lm-eval cannot measure it: {reason}") from error
+        raise UserError(
+            f"{','.join(options.tasks)}: lm-eval cannot measure it: {reason}"
+        ) from error
     assert isinstance(results, dict)
     return results
 
 
 def collect_results(
-    trained: Mapping[str, Any], base: Mapping[str, Any] | None, names: tuple[str, str | None], options: BenchmarkOptions
+    trained: Mapping[str, Any],
+    base: Mapping[str, Any] | None,
+    names: tuple[str, str | None],
+    options: BenchmarkOptions,
 ) -> list[BenchmarkResult]:
-    """A result for every metric of every task and group that lm-eval reports a number for; `names`: of both models."""
+    """A result for every metric of every task and group that lm-eval reports a number for; `names`:
+    of both models.
+    """
     results = []
     for task, metrics in trained["results"].items():
         config = trained.get("configs", {}).get(task, {})
@@ -121,9 +145,11 @@ def collect_results(
                     trained_stderr=_number(metrics.get(f"{metric}_stderr,{filtered}")),
                     base=_number(before.get(name)),
                     base_stderr=_number(before.get(f"{metric}_stderr,{filtered}")),
-                    higher_is_better=trained.get("higher_is_better", {}).get(task, {}).get(metric) is not False,
+                    higher_is_better=trained.get("higher_is_better", {}).get(task, {}).get(metric)
+                    is not False,
                     samples=samples.get("effective"),
-                    is_limited=options.limit is not None and samples.get("effective") != samples.get("original"),
+                    is_limited=options.limit is not None
+                    and samples.get("effective") != samples.get("original"),
                     num_fewshot=fewshot if isinstance(fewshot, int) else None,
                     chat_template=options.apply_chat_template,
                     version=str(trained.get("versions", {}).get(task, "")),

@@ -1,4 +1,6 @@
-"""A model loaded for generation by transformers: a folder, an adapter on its base, or a checkpoint's weights."""
+"""A model loaded for generation by transformers: a folder, an adapter on its base, or a
+checkpoint's weights.
+"""
 
 import sys
 import warnings
@@ -31,7 +33,12 @@ from finetune.export.write import plan_weights
 from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
 from finetune.files.tensors import read_folder, read_header
-from finetune.inference.inputs import ModelReference, refuse_embedder, trained_formats, trained_quantization
+from finetune.inference.inputs import (
+    ModelReference,
+    refuse_embedder,
+    trained_formats,
+    trained_quantization,
+)
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.documents import install_document_rotary
 from finetune.models.load import auto_class_of
@@ -66,14 +73,19 @@ class LoadOptions:
     chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use_chat_template: bool = True
-    base_model: str | None = None  # where an adapter or a checkpoint does not name it, or it has moved
+    # where an adapter or a checkpoint does not name it, or it has moved
+    base_model: str | None = None
     trust_remote_code: bool = False
 
 
 def load_inference_model(
-    reference: ModelReference, options: LoadOptions, log: Callable[[str], object], default_template: str | None = None
+    reference: ModelReference,
+    options: LoadOptions,
+    log: Callable[[str], object],
+    default_template: str | None = None,
 ) -> InferenceModel:
-    """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it has none of its own.
+    """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it
+    has none of its own.
 
     Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
     """
@@ -88,7 +100,9 @@ def load_inference_model(
             has_adapter = source.adapter is not None
             folder = Path(temporary) / "model"
             model = (
-                _load_lora_checkpoint(source, folder, options) if has_adapter else _load_source(source, folder, options)
+                _load_lora_checkpoint(source, folder, options)
+                if has_adapter
+                else _load_source(source, folder, options)
             )
         elif has_adapter:
             model = _load_adapter(Path(reference.name), options)
@@ -97,13 +111,16 @@ def load_inference_model(
         tokenizer = _load_tokenizer(folder, reference, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     with suppress(UserError):  # a model's own code keeps its own rotary embedding
-        install_document_rotary(model.get_base_model() if has_adapter else model)  # else dynamic RoPE remembers
+        # else dynamic RoPE remembers
+        install_document_rotary(model.get_base_model() if has_adapter else model)
     is_whole = reference.kind == "checkpoint" and not has_adapter
     described = str(source.description) if is_whole else model.config.name_or_path
     keys = Model(model_name_or_path=described, model_revision=reference.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
     is_scoring = has_scores(model)
-    template = choose_template(tokenizer, reference, options, default_template, log, is_scoring=is_scoring)
+    template = choose_template(
+        tokenizer, reference, options, default_template, log, is_scoring=is_scoring
+    )
     if template is not None:
         tokenizer.chat_template = template
     variables = options.chat_template_kwargs
@@ -120,14 +137,18 @@ def load_base(
 
 
 def describe_base(model: InferenceModel, reference: ModelReference) -> str:
-    """The form in which the base under an adapter is loaded, where the training quantized it; empty otherwise."""
+    """The form in which the base under an adapter is loaded, where the training quantized it; empty
+    otherwise.
+    """
     quantization = trained_quantization(reference.run)
     if not model.has_adapter or quantization.bits is None:
         return ""
     trained = describe_quantization(quantization)
     if getattr(model.model.config, "quantization_config", None) is not None:
         return f"; base loaded in {trained}, as trained on"
-    return f"; base loaded in {str(model.model.dtype).removeprefix('torch.')}, trained on in {trained}"
+    return (
+        f"; base loaded in {str(model.model.dtype).removeprefix('torch.')}, trained on in {trained}"
+    )
 
 
 def choose_template(
@@ -139,7 +160,8 @@ def choose_template(
     *,
     is_scoring: bool = False,
 ) -> str | None:
-    """The chat template to ask in: the one that is named, the tokenizer's own, else what the model was trained with.
+    """The chat template to ask in: the one that is named, the tokenizer's own, else what the model
+    was trained with.
 
     None: prompts are continued as they are. Raises `UserError` where none of these is known.
     """
@@ -155,8 +177,8 @@ def choose_template(
     if tokenizer.chat_template:
         if formats and not are_rendered:
             log(
-                f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks "
-                "in that form"
+                f"{reference.name}: was trained on {rows}, without its chat template; "
+                "--no-chat-template asks in that form"
             )
         own = tokenizer.chat_template
         return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
@@ -165,11 +187,14 @@ def choose_template(
     if are_rendered:
         return PLAIN  # training rendered the conversations with it, for want of another
     if formats:
-        log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")
+        log(
+            f"{reference.name}: has no chat template and was trained on {rows}; prompts are "
+            "continued as they are"
+        )
         return None
     raise UserError(
-        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, ...), or "
-        "have prompts continued as they are with --no-chat-template"
+        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a "
+        "file, ...), or have prompts continued as they are with --no-chat-template"
     )
 
 
@@ -177,11 +202,15 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
     """The model in a Hugging Face folder, or of a hub name."""
     from transformers import AutoConfig
 
-    keys = {"trust_remote_code": options.trust_remote_code, **({"revision": revision} if revision else {})}
+    keys = {
+        "trust_remote_code": options.trust_remote_code,
+        **({"revision": revision} if revision else {}),
+    }
     with _one_sentence(name, "its weights", revision):
         config: Any = AutoConfig.from_pretrained(name, **keys)
         if read_published_form(getattr(config, "quantization_config", None)) is not None:
-            config.quantization_config["dequantize"] = True  # as the training read it, on every device
+            # as the training read it, on every device
+            config.quantization_config["dequantize"] = True
             keys["config"] = config
         return auto_class_of(config).from_pretrained(name, **_placement(), **keys)
 
@@ -198,16 +227,20 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     config = load_json(folder / ADAPTER_CONFIG)
     name = options.base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model"
+        )
     check_adapter_config(config, str(folder / ADAPTER_CONFIG))
     if SCORES in (config.get("modules_to_save") or ()):
         raise UserError(
-            f"{folder}: an adapter of a reward model or classifier; name the run's export/, which is merged"
+            f"{folder}: an adapter of a reward model or classifier; name the run's export/, which "
+            "is merged"
         )
     model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
     _grow_vocabulary(model, folder)
     with _one_sentence(str(folder), "its adapter"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers is about to rename
+        # peft reads an attribute that transformers is about to rename
+        warnings.simplefilter("ignore", FutureWarning)
         return PeftModel.from_pretrained(model, folder)
 
 
@@ -220,12 +253,15 @@ def _load_base(folder: Path, options: LoadOptions) -> Any:
 
 
 def _grow_vocabulary(model: Any, folder: Path) -> None:
-    """Gives the base as many token embeddings as the adapter was trained with, where it added tokens."""
+    """Gives the base as many token embeddings as the adapter was trained with, where it added
+    tokens.
+    """
     embedding = model.get_input_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
     adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
     if name in adapter and adapter[name].shape[0] > embedding.weight.shape[0]:
-        model.resize_token_embeddings(adapter[name].shape[0], mean_resizing=False)  # the adapter brings the new rows
+        # the adapter brings the new rows
+        model.resize_token_embeddings(adapter[name].shape[0], mean_resizing=False)
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
@@ -235,12 +271,15 @@ def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) ->
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
     model = _load_adapter(folder, replace(options, base_model=source.base_model))
     if (source.description / GENERATION_FILE).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.description)  # has the recipe's eot_tokens
+        # has the recipe's eot_tokens
+        model.generation_config = GenerationConfig.from_pretrained(source.description)
     return model
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """A checkpoint's whole model in memory, as its export would be; `folder` gets all but the weights."""
+    """A checkpoint's whole model in memory, as its export would be; `folder` gets all but the
+    weights.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
@@ -269,7 +308,9 @@ def _load_tokenizer(folder: str | Path, reference: ModelReference, options: Load
     from transformers import AutoTokenizer
 
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
-        raise UserError(f"{reference.name}: has no tokenizer; copy the base model's tokenizer files into it")
+        raise UserError(
+            f"{reference.name}: has no tokenizer; copy the base model's tokenizer files into it"
+        )
     with _one_sentence(reference.name, "its tokenizer", reference.revision):
         return AutoTokenizer.from_pretrained(
             folder,
@@ -280,7 +321,9 @@ def _load_tokenizer(folder: str | Path, reference: ModelReference, options: Load
 
 @contextmanager
 def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator[None]:
-    """Turns whatever transformers, peft, the hub or a damaged file raise in this block into a `UserError`."""
+    """Turns whatever transformers, peft, the hub or a damaged file raise in this block into a
+    `UserError`.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,7 @@
-"""What the arguments of chat, evaluate and serve-check stand for: models, and prompts. Imports no torch."""
+"""What the arguments of chat, evaluate and serve-check stand for: models, and prompts.
+
+Imports no torch.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +16,13 @@ from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
-from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
+from finetune.data.formats import (
+    CONVERSATION_COLUMNS,
+    QUESTION_COLUMNS,
+    Columns,
+    Conversation,
+    make_conversation,
+)
 from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.sources import read_file
@@ -44,7 +53,8 @@ class ModelReference:
 def find_model(name: str, revision: str | None = None) -> ModelReference:
     """The model that `name` stands for.
 
-    A run's folder stands for what it has exported (the adapter, where it trained one), else for its newest checkpoint.
+    A run's folder stands for what it has exported (the adapter, where it trained one), else for its
+    newest checkpoint.
 
     Raises `UserError` where there is no model at `name`.
     """
@@ -55,14 +65,18 @@ def find_model(name: str, revision: str | None = None) -> ModelReference:
         if file_format := find_format_of(path):
             programs = " or ".join(file_format.use(path, False))
             raise UserError(
-                f"{name}: a {file_format.title} file; chat with it in {programs}, or name the folder it was made from"
+                f"{name}: a {file_format.title} file; chat with it in {programs}, or name the "
+                "folder it was made from"
             )
         raise UserError(f"{name}: a file; give the folder that holds it")
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):
             _find_on_hub(name, revision)
             return ModelReference(name=name, kind="model", revision=revision)
-        raise UserError(f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a hub name")
+        raise UserError(
+            f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a "
+            "hub name"
+        )
     if find_checkpoint_of(path) is not None:
         return _describe(path, "checkpoint", _run_of(path))
     kind = next((kind for file, kind in KINDS.items() if (path / file).is_file()), None)
@@ -82,31 +96,41 @@ def _find_on_hub(name: str, revision: str | None) -> None:
 
 
 def locate_base(model: ModelReference) -> ModelReference:
-    """The model that `model` was trained from. Raises `UserError` where it has none, or none that is known."""
+    """The model that `model` was trained from.
+
+    Raises `UserError` where it has none, or none that is known.
+    """
     if model.base is not None:
         return replace(find_model(model.base, model.base_revision), revision=model.base_revision)
     if model.run is not None and _read_recipe(model.run).get("model_config"):
         raise UserError(
-            f"{model.name}: was trained from random weights, so there is no base model; name another with "
-            "--compare-with"
+            f"{model.name}: was trained from random weights, so there is no base model; name "
+            "another with --compare-with"
         )
-    raise UserError(f"{model.name}: does not say which model it was trained from; name it with --compare-with")
+    raise UserError(
+        f"{model.name}: does not say which model it was trained from; name it with --compare-with"
+    )
 
 
 def refuse_embedder(model: ModelReference) -> None:
     """Raises `UserError` where `model` embeds texts."""
     if (Path(model.name) / MODULES).is_file() or is_embedder(_read_recipe(model.run)):
         raise UserError(
-            f"{model.name}: embeds texts and writes none; SentenceTransformer of sentence-transformers opens its export"
+            f"{model.name}: embeds texts and writes none; SentenceTransformer of "
+            "sentence-transformers opens its export"
         )
 
 
 def trained_formats(run: Path | None) -> set[str]:
-    """The formats of the rows that a run was trained on, by its data_report.json; empty where that is unknown."""
+    """The formats of the rows that a run was trained on, by its data_report.json; empty where that
+    is unknown.
+    """
     report = read_json_object(run / "data_report.json") if run is not None else {}
     sources = report.get("sources")
     formats = (
-        [source.get("formats") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+        [source.get("formats") for source in sources if isinstance(source, dict)]
+        if isinstance(sources, list)
+        else []
     )
     return {str(name) for names in formats if isinstance(names, list) for name in names}
 
@@ -125,16 +149,27 @@ def _find_model_of_run(run: Path) -> ModelReference:
     for folder, (file, kind) in zip((run / ADAPTER, run / EXPORT), KINDS.items(), strict=True):
         if (folder / file).is_file():
             written = (folder / file).stat().st_mtime
-            newer = [path for _, path in checkpoints[-1:] if (path / MANIFEST).stat().st_mtime > written]
+            newer = [
+                path for _, path in checkpoints[-1:] if (path / MANIFEST).stat().st_mtime > written
+            ]
             notices = tuple(f"{path} is newer than {folder}; name it to use it" for path in newer)
             return _describe(folder, kind, run, notices)
     if not checkpoints:
-        raise UserError(f"{run}: has no export and no checkpoint yet; train on, or name another run")
+        raise UserError(
+            f"{run}: has no export and no checkpoint yet; train on, or name another run"
+        )
     newest = checkpoints[-1][1]
-    return _describe(newest, "checkpoint", run, (f"{run} has no export yet; this is its checkpoint {newest.name}",))
+    return _describe(
+        newest,
+        "checkpoint",
+        run,
+        (f"{run} has no export yet; this is its checkpoint {newest.name}",),
+    )
 
 
-def _describe(path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()) -> ModelReference:
+def _describe(
+    path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()
+) -> ModelReference:
     """`path` with its base model, which the adapter itself or the run's recipe names."""
     recipe = _read_recipe(run)
     adapter = read_json_object(path / ADAPTER_CONFIG)
@@ -152,7 +187,14 @@ def _describe(path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...]
 
 def _run_of(path: Path) -> Path | None:
     """The run whose export, adapter or checkpoint `path` is."""
-    return next((parent for parent in list(path.absolute().parents)[:3] if (parent / "recipe.yaml").is_file()), None)
+    return next(
+        (
+            parent
+            for parent in list(path.absolute().parents)[:3]
+            if (parent / "recipe.yaml").is_file()
+        ),
+        None,
+    )
 
 
 def _read_recipe(run: Path | None) -> dict[str, Any]:
@@ -178,7 +220,10 @@ def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> 
 def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
     """What a user says, after the images that it is about."""
     parts = [{"type": "image", "path": path} for path in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}] if parts else prompt}
+    return {
+        "role": "user",
+        "content": [*parts, {"type": "text", "text": prompt}] if parts else prompt,
+    }
 
 
 def ask(messages: Sequence[Message]) -> Conversation:
@@ -202,7 +247,8 @@ def system_message(system: str | None) -> list[Message]:
 def check_utf8(text: str, where: str) -> str:
     """Returns `text`, an input from outside, unchanged.
 
-    Python stores bytes that are not valid UTF-8 as lone surrogates. Raises `UserError` if there are any.
+    Python stores bytes that are not valid UTF-8 as lone surrogates. Raises `UserError` if there are
+    any.
 
     >>> check_utf8("café", "--prompt")
     'café'
@@ -212,7 +258,9 @@ def check_utf8(text: str, where: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     except UnicodeEncodeError as error:  # a surrogate that stands for no byte
-        raise UserError(f"{where}: not UTF-8: {error.reason} at character {error.start + 1}") from None
+        raise UserError(
+            f"{where}: not UTF-8: {error.reason} at character {error.start + 1}"
+        ) from None
     return text
 
 
@@ -223,7 +271,10 @@ def read_piped_prompt() -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     if not text:
-        raise UserError("stdin: empty, and no terminal to ask at; give a prompt with --prompt, --prompts or a pipe")
+        raise UserError(
+            "stdin: empty, and no terminal to ask at; give a prompt with --prompt, --prompts or a "
+            "pipe"
+        )
     return text
 
 
@@ -260,8 +311,13 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
     )
 
 
-def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, folder: Path) -> Conversation:
-    """The conversation up to the last turn not said by the assistant. Images' paths are of `folder`."""
+def _before_answer(
+    row: dict[str, Any], turns: list[Any], system: str | None, folder: Path
+) -> Conversation:
+    """The conversation up to the last turn not said by the assistant.
+
+    Images' paths are of `folder`.
+    """
     answer = {"role": "assistant", "content": ""}
     conversation = make_conversation(
         Columns(row), turns if turns and role_of(turns[-1]) in ANSWERING else [*turns, answer]
@@ -272,8 +328,12 @@ def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None, fo
     if not messages:
         raise BadRow("messages: nothing is asked before the assistant's turn")
     messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
-    asked = sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
+    asked = (
+        sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
+    )
     images = tuple(read_image(image, folder) for image in conversation.images[:asked])
     for image in images:
         open_image(image)  # a file that holds no image is found before the model is loaded
-    return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images)
+    return replace(
+        conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images
+    )

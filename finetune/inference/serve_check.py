@@ -1,4 +1,5 @@
-"""`finetune serve-check`: what a server answers to held-out prompts, beside what transformers answers.
+"""`finetune serve-check`: what a server answers to held-out prompts, beside what transformers
+answers.
 
 The server is started or running already, and is asked through the OpenAI protocol.
 """
@@ -49,7 +50,9 @@ class Server:
         return self._choose(_request(f"{self.url}/v1/completions", body | self._greedy(max_tokens)))
 
     def score(self, ids: Sequence[int]) -> list[float] | None:
-        """The log-probability of each token after the first; None where the server does not give them for prompts."""
+        """The log-probability of each token after the first; None where the server does not give
+        them for prompts.
+        """
         body = {"prompt": list(ids), "logprobs": 1, "echo": True} | self._greedy(1)
         try:
             answer = self._choose(_request(f"{self.url}/v1/completions", body))
@@ -57,16 +60,22 @@ class Server:
             return None
         given = (answer.get("logprobs") or {}).get("token_logprobs") or []
         of_prompt = given[1 : len(ids)]
-        is_complete = len(given) in (len(ids), len(ids) + 1) and all(isinstance(each, float) for each in of_prompt)
+        is_complete = len(given) in (len(ids), len(ids) + 1) and all(
+            isinstance(each, float) for each in of_prompt
+        )
         return of_prompt if is_complete else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
         """The greedy answer to a conversation, which the server renders itself."""
-        answer = _request(f"{self.url}/v1/chat/completions", {"messages": list(messages)} | self._greedy(max_tokens))
+        answer = _request(
+            f"{self.url}/v1/chat/completions",
+            {"messages": list(messages)} | self._greedy(max_tokens),
+        )
         return str(self._choose(answer)["message"]["content"] or "")
 
     def _greedy(self, max_tokens: int) -> dict[str, Any]:
-        # llama-cpp-python's server penalizes repetition by 1.1 unless a request says otherwise; vLLM's key is another.
+        # llama-cpp-python's server penalizes repetition by 1.1 unless a request says otherwise;
+        # vLLM's key is another.
         plain = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
         return {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0} | plain
 
@@ -74,14 +83,21 @@ class Server:
         try:
             return dict(answer["choices"][0])
         except (KeyError, IndexError, TypeError):
-            raise UserError(f"{self.url}: not an answer of the OpenAI protocol: {json.dumps(answer)[:120]}") from None
+            raise UserError(
+                f"{self.url}: not an answer of the OpenAI protocol: {json.dumps(answer)[:120]}"
+            ) from None
 
 
 @contextmanager
 def open_server(
-    name: str, reference: ModelReference, file: Path | None, served: str | None, log: Callable[[str], object]
+    name: str,
+    reference: ModelReference,
+    file: Path | None,
+    served: str | None,
+    log: Callable[[str], object],
 ) -> Iterator[Server]:
-    """The server `name`: llama.cpp or vllm, started for the block; ollama or a URL, which must run already.
+    """The server `name`: llama.cpp or vllm, started for the block; ollama or a URL, which must run
+    already.
 
     Args:
         reference: The export or adapter.
@@ -96,7 +112,10 @@ def open_server(
         yield Server(url, served or _find_served(url))
         return
     if name not in STARTED:
-        raise UserError(f"--server: {name}: one of {', '.join(STARTED)}, ollama or a URL (http://...) is expected")
+        raise UserError(
+            f"--server: {name}: one of {', '.join(STARTED)}, ollama or a URL (http://...) is "
+            "expected"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -108,7 +127,10 @@ def open_server(
         assert start is not None
         command = start(Path(reference.name), file, port)
     log(f"server  {' '.join(command)}")
-    with TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
+    with (
+        TemporaryFile() as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(url, process, said, name)
@@ -126,18 +148,25 @@ def _serve_adapter(reference: ModelReference, port: int) -> list[str]:
     folder = Path(reference.name)
     command = serve_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
     if command is None:
-        raise UserError(f"{folder}: vLLM serves no such adapter; export the merged model, and check that")
+        raise UserError(
+            f"{folder}: vLLM serves no such adapter; export the merged model, and check that"
+        )
     return [*command, *list_server_options(Path(str(reference.base)), port)]
 
 
 # By the name of the server: the format that it is started with.
 STARTED = dict(
-    sorted((row.server, name) for name, row in EXPORT_FORMATS.items() if row.server is not None and row.start)
+    sorted(
+        (row.server, name)
+        for name, row in EXPORT_FORMATS.items()
+        if row.server is not None and row.start
+    )
 )
 
 
 def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
-    """The file that the server serves: as given, else the first in `folder`; None where it serves the folder.
+    """The file that the server serves: as given, else the first in `folder`; None where it serves
+    the folder.
 
     Raises `UserError` where a file that is given is not there.
     """
@@ -149,7 +178,11 @@ def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
         if given is not None and not Path(given).is_file():
             raise UserError(f"--{name}: {given}: no such file")
         if row.server == arguments.server:
-            file = Path(given) if given is not None else next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
+            file = (
+                Path(given)
+                if given is not None
+                else next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
+            )
     return file
 
 
@@ -163,7 +196,11 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) ->
         except UserError:
             if process.poll() is not None:
                 said.seek(0)
-                lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+                lines = [
+                    line
+                    for line in said.read().decode(errors="replace").splitlines()
+                    if line.strip()
+                ]
                 errors = [line for line in lines if "rror" in line] or lines or ["nothing was said"]
                 raise UserError(
                     f"--server {name}: ended with {process.returncode}: {errors[-1].strip()[:200]}"
@@ -177,11 +214,15 @@ def _find_served(url: str) -> str:
     listed = _request(f"{url}/v1/models", None).get("data")
     names = [str(each.get("id")) for each in listed] if isinstance(listed, list) else []
     if len(names) != 1:
-        raise UserError(f"{url}: serves {', '.join(names[:5]) or 'no model'}; name one with --served-model")
+        raise UserError(
+            f"{url}: serves {', '.join(names[:5]) or 'no model'}; name one with --served-model"
+        )
     return names[0]
 
 
-def _request(url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+def _request(
+    url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS
+) -> dict[str, Any]:
     """The JSON that `url` answers. Raises `UserError` where it does not."""
     try:
         answer = json.loads(send(url, body, seconds))
@@ -217,7 +258,8 @@ class Comparison:
 
     line: str
     is_same: bool
-    difference: float  # the largest of the log-probabilities, over the tokens that are the same; nan: not given
+    # the largest of the log-probabilities, over the tokens that are the same; nan: not given
+    difference: float
     prompt_difference: float  # the same, over the tokens of the prompt
 
 
@@ -227,7 +269,10 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         raise UserError("--max-new-tokens, --count: 1 or more is expected")
     most: float | None = arguments.max_difference
     if most is not None and not most > 0:
-        raise UserError(f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in bf16")
+        raise UserError(
+            f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
+            "bf16"
+        )
     reference = find_model(arguments.source)
     prompts = list(islice(_read_prompts(reference, arguments.prompts), arguments.count))
     if not prompts:
@@ -235,14 +280,19 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
     folder = Path(reference.name)
     file = find_file(arguments, folder)
     with open_server(arguments.server, reference, file, arguments.served_model, print) as server:
-        options = LoadOptions(base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code)
+        options = LoadOptions(
+            base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code
+        )
         model = load_inference_model(reference, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
     same = sum(each.is_same for each in compared)
     largest = _find_largest(each.difference for each in compared)
     of_prompts = _find_largest(each.prompt_difference for each in compared)
     near = "" if largest is None else f"; log-probabilities within {largest:.2g}"
-    print(f"{same} of {len(compared)} prompts answered alike by {arguments.server} and transformers{near}")
+    print(
+        f"{same} of {len(compared)} prompts answered alike by {arguments.server} and "
+        f"transformers{near}"
+    )
     print(
         "prompts: the server gives no log-probabilities for them"
         if of_prompts is None
@@ -260,20 +310,34 @@ def _find_largest(differences: Iterable[float]) -> float | None:
 
 
 def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conversation]:
-    """The prompts of a file, or of the run's held-out rows; of those it trained on where it held out no file."""
+    """The prompts of a file, or of the run's held-out rows; of those it trained on where it held
+    out no file.
+    """
     if given is not None:
         return read_prompts(given, None)
     recipe = find_yaml(reference.run / "recipe.yaml") if reference.run is not None else {}
     entries = [*(recipe.get("eval_datasets") or []), *(recipe.get("datasets") or [])]
-    paths = [str(each["path"]) for each in entries if isinstance(each, dict) and Path(str(each.get("path"))).is_file()]
+    paths = [
+        str(each["path"])
+        for each in entries
+        if isinstance(each, dict) and Path(str(each.get("path"))).is_file()
+    ]
     if not paths:
-        raise UserError(f"{reference.name}: its run's rows are not in a file here; give prompts with --prompts FILE")
+        raise UserError(
+            f"{reference.name}: its run's rows are not in a file here; give prompts with --prompts "
+            "FILE"
+        )
     print(f"prompts {paths[0]}{'' if recipe.get('eval_datasets') else ', which was trained on'}")
     return read_prompts(paths[0], None)
 
 
-def compare(model: InferenceModel, server: Server, conversation: Conversation, max_tokens: int) -> Comparison:
-    """Asks both, as a text and, where the model has a chat template, as a conversation. Prints what was found."""
+def compare(
+    model: InferenceModel, server: Server, conversation: Conversation, max_tokens: int
+) -> Comparison:
+    """Asks both, as a text and, where the model has a chat template, as a conversation.
+
+    Prints what was found.
+    """
     ours = _ask_transformers(model, conversation, max_tokens)
     prompt_logprobs = server.score(ours.ids)
     answer = server.complete(ours.prompt, max_tokens)
@@ -283,7 +347,9 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
     is_tie = False
     alike = len(ours.tokens) if parted is None else parted
     pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
-    difference = max((abs(one - other) for one, other in pairs if other is not None), default=math.nan)
+    difference = max(
+        (abs(one - other) for one, other in pairs if other is not None), default=math.nan
+    )
     if parted is None:
         line = f"the same {len(ours.tokens)} tokens"
     else:
@@ -297,7 +363,10 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
     if model.template is not None:
         said = server.chat(conversation.messages, max_tokens)
         if said.strip() != text.strip():
-            line += f"; as a conversation it answers {said[:40]!r}: the server renders another prompt than the template"
+            line += (
+                f"; as a conversation it answers {said[:40]!r}: the server renders another prompt "
+                "than the template"
+            )
             is_same = False
     prompt_pairs = zip(ours.prompt_logprobs, prompt_logprobs or (), strict=False)
     prompt_difference = max((abs(one - other) for one, other in prompt_pairs), default=math.nan)
@@ -307,7 +376,9 @@ def compare(model: InferenceModel, server: Server, conversation: Conversation, m
 
 
 @torch.inference_mode()
-def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tokens: int) -> GreedyAnswer:
+def _ask_transformers(
+    model: InferenceModel, conversation: Conversation, max_tokens: int
+) -> GreedyAnswer:
     ids = encode_prompt(model, conversation)
     given = torch.tensor([ids], device=model.model.device)
     with model.computing():
@@ -325,7 +396,9 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
     ends = end_ids(model)
     if tokens and tokens[-1] in ends:  # servers do not show it
         tokens = tokens[:-1]
-    two = [torch.log_softmax(scores[0].float(), -1).topk(2) for scores in made.logits[: len(tokens)]]
+    two = [
+        torch.log_softmax(scores[0].float(), -1).topk(2) for scores in made.logits[: len(tokens)]
+    ]
     best = [each.values for each in two]
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
@@ -343,9 +416,17 @@ def _ask_transformers(model: InferenceModel, conversation: Conversation, max_tok
 
 
 def _find_parting(model: InferenceModel, ours: GreedyAnswer, theirs: str) -> int | None:
-    """The number of the first of our tokens that the server's text does not have; None where all is the same."""
+    """The number of the first of our tokens that the server's text does not have; None where all is
+    the same.
+    """
     if ours.text.strip() == theirs.strip():
         return None
-    decoded = (model.tokenizer.decode(ours.tokens[: number + 1]) for number in range(len(ours.tokens)))
-    partings = (number for number, text in enumerate(decoded) if not theirs.lstrip().startswith(text.strip()))
+    decoded = (
+        model.tokenizer.decode(ours.tokens[: number + 1]) for number in range(len(ours.tokens))
+    )
+    partings = (
+        number
+        for number, text in enumerate(decoded)
+        if not theirs.lstrip().startswith(text.strip())
+    )
     return next(partings, max(0, len(ours.tokens) - 1))

@@ -1,1 +1,3 @@
-"""A first recipe for a model, data and GPUs: the columns read, the size planned, every choice commented."""
+"""A first recipe for a model, data and GPUs: the columns read, the size planned, every choice
+commented.
+"""

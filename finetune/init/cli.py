@@ -74,7 +74,10 @@ def is_interactive() -> bool:
 
 
 def ask(question: str, default: str) -> str:
-    """The answer that is typed, or `default` for an empty one. Raises `EndOfInput` at the end of the input."""
+    """The answer that is typed, or `default` for an empty one.
+
+    Raises `EndOfInput` at the end of the input.
+    """
     try:
         answer = input(f"{question} [{default}]: " if default else f"{question}: ").strip()
     except KeyboardInterrupt:
@@ -86,10 +89,13 @@ def ask(question: str, default: str) -> str:
     return answer or default
 
 
-def require(given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]) -> T:
+def require(
+    given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]
+) -> T:
     """What `read` makes of `given`, or of the answer to `question`, asked again until it reads.
 
-    Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be asked.
+    Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be
+    asked.
     """
     if given is not None:
         if not given.strip():
@@ -113,9 +119,15 @@ def require(given: str | None, flag: str, question: str, default: str = "", *, r
 
 
 def find_gpus() -> Hardware | None:
-    """The GPUs of this machine, with the memory of the smallest; None where nvidia-smi finds none."""
+    """The GPUs of this machine, with the memory of the smallest; None where nvidia-smi finds
+    none.
+    """
     mebibytes = [gpu.mebibytes for gpu in list_gpus()]
-    return Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB") if mebibytes else None
+    return (
+        Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB")
+        if mebibytes
+        else None
+    )
 
 
 MANY_ROWS = 50_000  # one epoch of these is enough
@@ -128,17 +140,30 @@ BY_KIND: dict[RowKind, tuple[str, ...]] = {
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
 # What --train takes -> what is trained; auto: all parameters if they fit, else adapters.
-TRAINED: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}
-COLUMN_FLAGS = [f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")]
-SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
+TRAINED: dict[str, Trained | None] = {
+    "auto": None,
+    "full": "full",
+    "lora": "lora",
+    "qlora": "qlora",
+}
+COLUMN_FLAGS = [
+    f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")
+]
+# by `datasets`, beside its Arrow files
+SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 def init_command(options: argparse.Namespace) -> int:
-    """Asks for what the flags leave open, writes the recipe and prints the next commands. Returns 0."""
+    """Asks for what the flags leave open, writes the recipe and prints the next commands.
+
+    Returns 0.
+    """
     if options.output is not None:
         _check_output(options.output, options.overwrite)
-    model, config = require(options.model, "--model", "Model, a folder or a hub name", read=_read_model)
+    model, config = require(
+        options.model, "--model", "Model, a folder or a hub name", read=_read_model
+    )
     data = require(
         options.data,
         "--data",
@@ -165,7 +190,11 @@ def init_command(options: argparse.Namespace) -> int:
     findings = check_sample(recipe, data)
     template = _offer_template(recipe, data, findings) if _is_fatal(findings) else None
     if template is not None and is_interactive():
-        answer = ask(f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the recipe?", "yes")
+        answer = ask(
+            f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the "
+            "recipe?",
+            "yes",
+        )
         if answer.lower() in ("y", "yes"):
             fit = replace(fit, keys=fit.keys | {"chat_template": template})
             recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
@@ -183,8 +212,11 @@ USUAL_TEMPLATES = ("chatml", "llama3.1", "qwen3", "mistral-v3")
 
 
 def _offer_template(recipe: Recipe, data: DataSummary, findings: Sequence[str]) -> str | None:
-    """The named chat template under which the rows have no fatal finding, and the fewest others; None where there is
-    none, or the findings are not about templates. Those of families that the messages name are tried."""
+    """The named chat template under which the rows have no fatal finding, and the fewest others;
+    None where there is none, or the findings are not about templates.
+
+    Those of families that the messages name are tried.
+    """
     fatal = [line for line in findings if line.startswith("fatal:")]
     if not all("template" in line for line in fatal):
         return None
@@ -203,16 +235,18 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
     """The keys of what the model learns from; none for answers."""
     if options.method in TRAINED:
         raise UserError(
-            f"--method: {options.method} is what is trained: --train {options.method}; --method says what it learns "
-            f"from: {', '.join(BY_KIND[data.kind])}"
+            f"--method: {options.method} is what is trained: --train {options.method}; --method "
+            f"says what it learns from: {', '.join(BY_KIND[data.kind])}"
         )
     if options.method in METHODS and METHODS[options.method].rows == "classes":
         raise UserError(
-            f"--method: {options.method}: the names of the classes are yours to give, as labels; docs/scores.md has a "
-            "recipe to begin with"
+            f"--method: {options.method}: the names of the classes are yours to give, as labels; "
+            "docs/scores.md has a recipe to begin with"
         )
     if options.method in METHODS and METHODS[options.method].embeds:
-        raise UserError(f"--method: {options.method}: docs/embeddings.md has a recipe to begin with")
+        raise UserError(
+            f"--method: {options.method}: docs/embeddings.md has a recipe to begin with"
+        )
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:
@@ -259,8 +293,8 @@ def _read_rewards(names: str) -> list[str]:
         if name not in SHIPPED_REWARDS and not is_model and not file_of(name).is_file():
             known = ", ".join(SHIPPED_REWARDS)
             raise UserError(
-                f"--rewards: {name}: no such file; name a function as my_rewards.py:right, a reward model's folder, or "
-                f"one of {known}"
+                f"--rewards: {name}: no such file; name a function as my_rewards.py:right, a "
+                f"reward model's folder, or one of {known}"
             )
     return rewards
 
@@ -298,9 +332,13 @@ def _check_output(output: str, overwrite: bool) -> str:
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         example = path / "my_recipe.yaml" if path.name in ("", "..") else path.with_suffix(".yaml")
-        raise UserError(f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}")
+        raise UserError(
+            f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}"
+        )
     if path.exists() and not overwrite:
-        raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
+        raise UserError(
+            f"{output}: exists; choose another --output, or replace it with --overwrite"
+        )
     return output
 
 
@@ -315,24 +353,44 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     if kind == "answers":
         source = choose_columns(first[0], source, has_chat_template(model))
     summary = summarize_data(source, first, places, taken, kind, model)
-    rows = counted(summary.rows, "row") if summary.is_counted else f"more than {counted(summary.rows, 'row')}"
+    rows = (
+        counted(summary.rows, "row")
+        if summary.is_counted
+        else f"more than {counted(summary.rows, 'row')}"
+    )
     by = "" if summary.is_tokenized else " (a guess from their characters)"
-    print(f"data    {path}: {rows}, read as {summary.format}, about {summary.mean_tokens:,.0f} tokens each{by}")
+    print(
+        f"data    {path}: {rows}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
+        f"tokens each{by}"
+    )
     if unread := list_unread_files(source):
         more = f" and {len(unread) - SHOWN_FILES} more" if len(unread) > SHOWN_FILES else ""
-        print(f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as --data to choose")
+        print(
+            f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as "
+            "--data to choose"
+        )
     return summary
 
 
-def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: bool) -> DatasetSource:
-    """`source` with what a recipe has to say of its columns: nothing, where our own readers recognize the row."""
-    named = (source.messages_column, source.prompt_column, source.completion_column, source.text_column)
+def choose_columns(
+    row: Mapping[str, Any], source: DatasetSource, has_template: bool
+) -> DatasetSource:
+    """`source` with what a recipe has to say of its columns: nothing, where our own readers
+    recognize the row.
+    """
+    named = (
+        source.messages_column,
+        source.prompt_column,
+        source.completion_column,
+        source.text_column,
+    )
     if not any(named):
         try:
             recognized = parse_row(row, source)
         except BadRow as error:
             is_unknown = str(error).startswith("unknown format")
-            is_null = row.get(str(error).partition(":")[0], error) is None  # another column may hold the text
+            # another column may hold the text
+            is_null = row.get(str(error).partition(":")[0], error) is None
             guessed = _guess_columns(row, source) if is_unknown or is_null else None
             if guessed is None and not is_unknown:
                 raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
@@ -353,15 +411,23 @@ def choose_columns(row: Mapping[str, Any], source: DatasetSource, has_template: 
 
 
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
-    by_name = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)}
-    numbers = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, int | float)}
+    by_name = {
+        str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)
+    }
+    numbers = {
+        str(column).lower(): str(column)
+        for column, value in row.items()
+        if isinstance(value, int | float)
+    }
     prompt = next((by_name[name] for name in (*QUESTION_COLUMNS, "user") if name in by_name), None)
-    completion = next((by_name[name] for name in (*ANSWER_COLUMNS, "label") if name in by_name), None)
+    completion = next(
+        (by_name[name] for name in (*ANSWER_COLUMNS, "label") if name in by_name), None
+    )
     number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
     if prompt is not None and completion is None and number is not None:
         raise UserError(
-            f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; write it as "
-            "text, in quotes"
+            f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; "
+            "write it as text, in quotes"
         )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
@@ -375,14 +441,18 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource
     columns = list_columns(row) or "none"
     if not is_interactive():
         raise UserError(
-            f"{source.origin}: its columns are {columns}; say which to read with --prompt-column and "
-            "--completion-column, --messages-column or --text-column"
+            f"{source.origin}: its columns are {columns}; say which to read with --prompt-column "
+            "and --completion-column, --messages-column or --text-column"
         )
     print(f"{source.origin}: its columns are {columns}")
     prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row)
     if not prompt:
         return replace(source, text_column=_ask_column("Which one holds the text?", row) or None)
-    return replace(source, prompt_column=prompt, completion_column=_ask_column("Which one holds the answer?", row))
+    return replace(
+        source,
+        prompt_column=prompt,
+        completion_column=_ask_column("Which one holds the answer?", row),
+    )
 
 
 def _ask_column(question: str, row: Mapping[str, Any]) -> str:
@@ -390,19 +460,28 @@ def _ask_column(question: str, row: Mapping[str, Any]) -> str:
         if column not in row:
             print(f"{column}: no such column; there are {list_columns(row)}")
         elif isinstance(row[column], int | float):
-            print(f"{column}: text is expected, found {describe_value(row[column])}; write it as text, in quotes")
+            print(
+                f"{column}: text is expected, found {describe_value(row[column])}; write it as "
+                "text, in quotes"
+            )
         else:
             break
     return column
 
 
 def list_unread_files(source: DatasetSource) -> list[str]:
-    """The data files in the folder that `source` names which are none of its split's, by their paths in the folder."""
+    """The data files in the folder that `source` names which are none of its split's, by their
+    paths in the folder.
+    """
     folder = Path(source.origin)
     if not folder.is_dir():
         return []
     read = {Path(file).resolve() for file in list_files(source)}
-    unread = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.resolve() not in read)
+    unread = (
+        file.relative_to(folder)
+        for file in folder.rglob("*")
+        if file.is_file() and file.resolve() not in read
+    )
     return sorted(str(path) for path in unread if _is_data(path))
 
 
@@ -416,15 +495,23 @@ def has_chat_template(model: str) -> bool:
     for name in TEMPLATE_FILES:
         try:
             path = Path(model) / name if Path(model).is_dir() else download_file(model, name)
-            if path.is_file() and (path.suffix == ".jinja" or '"chat_template"' in path.read_text(encoding="utf-8")):
+            if path.is_file() and (
+                path.suffix == ".jinja" or '"chat_template"' in path.read_text(encoding="utf-8")
+            ):
                 return True
-        except (UserError, OSError, UnicodeDecodeError):  # it has no such file, or none that can be read
+        except (
+            UserError,
+            OSError,
+            UnicodeDecodeError,
+        ):  # it has no such file, or none that can be read
             continue
     return False
 
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
-    """What the flags say, or the answers; host memory and disk are this machine's where its GPUs are."""
+    """What the flags say, or the answers; host memory and disk are this machine's where its GPUs
+    are.
+    """
     machine = find_gpus() if options.gpus is None or options.gpu_memory is None else None
     count = str(machine.gpus if machine else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
@@ -437,7 +524,13 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
         return Hardware(0, host or here, host or here, disk or own)
     default = machine.memory if machine else "80GiB"
     asked = "Memory of each GPU"
-    memory = require(options.gpu_memory, "--gpu-memory", asked, default, read=partial(_read_memory, "--gpu-memory"))
+    memory = require(
+        options.gpu_memory,
+        "--gpu-memory",
+        asked,
+        default,
+        read=partial(_read_memory, "--gpu-memory"),
+    )
     if machine is not None and (gpus, memory) == (machine.gpus, machine.memory):
         host = host or here
         disk = disk or own
@@ -445,7 +538,10 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _read_memory(flag: str, text: str) -> str:
-    """`text` with its unit. Raises `UserError` where it is no size of a machine's memory or disk."""
+    """`text` with its unit.
+
+    Raises `UserError` where it is no size of a machine's memory or disk.
+    """
     size = read_gpu_memory(text)
     try:
         if read_size(size) < 1 << 30:
@@ -466,8 +562,14 @@ def _read_count(text: str) -> int:
 def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
-    max_length = choose_max_length(data, positions if isinstance(positions, int) and positions > 1 else None)
-    entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) not in (None, "")}
+    max_length = choose_max_length(
+        data, positions if isinstance(positions, int) and positions > 1 else None
+    )
+    entry = {
+        key: value
+        for key in data.source.__slots__
+        if (value := getattr(data.source, key)) not in (None, "")
+    }
     keys: Keys = {
         "model_name_or_path": model,
         "datasets": [entry],
@@ -484,20 +586,31 @@ def _write(path: Path, text: str) -> Recipe:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --output") from None
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}; choose another --output"
+        ) from None
     return read_recipe(str(path))  # what was written is a recipe
 
 
-def _summary(output: str, fit: Fit, hardware: Hardware, findings: Sequence[str], template: str | None) -> Iterator[str]:
-    """What was written, what was found, and the commands that come next; none that trains what is fatal."""
-    what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[fit.trained]
+def _summary(
+    output: str, fit: Fit, hardware: Hardware, findings: Sequence[str], template: str | None
+) -> Iterator[str]:
+    """What was written, what was found, and the commands that come next; none that trains what is
+    fatal.
+    """
+    what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[
+        fit.trained
+    ]
     what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
     room = hardware.room
     uncounted = fit.plan.spec.uncounted
     verdict = f"fits {hardware.words}:" if room.is_known and not uncounted else "requires"
     without = ", without activations, which are not counted" if uncounted else ""
     yield f"wrote   {output}: trains {what}"
-    yield f"        by the plan it {verdict} {compare_need(fit.need, room)}{without}{name_unknown(room)}"
+    yield (
+        f"        by the plan it {verdict} "
+        f"{compare_need(fit.need, room)}{without}{name_unknown(room)}"
+    )
     yield from (f"        {text}   ({cost})" for text, cost in fit.changes)
     yield from (f"        {line}" for line in findings)
     yield f"look    {inspect_command(output)}"
@@ -507,4 +620,7 @@ def _summary(output: str, fit: Fit, hardware: Hardware, findings: Sequence[str],
         return
     yield "        a fatal finding stops the training: change the data or the recipe first"
     if template is not None:
-        yield f"fix     the same command with --chat-template {template} --overwrite, under which no finding is fatal"
+        yield (
+            f"fix     the same command with --chat-template {template} --overwrite, under which no "
+            "finding is fatal"
+        )

@@ -1,4 +1,6 @@
-"""`finetune env`: what this machine has installed, its devices and kernels, and what a recipe lacks; without torch."""
+"""`finetune env`: what this machine has installed, its devices and kernels, and what a recipe
+lacks; without torch.
+"""
 
 import argparse
 import importlib.metadata
@@ -26,8 +28,18 @@ from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted, gib
 
-CORE = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
-# An optional part of the package, by its name in pyproject.toml -> its distributions, and what it is for.
+CORE = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
+# An optional part of the package, by its name in pyproject.toml -> its distributions, and what it
+# is for.
 OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "report_to: tensorboard"),
     "wandb": (("wandb",), "report_to: wandb"),
@@ -44,7 +56,8 @@ OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "gguf": (("gguf",), "exports as GGUF"),
     "llama-cpp": (("gguf", "llama-cpp-python"), "GGUF's smaller types, and their proof"),
 }
-# The module of a kernel's package -> what it computes. FlashAttention 3 and 4 are in FLASH_PACKAGES.
+# The module of a kernel's package -> what it computes. FlashAttention 3 and 4 are in
+# FLASH_PACKAGES.
 KERNELS: Mapping[str, str] = {
     "flash_attn": "FlashAttention 2, of transformers",
     "fla": "linear attention of hybrids",
@@ -73,7 +86,9 @@ def list_gpus() -> list[Gpu]:
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
     gpus = []
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        listed = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
         for line in listed.splitlines():
             name, capability, mebibytes, driver = [field.strip() for field in line.split(",")]
             major, minor = capability.split(".")
@@ -84,9 +99,14 @@ def list_gpus() -> list[Gpu]:
 
 
 def environment_command(options: argparse.Namespace) -> int:
-    """Prints the environment. Returns 2 where the recipe lacks something or does not work here, else 0."""
+    """Prints the environment.
+
+    Returns 2 where the recipe lacks something or does not work here, else 0.
+    """
     if options.recipe is None and (options.config or options.num_processes or options.overrides):
-        raise UserError("env: --config, --num-processes and key=value are for a recipe; name one with --recipe")
+        raise UserError(
+            "env: --config, --num-processes and key=value are for a recipe; name one with --recipe"
+        )
     gpus = list_gpus()
     missing = None if options.recipe is None else _find_missing(options, gpus)
     for label, lines in _describe_all(gpus):
@@ -94,19 +114,26 @@ def environment_command(options: argparse.Namespace) -> int:
             print(f"{'' if number else label:<11} {line}")
     if missing is None:
         return 0
-    print(f"{'recipe':<11} {options.recipe}: {'lacks nothing here' if not missing else 'does not run here'}")
+    print(
+        f"{'recipe':<11} {options.recipe}: "
+        f"{'lacks nothing here' if not missing else 'does not run here'}"
+    )
     for problem in missing:
         print(f"{'missing':<11} {problem}")
     return EXIT_USER_ERROR if missing else 0
 
 
 def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
-    """Lists what the rules refuse of the recipe on this machine, each with the command or key that fixes it."""
+    """Lists what the rules refuse of the recipe on this machine, each with the command or key that
+    fixes it.
+    """
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or max(1, len(gpus))
     recipe = complete_lora(read_recipe(options.recipe, options.overrides))
-    sharding = read_sharding(options.config, recipe.run.accelerate_config, {"WORLD_SIZE": str(ranks)})
+    sharding = read_sharding(
+        options.config, recipe.run.accelerate_config, {"WORLD_SIZE": str(ranks)}
+    )
     machine = describe_machine([] if sharding.use_cpu else gpus)
     layout = with_recipe_keys(sharding, recipe)
     problems = find_problems(recipe, layout, find_local_facts(recipe.model), ranks, machine=machine)
@@ -118,7 +145,11 @@ def describe_machine(gpus: list[Gpu]) -> MachineFacts:
     if not gpus:
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
     return MachineFacts(
-        device="cuda", system=sys.platform, has_compiler=has_compiler(), gpu=gpus[0].name, capability=gpus[0].capability
+        device="cuda",
+        system=sys.platform,
+        has_compiler=has_compiler(),
+        gpu=gpus[0].name,
+        capability=gpus[0].capability,
     )
 
 
@@ -161,8 +192,8 @@ def _describe_gpus(gpus: list[Gpu]) -> list[str]:
     for gpu in dict.fromkeys(gpus):
         capability = ".".join(map(str, gpu.capability))
         lines.append(
-            f"{gpus.count(gpu)} x {gpu.name}: {gib(gpu.mebibytes << 20)} GiB, compute capability {capability}, driver "
-            f"{gpu.driver}"
+            f"{gpus.count(gpu)} x {gpu.name}: {gib(gpu.mebibytes << 20)} GiB, compute capability "
+            f"{capability}, driver {gpu.driver}"
         )
     return lines
 
@@ -173,7 +204,10 @@ def _describe_cpu() -> str:
         flags.update(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     instructions = " ".join(name for name in CPU_INSTRUCTIONS if name in flags)
     memory = gib(psutil.virtual_memory().total)
-    return f"{counted(count_cores(), 'core')}, {memory} GiB of host memory{f', {instructions}' if instructions else ''}"
+    return (
+        f"{counted(count_cores(), 'core')}, {memory} GiB of host "
+        f"memory{f', {instructions}' if instructions else ''}"
+    )
 
 
 def _is_found(module: str) -> bool:
@@ -185,8 +219,14 @@ def _is_found(module: str) -> bool:
 
 def _describe_kernels(gpus: list[Gpu]) -> Iterator[str]:
     """The kernels' packages that are found, and the one that these GPUs would run."""
-    yield "a C compiler for torch_compile" if has_compiler() else "no C compiler: torch_compile needs one (g++)"
-    names = {name: f"FlashAttention {torch_name[-1]}" for name, (_, torch_name) in FLASH_PACKAGES.items()}
+    yield (
+        "a C compiler for torch_compile"
+        if has_compiler()
+        else "no C compiler: torch_compile needs one (g++)"
+    )
+    names = {
+        name: f"FlashAttention {torch_name[-1]}" for name, (_, torch_name) in FLASH_PACKAGES.items()
+    }
     for name, (module, _) in FLASH_PACKAGES.items():
         if _is_found(module):
             yield f"{module}: {names[name]}"
@@ -195,14 +235,19 @@ def _describe_kernels(gpus: list[Gpu]) -> Iterator[str]:
             yield f"{module}: {what}"
     module, _ = FLASH_PACKAGES["flash_attention_4"]
     if gpus and gpus[0].capability[0] in FLASH_GPUS["flash_attention_4"] and not _is_found(module):
-        yield f"attention by torch's FlashAttention 2; pip install {FLASH_ON_INDEX} for a faster one"
+        yield (
+            f"attention by torch's FlashAttention 2; pip install {FLASH_ON_INDEX} for a faster one"
+        )
 
 
 def _describe_optional() -> Iterator[str]:
     for extra, (distributions, purpose) in OPTIONAL.items():
         versions = {name: _version_of(name) for name in distributions}
         if all(versions.values()):
-            yield f"{', '.join(f'{name} {version}' for name, version in versions.items())} ({purpose})"
+            yield (
+                f"{', '.join(f'{name} {version}' for name, version in versions.items())} "
+                f"({purpose})"
+            )
         else:
             lost = " and ".join(name for name, version in versions.items() if version is None)
             verb = "is" if list(versions.values()).count(None) == 1 else "are"

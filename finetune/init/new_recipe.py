@@ -1,4 +1,6 @@
-"""A first recipe: what the first rows show of the data, what fits the GPUs, and the YAML that says why."""
+"""A first recipe: what the first rows show of the data, what fits the GPUs, and the YAML that says
+why.
+"""
 
 import json
 import re
@@ -15,7 +17,16 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
-from finetune.data.formats import LABEL_COLUMNS, Completion, Conversation, Document, ParsedRow, Question, Text, TokenRow
+from finetune.data.formats import (
+    LABEL_COLUMNS,
+    Completion,
+    Conversation,
+    Document,
+    ParsedRow,
+    Question,
+    Text,
+    TokenRow,
+)
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.sources import list_files, read_rows
@@ -71,7 +82,12 @@ def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[s
 
 
 def summarize_data(
-    source: DatasetSource, rows: list[dict[str, Any]], places: list[str], taken: int, kind: RowKind, model: str
+    source: DatasetSource,
+    rows: list[dict[str, Any]],
+    places: list[str],
+    taken: int,
+    kind: RowKind,
+    model: str,
 ) -> DataSummary:
     """What the first rows of `source` show of it.
 
@@ -105,7 +121,10 @@ def summarize_data(
 
 
 def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
-    """What a row holds: a pair of answers, a rated answer, or answers. Columns that a person names are answers."""
+    """What a row holds: a pair of answers, a rated answer, or answers.
+
+    Columns that a person names are answers.
+    """
     if source.chosen_column or source.rejected_column:
         return "pairs"
     if source.completion_column or source.messages_column or source.text_column:
@@ -134,7 +153,8 @@ def name_flags(text: str) -> str:
 
 
 def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
-    """(the tokens of each document from the shortest on, whether the tokenizer in the folder `model` has counted them).
+    """(the tokens of each document from the shortest on, whether the tokenizer in the folder
+    `model` has counted them).
 
     Without one they are guessed from the characters. What a chat template adds is not counted.
     """
@@ -145,8 +165,13 @@ def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        counts = [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    except Exception:  # tokenizers raises no class of its own; launch says what is wrong with the file
+        counts = [
+            len(encoding.ids)
+            for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
+        ]
+    except (
+        Exception
+    ):  # tokenizers raises no class of its own; launch says what is wrong with the file
         return sorted(len(text) / CHARACTERS_A_TOKEN for text in texts), False
     return sorted(map(float, counts)), True
 
@@ -164,7 +189,9 @@ def join_text(document: Document) -> str:
             return "x" * round(len(ids) * CHARACTERS_A_TOKEN)
         case Conversation(messages, _, tools):
             parts = [_describe_message(message) for message in messages]
-            return "\n".join([*parts, *(json.dumps(tool, ensure_ascii=False, default=str) for tool in tools)])
+            return "\n".join(
+                [*parts, *(json.dumps(tool, ensure_ascii=False, default=str) for tool in tools)]
+            )
 
 
 def _describe_message(message: Mapping[str, Any]) -> str:
@@ -177,7 +204,9 @@ def _count_rows(files: Sequence[str], taken: int) -> int:
     """All rows of local files; of a data set of the hub or a function, those that were read."""
     from finetune.data.sources import count_rows
 
-    return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken
+    return (
+        sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken
+    )
 
 
 Trained = Literal["full", "lora", "qlora"]
@@ -185,7 +214,8 @@ Keys = dict[str, Any]
 FULL: Keys = {"learning_rate": 1e-5}
 LORA: Keys = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "learning_rate": 2e-4}
 QLORA: Keys = LORA | {LOAD_KEYS[0]: True}
-COMPARING_RATE = 1 / 40  # of the usual rate: a method that compares answers moves a trained model a little
+# of the usual rate: a method that compares answers moves a trained model a little
+COMPARING_RATE = 1 / 40
 SAMPLING_RATE = 1 / 10  # and one that learns from what it samples
 ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
 GLOBAL_BATCH_SIZE = 32  # at most
@@ -195,8 +225,11 @@ ROWS_TRIED = (8, 4, 2)  # of a micro-batch: more rows are faster, where they fit
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the run will have. `memory`: of each GPU, or of the machine where there is none. Sizes as they are written:
-    80GiB; None where they are not known."""
+    """What the run will have.
+
+    `memory`: of each GPU, or of the machine where there is none. Sizes as they are written: 80GiB;
+    None where they are not known.
+    """
 
     gpus: int
     memory: str
@@ -206,7 +239,9 @@ class Hardware:
     @property
     def room(self) -> Room:
         """The same in bytes."""
-        host, disk = (None if size is None else read_size(size) for size in (self.host_memory, self.disk))
+        host, disk = (
+            None if size is None else read_size(size) for size in (self.host_memory, self.disk)
+        )
         return Room(read_size(self.memory), host, disk)
 
     @property
@@ -220,7 +255,11 @@ class Hardware:
     @property
     def flags(self) -> str:
         """For `finetune plan`."""
-        sizes = {"--gpu-memory": self.memory, "--host-memory": self.host_memory, "--disk": self.disk}
+        sizes = {
+            "--gpu-memory": self.memory,
+            "--host-memory": self.host_memory,
+            "--disk": self.disk,
+        }
         return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None)
 
 
@@ -236,8 +275,9 @@ class Fit:
 
 
 def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None) -> Fit:
-    """The keys that train `given` (model, data, max_length, method) on `hardware`: what `trained` says, else all
-    parameters where that fits as it is, else LoRA. `packed_rows`: full rows of max_length tokens in the data.
+    """The keys that train `given` (model, data, max_length, method) on `hardware`: what `trained`
+    says, else all parameters where that fits as it is, else LoRA. `packed_rows`: full rows of
+    max_length tokens in the data.
 
     Raises `UserError` where nothing makes it fit.
     """
@@ -263,7 +303,9 @@ def _list_candidates(
         share = COMPARING_RATE
     elif method.samples:
         share = SAMPLING_RATE
-    return [(way, ways[way] | {"learning_rate": ways[way]["learning_rate"] * share}) for way in tried]
+    return [
+        (way, ways[way] | {"learning_rate": ways[way]["learning_rate"] * share}) for way in tried
+    ]
 
 
 def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: Hardware) -> Fit:
@@ -272,7 +314,8 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
         raise _too_little_disk(given, advice.need, hardware)
     if advice.changes is None:
         raise _too_little_memory(given, chosen, advice, hardware)
-    overrides = [text for change in advice.changes for text in change.text.split()]  # key=value each
+    # key=value each
+    overrides = [text for change in advice.changes for text in change.text.split()]
     if chosen == "full" and "use_peft=true" in overrides:
         raise _too_little_memory(given, chosen, advice, hardware)
     plan, after = _plan(keys, hardware, overrides)
@@ -280,27 +323,45 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
     if not after.fits:
         raise _too_little_disk(given, after.need, hardware)
     names = {text.partition("=")[0] for text in overrides}
-    changed = keys | {key: value for key, value in to_dict(plan.spec.recipe).items() if key in names}
-    return Fit(changed, chosen, plan, after.need, tuple((change.text, change.cost) for change in advice.changes))
+    changed = keys | {
+        key: value for key, value in to_dict(plan.spec.recipe).items() if key in names
+    }
+    return Fit(
+        changed,
+        chosen,
+        plan,
+        after.need,
+        tuple((change.text, change.cost) for change in advice.changes),
+    )
 
 
-def _too_little_memory(given: Keys, chosen: Trained, advice: Advice, hardware: Hardware) -> UserError:
+def _too_little_memory(
+    given: Keys, chosen: Trained, advice: Advice, hardware: Hardware
+) -> UserError:
     enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
     lora = "; --train lora trains adapters, which need less" if chosen == "full" else ""
     host = "" if hardware.host_memory is None else f" with {hardware.host_memory} of host memory"
     model = given["model_name_or_path"]
-    return UserError(f"{model}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}")
+    return UserError(
+        f"{model}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}"
+    )
 
 
 def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
-    needed = f"{given['model_name_or_path']}: needs {gib(need.disk)} GiB of disk, and there are {hardware.disk}"
+    needed = (
+        f"{given['model_name_or_path']}: needs {gib(need.disk)} GiB of disk, and there are "
+        f"{hardware.disk}"
+    )
     return UserError(f"{needed}; make room, or say with --disk how much there will be")
 
 
 def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
     """The rows in a step: an epoch has some steps, and no rank gets a filler row."""
     size = min(GLOBAL_BATCH_SIZE, max(1, int(packed_rows) // STEPS_AN_EPOCH))
-    return {"global_batch_size": -(-size // hardware.ranks) * hardware.ranks, "per_device_train_batch_size": 1}
+    return {
+        "global_batch_size": -(-size // hardware.ranks) * hardware.ranks,
+        "per_device_train_batch_size": 1,
+    }
 
 
 def _widen(fit: Fit, hardware: Hardware) -> Fit:
@@ -316,8 +377,12 @@ def _widen(fit: Fit, hardware: Hardware) -> Fit:
 
 
 def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tuple[Plan, Advice]:
-    recipe = read_recipe(None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides])
-    sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)})
+    recipe = read_recipe(
+        None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides]
+    )
+    sharding = read_sharding(
+        None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)}
+    )
     plan = make_plan(recipe, sharding, hardware.ranks)
     return plan, advise(plan.spec, hardware.room, in_recipe=True)
 
@@ -326,11 +391,15 @@ COMMENT_COLUMN = 40
 MIN_LENGTH = 512
 MAX_LENGTH = 8192
 TEXT_LENGTH = 2048  # tokens
-WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
+# whatever is changed
+WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")
 
 
 def choose_max_length(data: DataSummary, positions: int | None) -> int:
-    """Tokens in a row: the power of two that holds all but the longest rows. `positions`: what the model can read."""
+    """Tokens in a row: the power of two that holds all but the longest rows.
+
+    `positions`: what the model can read.
+    """
     if data.format == "text":
         length = TEXT_LENGTH  # longer texts are split, none is cut
     else:
@@ -343,34 +412,79 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
     keys = fit.keys
     is_held_out = "eval_split_size" in keys
     samples = METHODS[keys.get("method", DEFAULT_METHOD)].samples
-    drawn, measured, worse = ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
-    an_epoch = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]  # of what a step draws
+    drawn, measured, worse = (
+        ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
+    )
+    # of what a step draws
+    an_epoch = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]
     steps = keys["num_train_epochs"] * an_epoch / keys["global_batch_size"]
     every = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
         *_head(data, fit, hardware, file),
         _line("model_name_or_path", keys["model_name_or_path"]),
-        _line("accelerate_config", keys["accelerate_config"], "sharded over all GPUs; accelerate_configs/ has others"),
+        _line(
+            "accelerate_config",
+            keys["accelerate_config"],
+            "sharded over all GPUs; accelerate_configs/ has others",
+        ),
         *_method(fit),
         *_trained(fit),
         "",
         *_datasets(data),
-        *([_line("eval_split_size", keys["eval_split_size"], f"rows that are not trained on: their {measured} shows what was learned")] if is_held_out else []),  # noqa: E501
-        *([_line("chat_template", keys["chat_template"], "in place of the tokenizer's own")] if "chat_template" in keys else []),  # noqa: E501
+        *(
+            [
+                _line(
+                    "eval_split_size",
+                    keys["eval_split_size"],
+                    f"rows that are not trained on: their {measured} shows what was learned",
+                )
+            ]
+            if is_held_out
+            else []
+        ),
+        *(
+            [_line("chat_template", keys["chat_template"], "in place of the tokenizer's own")]
+            if "chat_template" in keys
+            else []
+        ),
         "",
-        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], samples=samples)),
+        _line(
+            "max_length",
+            keys["max_length"],
+            _about_length(data, keys["max_length"], samples=samples),
+        ),
         _line("global_batch_size", keys["global_batch_size"], f"{drawn} in a step, over all GPUs"),
-        _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),  # noqa: E501
-        _line("num_train_epochs", keys["num_train_epochs"], f"watch the held-out {measured}: fewer, where it {worse}" if is_held_out else "passes over the data"),  # noqa: E501
+        _line(
+            "per_device_train_batch_size",
+            keys["per_device_train_batch_size"],
+            "rows at once on a GPU: more are faster, and take memory",
+        ),
+        _line(
+            "num_train_epochs",
+            keys["num_train_epochs"],
+            f"watch the held-out {measured}: fewer, where it {worse}"
+            if is_held_out
+            else "passes over the data",
+        ),
         *_advised(fit),
         "",
-        _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),  # noqa: E501
+        _line(
+            "learning_rate",
+            keys["learning_rate"],
+            "for all parameters of a trained model"
+            if fit.trained == "full"
+            else "adapters take ten times the rate of full fine-tuning and more",
+        ),
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
-        *([_line("eval_steps", int(every), f"steps between two measurements of that {measured}")] if is_held_out else []),  # noqa: E501
+        *(
+            [_line("eval_steps", int(every), f"steps between two measurements of that {measured}")]
+            if is_held_out
+            else []
+        ),
         _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -389,8 +503,8 @@ def inspect_command(file: str) -> str:
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
     what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
     yield (
-        f"# {what} {fit.keys['model_name_or_path']} on {data.source.origin}, for {hardware.words}; written by "
-        "finetune init."
+        f"# {what} {fit.keys['model_name_or_path']} on {data.source.origin}, for {hardware.words}; "
+        "written by finetune init."
     )
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
     yield f"#   {plan_command(file, hardware)}    # {gib(fit.plan.peak_bytes)} GiB"
@@ -403,18 +517,34 @@ def _method(fit: Fit) -> Iterator[str]:
     if method is not None:
         yield _line("method", method, METHODS[method].says)
     if "teacher_model_name_or_path" in fit.keys:
-        yield _line("teacher_model_name_or_path", fit.keys["teacher_model_name_or_path"], "with the same tokenizer")
+        yield _line(
+            "teacher_model_name_or_path",
+            fit.keys["teacher_model_name_or_path"],
+            "with the same tokenizer",
+        )
     if "rewards" in fit.keys:
         yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
-        yield "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
+        yield (
+            "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
+        )
         yield _line("num_generations", 8, "completions of each prompt, which are compared")
-        yield _line("max_completion_length", fit.keys["max_completion_length"], "tokens; the rest is for the prompt")
+        yield _line(
+            "max_completion_length",
+            fit.keys["max_completion_length"],
+            "tokens; the rest is for the prompt",
+        )
 
 
 def _trained(fit: Fit) -> Iterator[str]:
     if fit.trained != "full":
-        yield _line("use_peft", True, "train adapters on a frozen model, a hundredth of its parameters or less")
-        yield _line("lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory")
+        yield _line(
+            "use_peft",
+            True,
+            "train adapters on a frozen model, a hundredth of its parameters or less",
+        )
+        yield _line(
+            "lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory"
+        )
         yield _line("lora_alpha", fit.keys["lora_alpha"], "they are scaled by lora_alpha / lora_r")
     if fit.trained == "qlora":
         yield _line(LOAD_KEYS[0], True, "the frozen model in 4 bits (QLoRA)")
@@ -422,10 +552,14 @@ def _trained(fit: Fit) -> Iterator[str]:
 
 def _datasets(data: DataSummary) -> Iterator[str]:
     source = data.source
-    rows = counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
+    rows = (
+        counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
+    )
     yield "datasets:"
     named = "function" if source.function else "path"
-    yield _line(f"  - {named}", source.origin, f"{rows} with the columns {list_columns(data.columns)}")
+    yield _line(
+        f"  - {named}", source.origin, f"{rows} with the columns {list_columns(data.columns)}"
+    )
     default = DatasetSource(path="")
     for key in source.__slots__[2:]:  # all but path and function
         if (value := getattr(source, key)) != getattr(default, key):
@@ -440,8 +574,14 @@ def _about_length(data: DataSummary, max_length: int, *, samples: bool) -> str:
     if data.format == "text":
         return "tokens in a row; longer texts are split"
     if data.longest_tokens > max_length:
-        return f"tokens in a row; some have about {data.longest_tokens:,} and are cut, see finetune inspect"
-    return f"tokens in a row of several examples; 99% of them have fewer than about {data.longest_tokens:,}"
+        return (
+            f"tokens in a row; some have about {data.longest_tokens:,} and are cut, see finetune "
+            "inspect"
+        )
+    return (
+        "tokens in a row of several examples; 99% of them have fewer than about "
+        f"{data.longest_tokens:,}"
+    )
 
 
 def _advised(fit: Fit) -> Iterator[str]:

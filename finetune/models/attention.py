@@ -1,8 +1,11 @@
-"""Attention inside each document of packed rows, without an O(tokens^2) mask, on every device, without flash-attn.
+"""Attention inside each document of packed rows, without an O(tokens^2) mask, on every device,
+without flash-attn.
 
-On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for every length.
+On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for
+every length.
 
-Ranks may share the tokens of a row: `distributed/sequence_parallel.py` gathers what their attention reads.
+Ranks may share the tokens of a row: `distributed/sequence_parallel.py` gathers what their attention
+reads.
 """
 
 from functools import cache
@@ -33,28 +36,42 @@ from finetune.models.attention_kernels import (
 
 NAME = "packed"
 # Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
-BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths", "image_tokens", "continued")
+BOUNDARIES = (
+    "cu_seq_lens",
+    "max_document_length",
+    "packed_lengths",
+    "document_lengths",
+    "image_tokens",
+    "continued",
+)
 WHOLE_ROWS = RowDocuments()
-NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language model, which then makes none of its own
-UNSUPPORTED = ("position_bias",)  # arguments that transformers may pass and this attention does not take
+# an attention_mask for a whole vision-language model, which then makes none of its own
+NO_MASK: dict[str, Any] = {}
+# arguments that transformers may pass and this attention does not take
+UNSUPPORTED = ("position_bias",)
 
 
 def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """From a training forward's arguments to those that `packed_attention` reads; generation's stay as they are."""
+    """From a training forward's arguments to those that `packed_attention` reads; generation's stay
+    as they are.
+    """
     kwargs, (boundaries, longest, lengths, _, images, places) = split_boundaries(kwargs)
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
     masks: dict[int | None, BlockMask] = {}
     if windows:
-        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        ids = (
+            kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        )
         tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
         masks = make_masks(windows, boundaries, tokens, ids.device)
     continued = None if places is None else Continued.find(places, lengths, boundaries.device)
-    # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
-    # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
+    # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to
+    # find packed documents in every forward: a host synchronization on CUDA, for a mask that
+    # nothing reads.
     prepared = kwargs | {
         "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
         "documents": RowDocuments(boundaries, longest, lengths, masks, images, continued),
@@ -97,22 +114,27 @@ def packed_attention(
     """Causal attention inside each document; transformers' attention interface.
 
     Args:
-        query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head size].
+        query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head
+            size].
         attention_mask: empty in training; what `sdpa_mask` made, in generation.
-        dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`.
-        documents: of the rows.
-        sequence_group: the ranks that divide the row's tokens between them: `tokens` are this rank's, and the documents
+        dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`. documents: of
+        the rows. sequence_group: the ranks that divide the row's tokens between them: `tokens` are
+        this rank's, and the documents
             those of the whole row.
     Returns:
         [rows, tokens, heads, head size], and None for the attention weights.
     """
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise UserError(f"{type(module).__name__} needs {name}; set attn_implementation: eager for this model")
+            raise UserError(
+                f"{type(module).__name__} needs {name}; set attn_implementation: eager for this "
+                "model"
+            )
     options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux, _find_chunk(module))
     if attention_mask is None or attention_mask.numel() > 0:
         return attend_with_mask(module, query, key, value, attention_mask, options), None
-    # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
+    # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one
+    # type.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
@@ -120,7 +142,9 @@ def packed_attention(
     with torch.autocast(device, enabled=False):
         if sequence_group is None:
             return attend_documents(query, key, value, documents, options).to(dtype), None
-        return _attend_across_ranks(query, key, value, documents, options, dtype, sequence_group), None
+        return _attend_across_ranks(
+            query, key, value, documents, options, dtype, sequence_group
+        ), None
 
 
 def _find_chunk(attention: Any) -> int | None:
@@ -141,8 +165,10 @@ def _attend_across_ranks(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> Tensor:
-    """As `attend_documents`, in `dtype`, with this rank's tokens: for some of the heads over the whole row, or, where
-    there are more ranks than heads, from these tokens to the keys of the whole row."""
+    """As `attend_documents`, in `dtype`, with this rank's tokens: for some of the heads over the
+    whole row, or, where there are more ranks than heads, from these tokens to the keys of the whole
+    row.
+    """
     if not divides_heads(query.shape[1], group.size()):
         first = group.rank() * query.shape[2]
         key = gather_keys(key, group)
@@ -151,4 +177,6 @@ def _attend_across_ranks(
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
-    return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)
+    return trade_heads_for_tokens(
+        attend_documents(query, key, value, documents, options).to(dtype), group
+    )

@@ -1,8 +1,9 @@
 """Causal attention inside each document of a packed row, by the kernel that the device has for it.
 
-On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (`attend_in_blocks`) for
-what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document runs
-through causal SDPA or a plain implementation; the host knows the lengths.
+On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention
+(`attend_in_blocks`) for what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or
+for the widest heads, each document runs through causal SDPA or a plain implementation; the host
+knows the lengths.
 """
 
 import inspect
@@ -16,7 +17,12 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    flex_attention,
+)
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.config.facts import has_compiler
@@ -28,23 +34,29 @@ from finetune.models.decoder_layers import configure_compiler
 class RowDocuments:
     """The documents in the rows of one forward. All layers share it.
 
-    No tuple: FSDP would search it for tensors, and dynamo would compile the layers again for other lengths.
+    No tuple: FSDP would search it for tensors, and dynamo would compile the layers again for other
+    lengths.
     """
 
-    boundaries: Tensor | None = None  # int32[documents + 1] of the one row; None: each row is one document
+    # int32[documents + 1] of the one row; None: each row is one document
+    boundaries: Tensor | None = None
     longest: int | None = None  # tokens
     lengths: tuple[int, ...] | None = (
         None  # tokens of each, as the host knows them; None: they are read from `boundaries`
     )
-    masks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by sliding window, for layers that read one
-    # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's tokens see each other.
+    # by sliding window, for layers that read one
+    masks: Mapping[int | None, BlockMask] = field(default_factory=dict)
+    # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's
+    # tokens see each other.
     images: Tensor | None = None
     continued: "Continued | None" = None  # where some continue others; `lengths` are known then
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continued:
-    """Documents that continue others of the row, as completions do a prompt, and see its tokens before their own."""
+    """Documents that continue others of the row, as completions do a prompt, and see its tokens
+    before their own.
+    """
 
     places: tuple[int | None, ...]  # of the document that each continues; None: of none
     lengths: tuple[int, ...]  # tokens that the last token of each sees
@@ -52,9 +64,13 @@ class Continued:
     longest: int  # of `lengths`
 
     @classmethod
-    def find(cls, places: tuple[int | None, ...], own: tuple[int, ...], device: torch.device) -> Self:
+    def find(
+        cls, places: tuple[int | None, ...], own: tuple[int, ...], device: torch.device
+    ) -> Self:
         """From the places, and the tokens of each document in the row."""
-        lengths = tuple(length + (0 if at is None else own[at]) for at, length in zip(places, own, strict=True))
+        lengths = tuple(
+            length + (0 if at is None else own[at]) for at, length in zip(places, own, strict=True)
+        )
         boundaries = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
         return cls(places, lengths, boundaries.to(device, non_blocking=True), max(lengths))
 
@@ -66,8 +82,10 @@ class ScoreOptions(NamedTuple):
     window: int | None = None  # tokens that a query sees, itself included
     softcap: float | None = None  # softcap * tanh(scores / softcap)
     dropout: float = 0.0  # of the weights
-    sinks: Tensor | None = None  # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
-    chunk: int | None = None  # tokens into which a document is cut, none of which sees those of another (Llama 4)
+    # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
+    sinks: Tensor | None = None
+    # tokens into which a document is cut, none of which sees those of another (Llama 4)
+    chunk: int | None = None
 
     @property
     def is_fusible(self) -> bool:
@@ -84,26 +102,37 @@ WIDE_KERNEL: Any = {**KERNEL, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_sta
 
 
 def find_windows(model: nn.Module) -> frozenset[int | None]:
-    """The sliding windows (None: full attention) of the layers that need a mask of blocks; none where no layer does."""
-    return frozenset(getattr(module, "sliding_window", None) for module in model.modules() if _needs_blocks(module))
+    """The sliding windows (None: full attention) of the layers that need a mask of blocks; none
+    where no layer does.
+    """
+    return frozenset(
+        getattr(module, "sliding_window", None)
+        for module in model.modules()
+        if _needs_blocks(module)
+    )
 
 
 def _needs_blocks(attention: nn.Module) -> bool:
-    """Whether `attention`, as transformers' families name these things, is not for the varlen kernel."""
+    """Whether `attention`, as transformers' families name these things, is not for the varlen
+    kernel.
+    """
     caps_scores = getattr(attention, "attn_logit_softcapping", None) is not None
     is_wide = getattr(attention, "head_dim", 0) > LARGEST_FLASH_HEAD
     return caps_scores or is_wide or getattr(attention, "sinks", None) is not None
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether flex_attention trains there: it has to be compiled, and on a CPU it has no backward."""
+    """Whether flex_attention trains there: it has to be compiled, and on a CPU it has no
+    backward.
+    """
     return device.type == "cuda" and has_compiler()
 
 
 def make_masks(
     windows: frozenset[int | None], cu_seq_lens: Tensor | None, tokens: int, device: torch.device
 ) -> dict[int | None, BlockMask]:
-    """A mask for each of `windows`: causal, within documents of the row, or of whole rows without `cu_seq_lens`.
+    """A mask for each of `windows`: causal, within documents of the row, or of whole rows without
+    `cu_seq_lens`.
 
     Nothing is read from the device, and nothing as large as [tokens, tokens] is made.
     """
@@ -115,23 +144,32 @@ def make_masks(
     else:
         starts = cu_seq_lens[torch.searchsorted(cu_seq_lens, places, right=True) - 1]
     return {
-        window: make_block_mask(starts if window is None else torch.maximum(starts, places - (window - 1)))
+        window: make_block_mask(
+            starts if window is None else torch.maximum(starts, places - (window - 1))
+        )
         for window in windows
     }
 
 
 def make_block_mask(first: Tensor) -> BlockMask:
-    """The mask under which each token sees those from `first` (int32[tokens], never falling) up to itself.
+    """The mask under which each token sees those from `first` (int32[tokens], never falling) up to
+    itself.
 
-    What torch's create_block_mask finds from all pairs of tokens follows here from the ends of each block.
+    What torch's create_block_mask finds from all pairs of tokens follows here from the ends of each
+    block.
     """
     tokens = len(first)
-    blocks = max(2, -(-tokens // BLOCK_TOKENS))  # dynamo takes a size of 1 for a constant: a graph of its own
+    # dynamo takes a size of 1 for a constant: a graph of its own
+    blocks = max(2, -(-tokens // BLOCK_TOKENS))
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
-    first_of_start, first_of_end = (first[each.clamp(max=tokens - 1)][:, None] for each in (starts, ends))
+    first_of_start, first_of_end = (
+        first[each.clamp(max=tokens - 1)][:, None] for each in (starts, ends)
+    )
     is_before = starts < starts[:, None]
-    is_seen = ((is_before & (first_of_start <= ends)) | (starts == starts[:, None])) & (starts < tokens)[:, None]
+    is_seen = ((is_before & (first_of_start <= ends)) | (starts == starts[:, None])) & (
+        starts < tokens
+    )[:, None]
     is_full = is_before & (first_of_end <= starts) & (ends < tokens)[:, None]
 
     def is_visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -145,19 +183,29 @@ def make_block_mask(first: Tensor) -> BlockMask:
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks chosen in each row of bool[blocks, blocks], and all blocks, the chosen ones first."""
+    """The number of blocks chosen in each row of bool[blocks, blocks], and all blocks, the chosen
+    ones first.
+    """
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def can_attend_in_blocks(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether flex_attention computes this: without dropout, which works on the weights, after the softmax."""
+    """Whether flex_attention computes this: without dropout, which works on the weights, after the
+    softmax.
+    """
     largest = LARGEST_HEAD // query.itemsize
-    return options.dropout == 0.0 and all(SMALLEST_HEAD <= each.shape[-1] <= largest for each in (query, value))
+    return options.dropout == 0.0 and all(
+        SMALLEST_HEAD <= each.shape[-1] <= largest for each in (query, value)
+    )
 
 
-def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options: ScoreOptions) -> Tensor:
-    """Attention under `mask`. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head size]."""
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options: ScoreOptions
+) -> Tensor:
+    """Attention under `mask`. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
+    size].
+    """
     attend = _attend if torch.compiler.is_compiling() else _compile_attention()
     attended: Tensor = attend(query, key, value, mask, options)
     return attended
@@ -165,14 +213,18 @@ def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask,
 
 @cache
 def _compile_attention(backend: str = "inductor") -> Callable[..., Tensor]:
-    """flex_attention is a kernel only where it is compiled: within a compiled layer, or by itself."""
+    """flex_attention is a kernel only where it is compiled: within a compiled layer, or by
+    itself.
+    """
     configure_compiler()
     # Where the check before the first step runs eagerly, over a few tokens.
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     return torch.compile(_attend, dynamic=True, backend=backend)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options: ScoreOptions) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options: ScoreOptions
+) -> Tensor:
     softcap = options.softcap
 
     def cap(score: Tensor, _row: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
@@ -191,14 +243,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options:
         return_aux=AuxRequest(lse=True),
     )
     if options.sinks is not None:
-        # One more term of the softmax's sum, exp(sink), without a value: the output shrinks accordingly.
+        # One more term of the softmax's sum, exp(sink), without a value: the output shrinks
+        # accordingly.
         assert auxiliary.lse is not None
         share = torch.sigmoid(auxiliary.lse - options.sinks[:, None])[..., None]
         out = (out * share).to(out.dtype)
     return out.transpose(1, 2)
 
 
-# torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such argument.
+# torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such
+# argument.
 NEEDS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
 
@@ -206,7 +260,9 @@ FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the pa
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
+    """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads,
+    size].
+    """
     chunk = options.chunk
     if chunk is not None:  # dynamo of torch 2.11 hands an empty tuple on for a replaced one
         options = options._replace(chunk=None)
@@ -214,8 +270,12 @@ def attend_documents(
         if documents.boundaries is not None:
             documents = cut_documents(documents, chunk)
         else:
-            parts = zip(*(torch.split(each, chunk, dim=2) for each in (query, key, value)), strict=True)
-            return torch.cat([attend_documents(q, k, v, documents, options) for q, k, v in parts], dim=1)
+            parts = zip(
+                *(torch.split(each, chunk, dim=2) for each in (query, key, value)), strict=True
+            )
+            return torch.cat(
+                [attend_documents(q, k, v, documents, options) for q, k, v in parts], dim=1
+            )
     of_keys = None
     continued = documents.continued
     if continued is not None:
@@ -223,9 +283,15 @@ def attend_documents(
         value = repeat_continued(value, documents)
         of_keys = continued.boundaries, continued.longest
     if documents.images is None and _can_use_varlen(query, value, options):
-        return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options, of_keys)
+        return _attend_varlen(
+            query, key, value, documents.boundaries, documents.longest, options, of_keys
+        )
     mask = documents.masks.get(options.window)
-    if documents.images is None and mask is not None and can_attend_in_blocks(query, value, options):
+    if (
+        documents.images is None
+        and mask is not None
+        and can_attend_in_blocks(query, value, options)
+    ):
         return attend_in_blocks(query, key, value, mask, options)
     if documents.boundaries is None:
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
@@ -234,9 +300,15 @@ def attend_documents(
 
 
 def attend_from(
-    query: Tensor, key: Tensor, value: Tensor, first: int, documents: RowDocuments, options: ScoreOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    documents: RowDocuments,
+    options: ScoreOptions,
 ) -> Tensor:
-    """Causal attention from the tokens `first`, first + 1, ... of a row to those of all of it, in each document.
+    """Causal attention from the tokens `first`, first + 1, ... of a row to those of all of it, in
+    each document.
 
     Args:
         query: [rows, heads, tokens, head size].
@@ -262,7 +334,9 @@ def attend_from(
     if chunk is not None:
         documents = cut_documents(documents, chunk)
     lengths = documents.lengths or tuple(boundaries.diff().tolist())
-    spans = [(last - length, last) for length, last in zip(lengths, accumulate(lengths), strict=True)]
+    spans = [
+        (last - length, last) for length, last in zip(lengths, accumulate(lengths), strict=True)
+    ]
     seen = [place for place, (start, last) in enumerate(spans) if start < end and last > first]
     spans = [(start, min(last, end)) for start, last in spans[seen[0] : seen[-1] + 1]]
     queries = [last - max(start, first) for start, last in spans]
@@ -270,15 +344,19 @@ def attend_from(
     key, value = (each[:, :, spans[0][0] : end] for each in (key, value))
     if _can_use_varlen(query, value, options):
         assert documents.boundaries is not None
-        ends = documents.boundaries[seen[0] : seen[-1] + 2].clamp(max=end)  # on the device, which no layer waits for
+        # on the device, which no layer waits for
+        ends = documents.boundaries[seen[0] : seen[-1] + 2].clamp(max=end)
         of_keys = ends - ends[0], max(keys)
-        return _attend_varlen(query, key, value, ends.clamp(min=first) - first, max(queries), options, of_keys)
+        return _attend_varlen(
+            query, key, value, ends.clamp(min=first) - first, max(queries), options, of_keys
+        )
     return _attend_each(query, key, value, queries, keys, options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
 def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
-    """Keys or values [1, heads, tokens, size], before each document those of the one that it continues.
+    """Keys or values [1, heads, tokens, size], before each document those of the one that it
+    continues.
 
     Not by an index, whose gradient a GPU adds up in another order each time.
     """
@@ -297,13 +375,19 @@ def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
     """Cuts each document of a packed row into chunks of `chunk` tokens."""
     assert documents.boundaries is not None
     lengths = documents.lengths or documents.boundaries.diff().tolist()
-    pieces = tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
-    boundaries = torch.tensor((0, *pieces), device=documents.boundaries.device).cumsum(0).to(torch.int32)
+    pieces = tuple(
+        min(chunk, length - start) for length in lengths for start in range(0, length, chunk)
+    )
+    boundaries = (
+        torch.tensor((0, *pieces), device=documents.boundaries.device).cumsum(0).to(torch.int32)
+    )
     return RowDocuments(boundaries, chunk, pieces)
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether torch's flash attention computes this: on CUDA, in half precision, without other options."""
+    """Whether torch's flash attention computes this: on CUDA, in half precision, without other
+    options.
+    """
     half = query.dtype in (torch.bfloat16, torch.float16)
     sizes = value.shape[-1] <= query.shape[-1] <= LARGEST_FLASH_HEAD
     return query.is_cuda and half and sizes and options.is_fusible and options.dropout == 0.0
@@ -318,22 +402,34 @@ def _attend_varlen(
     options: ScoreOptions,
     of_keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head size].
+    """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head
+    size].
 
-    of_keys: Their boundaries and longest document, where queries are the last tokens of their documents only.
+    of_keys: Their boundaries and longest document, where queries are the last tokens of their
+    documents only.
     """
     rows, heads, tokens, size = query.shape
     value_size = value.shape[-1]
     if value_size < size:  # DeepSeek's heads; the kernel wants one size
         value = F.pad(value, (0, size - value_size))
     if cu_seq_lens is None or longest is None:
-        cu_seq_lens = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+        cu_seq_lens = torch.arange(
+            0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device
+        )
         longest = tokens
-    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and NEEDS_ENABLE_GQA else {}
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if key.shape[1] != heads and NEEDS_ENABLE_GQA else {}
+    )
     query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    padding = -size % FLASH_HEAD_MULTIPLE  # zeros add nothing to the scores, and zeros to the output
-    query, key, value = [F.pad(each, (0, padding)) for each in (query, key, value)] if padding else (query, key, value)
-    scale = size**-0.5 if options.scale is None else options.scale  # the padded size is not the head's
+    # zeros add nothing to the scores, and zeros to the output
+    padding = -size % FLASH_HEAD_MULTIPLE
+    query, key, value = (
+        [F.pad(each, (0, padding)) for each in (query, key, value)]
+        if padding
+        else (query, key, value)
+    )
+    # the padded size is not the head's
+    scale = size**-0.5 if options.scale is None else options.scale
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
     window = (-1 if options.window is None else options.window - 1, 0)
     cu_keys, longest_key = of_keys or (cu_seq_lens, longest)
@@ -347,7 +443,9 @@ def _attend_varlen(
 def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads,
+    size].
+    """
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     keys = lengths if documents.continued is None else list(documents.continued.lengths)
@@ -363,41 +461,74 @@ def _attend_each(
     options: ScoreOptions,
     images: Tensor | None = None,
 ) -> Tensor:
-    """As `_attend_each_document`, of documents with so many keys, and queries of the last of their tokens."""
-    states = [torch.split(each, sizes, 2) for each, sizes in ((query, queries), (key, keys), (value, keys))]
+    """As `_attend_each_document`, of documents with so many keys, and queries of the last of their
+    tokens.
+    """
+    states = [
+        torch.split(each, sizes, 2)
+        for each, sizes in ((query, queries), (key, keys), (value, keys))
+    ]
     by_document = [None] * len(queries) if images is None else torch.split(images, queries, 1)
-    attended = [_attend_causally(q, k, v, options, own) for q, k, v, own in zip(*states, by_document, strict=True)]
+    attended = [
+        _attend_causally(q, k, v, options, own)
+        for q, k, v, own in zip(*states, by_document, strict=True)
+    ]
     return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
 
 
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, images: Tensor | None = None
 ) -> Tensor:
-    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads, tokens, size], the
-    last of as many tokens as there are keys."""
+    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads,
+    tokens, size], the last of as many tokens as there are keys.
+    """
     tokens = query.shape[2]
     keys = key.shape[2]
     windowed = options.window is not None and options.window < keys
     if options.is_fusible and not windowed and images is None and tokens == keys:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=options.dropout,
+            scale=options.scale,
+            enable_gqa=True,
         )
     visible = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
     if images is not None:
-        visible = visible | ((images[:, None, :, None] == images[:, None, None]) & (images[:, None, None] >= 0))
+        visible = visible | (
+            (images[:, None, :, None] == images[:, None, None]) & (images[:, None, None] >= 0)
+        )
     if options.window is not None:
         visible = visible.triu(keys - tokens + 1 - options.window)
     if not options.is_fusible:
         return _attend_unfused(query, key, value, visible, options)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
+        query,
+        key,
+        value,
+        attn_mask=visible,
+        dropout_p=options.dropout,
+        scale=options.scale,
+        enable_gqa=True,
     )
 
 
-def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions) -> Tensor:
-    """Attention written out, for capped scores (Gemma 2) and sinks (gpt-oss), which torch's SDPA lacks."""
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
+def _attend_unfused(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions
+) -> Tensor:
+    """Attention written out, for capped scores (Gemma 2) and sinks (gpt-oss), which torch's SDPA
+    lacks.
+    """
+    key, value = (
+        each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value)
+    )
+    scores = (
+        query
+        @ key.transpose(2, 3)
+        * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    )
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     # Not -inf: a padding token that sees nothing would become NaN, and so would what reads it.
@@ -409,14 +540,21 @@ def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, 
     return F.dropout(weights, options.dropout) @ value
 
 
-def _attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """A token's attention to a cache on a CPU: torch's SDPA there has blocks of queries, and copies grouped heads."""
+def _attend_one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """A token's attention to a cache on a CPU: torch's SDPA there has blocks of queries, and copies
+    grouped heads.
+    """
     rows, heads, _, size = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     scores = (grouped * (size**-0.5 if scale is None else scale)) @ key.transpose(2, 3)
     if mask is not None:
-        if mask.dtype == torch.bool:  # as numbers: it is smaller than the scores, and adding faster than filling
-            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        # as numbers: it is smaller than the scores, and adding faster than filling
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(
+                ~mask, torch.finfo(scores.dtype).min
+            )
         scores.add_(mask)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value).view(rows, 1, heads, value.shape[3])
@@ -425,8 +563,9 @@ def _attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 def _attend_one_token_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """A token's attention to a cache, by SDPA with the heads of a group as its queries: the cache is not copied for
-    each head, as transformers does where there is a mask."""
+    """A token's attention to a cache, by SDPA with the heads of a group as its queries: the cache
+    is not copied for each head, as transformers does where there is a mask.
+    """
     rows, heads, _, size = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
@@ -434,12 +573,22 @@ def _attend_one_token_on_gpu(
 
 
 def attend_with_mask(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: ScoreOptions,
 ) -> Tensor:
     """Attention under a mask or a cache: transformers' SDPA, or written out where SDPA cannot."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if options.is_fusible and query.shape[2] == 1 and not query.requires_grad and options.dropout == 0.0:
+    if (
+        options.is_fusible
+        and query.shape[2] == 1
+        and not query.requires_grad
+        and options.dropout == 0.0
+    ):
         attend = _attend_one_token if query.device.type == "cpu" else _attend_one_token_on_gpu
         return attend(query, key, value, mask, options.scale)
     if options.is_fusible:

@@ -1,6 +1,8 @@
-"""Tensors in a base's files that its class in transformers has no place for: an export carries them over unchanged.
+"""Tensors in a base's files that its class in transformers has no place for: an export carries them
+over unchanged.
 
-Most are layers for multi-token prediction; others are constants of older versions, or parts that the class leaves out.
+Most are layers for multi-token prediction; others are constants of older versions, or parts that
+the class leaves out.
 """
 
 import re
@@ -14,7 +16,8 @@ from finetune.config.multi_token import count_predicting_layers, predicts_furthe
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.units import counted
 
-# What transformers itself passes over in the files of older versions (`_adjust_missing_and_unexpected_keys`).
+# What transformers itself passes over in the files of older versions
+# (`_adjust_missing_and_unexpected_keys`).
 CONSTANTS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HASHED_ROWS = 4096  # at once
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -22,23 +25,34 @@ NAMED_PATTERNS = 4  # in a sentence; more are named by the modules above them
 
 
 def find_carried(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors that an export of `model` carries over. `stored`: of `convert_to_parameters`, in which they keep the
-    names of the files."""
+    """The tensors that an export of `model` carries over.
+
+    `stored`: of `convert_to_parameters`, in which they keep the names of the files.
+    """
     places = model.state_dict().keys()
     may_carry = carries(model)
-    return {name: tensor for name, tensor in stored.items() if name not in places and may_carry(name)}
+    return {
+        name: tensor for name, tensor in stored.items() if name not in places and may_carry(name)
+    }
 
 
 def carries(model: Any) -> Callable[[str], bool]:
-    """Whether a tensor in the files that has no place in `model` is carried over: by its name. Others are an error."""
-    left_out = "|".join((*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *CONSTANTS))
+    """Whether a tensor in the files that has no place in `model` is carried over: by its name.
+
+    Others are an error.
+    """
+    left_out = "|".join(
+        (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *CONSTANTS)
+    )
     pattern = re.compile(left_out)
     is_predicting = predicts(model)
     return lambda name: pattern.search(name) is not None or is_predicting(name)
 
 
 def predicts(model: Any) -> Callable[[str], bool]:
-    """Whether a tensor without a place in `model` is one of multi-token prediction: by its name, and the config."""
+    """Whether a tensor without a place in `model` is one of multi-token prediction: by its name,
+    and the config.
+    """
     promised = count_predicting_layers(model.config.to_dict())
     layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     return lambda name: promised > 0 and predicts_further(name, layers, promised)
@@ -57,16 +71,23 @@ def hash_tensors(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def describe_carried(tensors: Mapping[str, StoredTensor], class_name: str) -> str:
-    """What is carried over, as the first screen, the export's last lines and the model card say it."""
+    """What is carried over, as the first screen, the export's last lines and the model card say
+    it.
+    """
     patterns = ", ".join(list_patterns(tensors))
     held = counted(len(tensors), "tensor")
-    return f"{held} of the base ({patterns}), which {class_name} does not hold: untrained, and exported unchanged"
+    return (
+        f"{held} of the base ({patterns}), which {class_name} does not hold: untrained, and "
+        "exported unchanged"
+    )
 
 
 def list_patterns(names: Iterable[str]) -> list[str]:
-    """Patterns that match `names`, for a sentence: each number that varies as `*`, or the modules that hold them all.
+    """Patterns that match `names`, for a sentence: each number that varies as `*`, or the modules
+    that hold them all.
 
-    >>> list_patterns(["mtp.layers.0.experts.1.up_proj.weight", "mtp.layers.0.experts.2.up_proj.weight"])
+    >>> list_patterns(["mtp.layers.0.experts.1.up_proj.weight",
+      "mtp.layers.0.experts.2.up_proj.weight"])
     ['mtp.layers.0.experts.*.up_proj.weight']
     """
     numbers_of: dict[str, list[list[str]]] = {}

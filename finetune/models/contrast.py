@@ -1,8 +1,9 @@
-"""The contrastive loss of a whole step: each query beside the documents of all others, and its gradient to each vector.
+"""The contrastive loss of a whole step: each query beside the documents of all others, and its
+gradient to each vector.
 
 InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) over cosines, as sentence-transformers'
-MultipleNegativesRankingLoss; of embeddings that are cut, the sum over their lengths (Kusupati et al. 2022,
-arXiv:2205.13147, eq. 1).
+MultipleNegativesRankingLoss; of embeddings that are cut, the sum over their lengths (Kusupati et
+al. 2022, arXiv:2205.13147, eq. 1).
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,11 @@ from finetune.constants import CONTRASTED_QUERIES
 from finetune.models.cross_entropy import CrossEntropyHead
 
 
-def head_states(_head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None) -> Tensor:
-    """A `HeadFunction`: `model(..., head_function=head_states)` returns what the head would read, [positions, hidden].
+def head_states(
+    _head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
+) -> Tensor:
+    """A `HeadFunction`: `model(..., head_function=head_states)` returns what the head would read,
+    [positions, hidden].
 
     A head that multiplies its input does not change the cosines.
     """
@@ -33,14 +37,18 @@ class Contrast:
     places: Tensor  # int64[queries]: how many of the documents are nearer to the query than its own
 
 
-def contrast(vectors: Tensor, group_size: int, temperature: float, dims: Sequence[int] = ()) -> Contrast:
+def contrast(
+    vectors: Tensor, group_size: int, temperature: float, dims: Sequence[int] = ()
+) -> Contrast:
     """The losses of queries among all documents.
 
     Args:
-        vectors: fp64[vectors, hidden]: group after group, each a query, its document and its negatives. Not normalized.
+        vectors: fp64[vectors, hidden]: group after group, each a query, its document and its
+            negatives. Not normalized.
         group_size: Vectors in a group.
         temperature: By which cosines are divided.
-        dims: The lengths that vectors are cut to, of which the losses are added; none: they are whole.
+        dims: The lengths that vectors are cut to, of which the losses are added; none: they are
+            whole.
     """
     hidden = vectors.shape[1]
     leaves = vectors.detach().clone().requires_grad_()
@@ -53,12 +61,16 @@ def contrast(vectors: Tensor, group_size: int, temperature: float, dims: Sequenc
 
 @torch.enable_grad()
 def _add_gradients(leaves: Tensor, dim: int, group_size: int, temperature: float) -> Tensor:
-    """fp64[queries]: their losses by vectors of length `dim`, whose gradient is added to that of `leaves`."""
+    """fp64[queries]: their losses by vectors of length `dim`, whose gradient is added to that of
+    `leaves`.
+    """
     normalized = F.normalize(leaves[:, :dim], dim=1)
     units = normalized.detach().requires_grad_()
     losses = []
     for queries, documents, own in _split_queries(units, group_size):
-        each = F.cross_entropy(units[queries] @ units[documents].T / temperature, own, reduction="none")
+        each = F.cross_entropy(
+            units[queries] @ units[documents].T / temperature, own, reduction="none"
+        )
         each.sum().backward()  # type: ignore[no-untyped-call]
         losses.append(each.detach())
     normalized.backward(units.grad)  # type: ignore[no-untyped-call]
@@ -81,11 +93,15 @@ def find_places(units: Tensor, group_size: int) -> Tensor:
 
 
 def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(where some of the queries are, where all documents are, which of these is each query's own) for all queries."""
+    """(where some of the queries are, where all documents are, which of these is each query's own)
+    for all queries.
+    """
     places = torch.arange(len(units), device=units.device)
     is_query = places % group_size == 0
     queries = places[is_query]
     documents = places[~is_query]
     own = torch.arange(len(queries), device=units.device) * (group_size - 1)
-    parts = zip(torch.split(queries, CONTRASTED_QUERIES), torch.split(own, CONTRASTED_QUERIES), strict=True)
+    parts = zip(
+        torch.split(queries, CONTRASTED_QUERIES), torch.split(own, CONTRASTED_QUERIES), strict=True
+    )
     return [(some, documents, own_of_some) for some, own_of_some in parts]

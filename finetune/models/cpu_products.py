@@ -1,7 +1,9 @@
-"""Matrix products in bf16 and fp16 on a CPU without instructions for them: multiplied in fp32, rounded once.
+"""Matrix products in bf16 and fp16 on a CPU without instructions for them: multiplied in fp32,
+rounded once.
 
-There torch multiplies such matrices in plain loops, up to 60 times slower than in fp32. This file overrides torch's
-operators for these dtypes. The result is the fp32 product, rounded: at least as exact as torch's own.
+There torch multiplies such matrices in plain loops, up to 60 times slower than in fp32. This file
+overrides torch's operators for these dtypes. The result is the fp32 product, rounded: at least as
+exact as torch's own.
 """
 
 import warnings
@@ -12,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of fp32 made of an operand at once: an output head is never copied whole, and a chunk stays in the cache.
+# Bytes of fp32 made of an operand at once: an output head is never copied whole, and a chunk stays
+# in the cache.
 CHUNK_BYTES = 8 << 20
-NATIVE_ROWS = 8  # torch multiplies up to these by a transposed weight as fast as it reads the weight: generation
+# torch multiplies up to these by a transposed weight as fast as it reads the weight: generation
+NATIVE_ROWS = 8
 
 _libraries: list[Any] = []  # torch's operators are overridden for as long as a library lives
 
@@ -22,15 +26,22 @@ _libraries: list[Any] = []  # torch's operators are overridden for as long as a 
 @cache
 def find_slow_dtypes() -> frozenset[torch.dtype]:
     """Returns the dtypes that this CPU has no instructions for."""
-    questions = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    questions = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
     # A build of torch without oneDNN, as for macOS, has neither question.
-    return frozenset(dtype for dtype, name in questions.items() if not getattr(torch.ops.mkldnn, name, bool)())
+    return frozenset(
+        dtype for dtype, name in questions.items() if not getattr(torch.ops.mkldnn, name, bool)()
+    )
 
 
 def multiply_in_fp32(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Makes this process multiply matrices of the slow dtypes in fp32, if its model computes in one of them on a CPU.
+    """Makes this process multiply matrices of the slow dtypes in fp32, if its model computes in one
+    of them on a CPU.
 
-    A product in fp32 takes 6 µs longer from then on, so that a process that computes in fp32 is left as it is.
+    A product in fp32 takes 6 µs longer from then on, so that a process that computes in fp32 is
+    left as it is.
 
     Args:
         device: Where the model computes.
@@ -41,27 +52,36 @@ def multiply_in_fp32(device: torch.device, dtypes: Iterable[torch.dtype]) -> Non
 
 
 def override_products(slow: Collection[torch.dtype]) -> None:
-    """Overrides torch's products of the dtypes `slow` on a CPU, for as long as this process lives."""
+    """Overrides torch's products of the dtypes `slow` on a CPU, for as long as this process
+    lives.
+    """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of the first kernel that is overridden
+        # torch warns of the first kernel that is overridden
+        warnings.simplefilter("ignore", UserWarning)
         for name, compute in OVERRIDES.items():
             library.impl(name, _make_kernel(name, compute, slow), "CPU", with_keyset=True)
     _libraries.append(library)
 
 
 def describe_products() -> list[str]:
-    """What the first screen of a run says about the products of this process, if they are overridden."""
+    """What the first screen of a run says about the products of this process, if they are
+    overridden.
+    """
     names = sorted(str(dtype).removeprefix("torch.") for dtype in find_slow_dtypes())
     line = (
-        f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 and the result is "
-        "rounded"
+        f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 "
+        "and the result is rounded"
     )
     return [line] if _libraries else []
 
 
-def _make_kernel(name: str, compute: Callable[..., Any], slow: Collection[torch.dtype]) -> Callable[..., Any]:
-    """A kernel that calls `compute` for a slow dtype, and torch's own for others or after NotImplemented."""
+def _make_kernel(
+    name: str, compute: Callable[..., Any], slow: Collection[torch.dtype]
+) -> Callable[..., Any]:
+    """A kernel that calls `compute` for a slow dtype, and torch's own for others or after
+    NotImplemented.
+    """
     own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
@@ -79,7 +99,13 @@ def _multiply(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Any:
 
 
 def _multiply_add(
-    bias: Tensor | None, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    bias: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
 ) -> Any:
     """beta * bias + alpha * left @ right, of matrices or of batches of them."""
     dtype, rows, inner, columns = left.dtype, *left.shape[-2:], right.shape[-1]
@@ -98,7 +124,8 @@ def _multiply_add(
         out = left.new_empty(shape)
     elif out.shape != shape:
         out.resize_(shape)
-    if left.dim() == 2 and inner > max(rows, columns):  # chunks of what is summed over, added in fp32
+    # chunks of what is summed over, added in fp32
+    if left.dim() == 2 and inner > max(rows, columns):
         sums = torch.zeros(shape) if bias is None else bias.float() * beta
         for part in _split(inner, max(rows, columns)):
             sums.addmm_(left[:, part].float(), right[part].float(), alpha=alpha)
@@ -111,7 +138,12 @@ def _multiply_add(
 
 
 def _add_product(
-    shape: Sequence[int], bias: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float
+    shape: Sequence[int],
+    bias: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    beta: float,
+    alpha: float,
 ) -> Tensor:
     sums = torch.empty(shape) if bias is None else bias.float()
     # The operators that work in place. Unlike `call_boxed`, they leave the GIL to other threads.
@@ -143,7 +175,8 @@ def _split(count: int, numbers: int) -> Iterator[slice]:
 
 def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
     converted = None if bias is None else bias.float()
-    flags = (False, False, False, False)  # benchmark, deterministic, cudnn_enabled, allow_tf32: of a GPU
+    # benchmark, deterministic, cudnn_enabled, allow_tf32: of a GPU
+    flags = (False, False, False, False)
     operands: tuple[Any, ...] = inputs.float(), weight.float(), converted, *options, *flags
     return torch._convolution(*operands).to(inputs.dtype)
 
@@ -155,7 +188,14 @@ def _convolve_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *option
 
 
 OVERRIDES: Mapping[str, Callable[..., Any]] = {
-    "mm": _multiply, "mm.out": _multiply, "bmm": _multiply, "bmm.out": _multiply, "addmm": _multiply_add,
-    "addmm.out": _multiply_add, "baddbmm": _multiply_add, "baddbmm.out": _multiply_add, "convolution": _convolve,
+    "mm": _multiply,
+    "mm.out": _multiply,
+    "bmm": _multiply,
+    "bmm.out": _multiply,
+    "addmm": _multiply_add,
+    "addmm.out": _multiply_add,
+    "baddbmm": _multiply_add,
+    "baddbmm.out": _multiply_add,
+    "convolution": _convolve,
     "convolution_backward": _convolve_backward,
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""The loss: cross entropy of a linear head in chunks of tokens; logits [tokens, vocabulary] are never whole."""
+"""The loss: cross entropy of a linear head in chunks of tokens; logits [tokens, vocabulary] are
+never whole.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +29,9 @@ from finetune.models.loss_chunks import (
 from finetune.models.vision import forward_images
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
-"""(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the
-loss."""
+"""(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model
+returns in place of the loss.
+"""
 
 
 def linear_cross_entropy(
@@ -44,12 +47,14 @@ def linear_cross_entropy(
 
     Args:
         hidden: [tokens, hidden].
-        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
+        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it
+            is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
-        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add
-            nothing; only these are multiplied by the head. By default they are looked up on a CPU, and all positions
-            are multiplied on a GPU, where the look-up would synchronize.
+        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps
+            others, which add nothing; only these are multiplied by the head. By default they are
+            looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would
+            synchronize.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
@@ -85,14 +90,20 @@ class CrossEntropyHead(nn.Linear):
         trained_positions: Tensor | None = None,
         head_function: HeadFunction | None = None,
     ) -> Tensor:
-        """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar), or
-        whatever `head_function` returns for the same inputs."""
+        """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss
+        (fp32 scalar), or whatever `head_function` returns for the same inputs.
+        """
         if labels is None:
             return self._compute_logits(hidden)
         if head_function is not None:
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
         weight, bias, shard = find_local_head(self.weight, self.bias)
-        given = hidden.flatten(0, -2), weight, labels.flatten(), self.chunk_options()._replace(shard=shard)
+        given = (
+            hidden.flatten(0, -2),
+            weight,
+            labels.flatten(),
+            self.chunk_options()._replace(shard=shard),
+        )
         return linear_cross_entropy(*given, bias=bias, trained_positions=trained_positions)
 
     def scale(self, hidden: Tensor) -> Tensor:
@@ -101,33 +112,42 @@ class CrossEntropyHead(nn.Linear):
 
     def chunk_options(self) -> ChunkOptions:
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
-        smoothing, weigh = (self.label_smoothing, self.token_weights) if self.training else (0.0, None)
-        return ChunkOptions(self.logits, label_smoothing=smoothing, weigh=weigh, function=self.chunk_function)
+        smoothing, weigh = (
+            (self.label_smoothing, self.token_weights) if self.training else (0.0, None)
+        )
+        return ChunkOptions(
+            self.logits, label_smoothing=smoothing, weigh=weigh, function=self.chunk_function
+        )
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Where ranks divide the vocabulary between them, those of all of it."""
         if not isinstance(self.weight, DTensor):
             return super().forward(hidden)
-        replicated = DTensor.from_local(hidden, self.weight.device_mesh, [Replicate()], run_check=False)
+        replicated = DTensor.from_local(
+            hidden, self.weight.device_mesh, [Replicate()], run_check=False
+        )
         logits: Any = super().forward(replicated)
         return logits.full_tensor()  # type: ignore[no-any-return]
 
 
-def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenWeights | None = None) -> None:
-    """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
+def install_loss(
+    model: Any, label_smoothing: float = 0.0, token_weights: TokenWeights | None = None
+) -> None:
+    """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32
+    scalar.
 
-    Labels are shifted already: labels[i] is the id to predict at position i. With them may come `trained_positions`
-    (int64[trained tokens], into the flattened labels), `images` with `image_counts` (as a
-    `MicroBatch` has them), `token_mask`, which the routing of experts reads, and
-    `head_function`, which computes something else than the loss inside the head's forward, where the weight is whole.
-    Without labels the model returns logits as before. Call it before sharding.
-    Raises `UserError` where the output head is not a plain linear layer.
+    Labels are shifted already: labels[i] is the id to predict at position i. With them may come
+    `trained_positions` (int64[trained tokens], into the flattened labels), `images` with
+    `image_counts` (as a `MicroBatch` has them), `token_mask`, which the routing of experts reads,
+    and `head_function`, which computes something else than the loss inside the head's forward,
+    where the weight is whole. Without labels the model returns logits as before. Call it before
+    sharding. Raises `UserError` where the output head is not a plain linear layer.
     """
     head = head_of(model)
     if type(head) is not nn.Linear:
         raise UserError(
-            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and "
-            "cannot be trained here; name another model"
+            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain "
+            "linear layer, and cannot be trained here; name another model"
         )
     factors = measure_head_factors(model)
     head.__class__ = CrossEntropyHead
@@ -157,5 +177,6 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
         head = head_of(self)
         return head(head.scale(hidden), labels, trained_positions, head_function)
 
-    # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by calling the trunk.
+    # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by
+    # calling the trunk.
     model.forward = MethodType(forward, model)

@@ -1,4 +1,7 @@
-"""What is done to decoder layers: activation checkpointing, torch.compile, Liger. Parameters keep their names."""
+"""What is done to decoder layers: activation checkpointing, torch.compile, Liger.
+
+Parameters keep their names.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,7 +31,10 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 class CudaCopies:
-    """Copies from and to pinned memory on a stream of their own. Each is returned with the event of its end."""
+    """Copies from and to pinned memory on a stream of their own.
+
+    Each is returned with the event of its end.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -46,8 +52,8 @@ class CudaCopies:
         torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # The source has to be computed, and the target's memory may still be in use by what was queued before it was
-        # freed.
+        # The source has to be computed, and the target's memory may still be in use by what was
+        # queued before it was freed.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -55,7 +61,9 @@ class CudaCopies:
 
 
 class _Kept:
-    """A tensor that a layer keeps: on the device until it is released, in host memory until it is taken."""
+    """A tensor that a layer keeps: on the device until it is released, in host memory until it is
+    taken.
+    """
 
     def __init__(self, tensor: Tensor, layer: "_Layer", copies: CudaCopies) -> None:
         self._device = tensor.device
@@ -65,7 +73,10 @@ class _Kept:
         self._host, self._event = copies.to_host(self._here)
 
     def release(self) -> None:
-        """Frees the tensor on the device once it is copied. Freed without that wait, it would be overwritten before."""
+        """Frees the tensor on the device once it is copied.
+
+        Freed without that wait, it would be overwritten before.
+        """
         if self._here is not None:
             self._copies.wait(self._event)
             self._here = self._event = None
@@ -98,12 +109,16 @@ class _Layer:
     def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
         self._below = None if below is None else ref(below)
         self._copies = copies
-        # Weakly, as below: what is saved has to be freed with the graph that needs it, not when cycles are collected.
+        # Weakly, as below: what is saved has to be freed with the graph that needs it, not when
+        # cycles are collected.
         self._kept: list[ref[_Kept]] = []
 
     def keep(self, tensor: Tensor, storage: int | None = None) -> "_Kept | Tensor":
-        """What autograd saves in place of `tensor`: a copy on the host. A small tensor is saved as it is; so is, if
-        `storage` is given, a tensor that lies elsewhere."""
+        """What autograd saves in place of `tensor`: a copy on the host.
+
+        A small tensor is saved as it is; so is, if `storage` is given, a tensor that lies
+        elsewhere.
+        """
         if storage not in (None, address(tensor)):
             return tensor
         if not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
@@ -128,26 +143,36 @@ class _Layer:
 
 
 class ActivationOffload:
-    """Offloads the activations that checkpointed layers keep. A layer takes part once its checkpointing function, or
-    its compiled forward, has been passed to `wrap`."""
+    """Offloads the activations that checkpointed layers keep.
+
+    A layer takes part once its checkpointing function, or its compiled forward, has been passed to
+    `wrap`.
+    """
 
     def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
         self._latest: _Layer | None = None
 
     def wrap(self, function: Callable[..., Any], is_compiled: bool = False) -> Callable[..., Any]:
-        """The checkpointing function of a layer, whose inputs are offloaded, which are all that it saves by itself; or
-        its compiled forward, which saves its parameters and its other arguments as well, with its hidden state."""
+        """The checkpointing function of a layer, whose inputs are offloaded, which are all that it
+        saves by itself; or its compiled forward, which saves its parameters and its other arguments
+        as well, with its hidden state.
+        """
 
         def offloaded(*inputs: Any, **others: Any) -> Any:
             if not torch.is_grad_enabled():  # nothing is kept
                 return function(*inputs, **others)
             above = self._latest
             self._latest = _Layer(self._latest, self._copies)
-            keep = partial(self._latest.keep, storage=address(inputs[0])) if is_compiled else self._latest.keep
+            keep = (
+                partial(self._latest.keep, storage=address(inputs[0]))
+                if is_compiled
+                else self._latest.keep
+            )
             with saved_tensors_hooks(keep, _take):
                 outputs = function(*inputs, **others)
-            if above is not None:  # of the layer before, whose copy had this layer's forward to end in
+            # of the layer before, whose copy had this layer's forward to end in
+            if above is not None:
                 above.release()
             return outputs
 
@@ -184,7 +209,9 @@ def _take_before(using: Any) -> Iterator[None]:
 
 
 def _selected(context: Any) -> list[Any]:
-    """The values that selective checkpointing stores, in torch's wrappers: `val`, and the `version` it checks."""
+    """The values that selective checkpointing stores, in torch's wrappers: `val`, and the `version`
+    it checks.
+    """
     stored = tree_leaves(list(context.storage.values()))
     return [leaf for leaf in stored if hasattr(leaf, "val") and hasattr(leaf, "version")]
 
@@ -195,25 +222,35 @@ Kept = Literal["nothing", "attention", "attention_and_projections"]
 def checkpoint_activations(
     model: nn.Module, every: int, keeps: Kept = "nothing", offload: ActivationOffload | None = None
 ) -> int:
-    """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016); returns how many.
+    """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016);
+    returns how many.
 
-    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5), in
-    host memory if there is an `offload`.
+    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al.
+    2022, section 5), in host memory if there is an `offload`.
 
-    By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are
-    wrong with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
+    By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that
+    its gradients are wrong with dropout (relative error 0.5), and renames modules under LoRA, so
+    that the saved adapter is empty.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.
-    enable = getattr(transformer, "activation_checkpointing_enable", None) or transformer.gradient_checkpointing_enable
-    contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
+    enable = (
+        getattr(transformer, "activation_checkpointing_enable", None)
+        or transformer.gradient_checkpointing_enable
+    )
+    contexts = (
+        {}
+        if keeps == "nothing"
+        else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
+    )
     enable({"use_reentrant": False, **contexts})
     layers: list[Any] = [
         module
         for _, module in text_modules(model)
-        if hasattr(module, "gradient_checkpointing") and isinstance(module, GradientCheckpointingLayer)
+        if hasattr(module, "gradient_checkpointing")
+        and isinstance(module, GradientCheckpointingLayer)
     ]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
@@ -224,7 +261,9 @@ def checkpoint_activations(
 
 @cache
 def _attention_operators() -> frozenset[Any]:
-    """The kernels that attention may choose: torch's varlen one, and those of its scaled dot product."""
+    """The kernels that attention may choose: torch's varlen one, and those of its scaled dot
+    product.
+    """
     aten = torch.ops.aten
     return frozenset(
         [
@@ -241,7 +280,8 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
     """The contexts in which torch runs a checkpointed layer, and runs it again."""
     text = config.get_text_config()
     width = 0
-    if keeps == "attention_and_projections":  # the widest state round attention: the hidden state, or all of its heads
+    # the widest state round attention: the hidden state, or all of its heads
+    if keeps == "attention_and_projections":
         head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         width = max(text.hidden_size, text.num_attention_heads * head_size)
     policy = _make_policy(width)
@@ -250,7 +290,9 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of attention, and of products from and to at most `width` features, unlike the MLP's."""
+    """Keeps the outputs of attention, and of products from and to at most `width` features, unlike
+    the MLP's.
+    """
 
     def choose(_context: object, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         is_kept = operator in _attention_operators()
@@ -261,14 +303,19 @@ def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
     return choose
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor", offload: ActivationOffload | None = None) -> int:
-    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a chunk of its loss;
-    returns how many layers. Those that are checkpointed are so within what is compiled, with `offload` around it.
+def compile_layers(
+    model: nn.Module, backend: str = "inductor", offload: ActivationOffload | None = None
+) -> int:
+    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a
+    chunk of its loss; returns how many layers.
 
-    Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
-    compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old
-    class's, and transformers checkpoints a layer's activations in the forward of its own class only.
-    Sizes are symbols, since packed rows differ in length.
+    Those that are checkpointed are so within what is compiled, with `offload` around it.
+
+    Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are
+    alike, share one compiled body. After sharding, because FSDP2 changes a layer's class: the
+    forward compiled before would be the old class's, and transformers checkpoints a layer's
+    activations in the forward of its own class only. Sizes are symbols, since packed rows differ in
+    length.
     """
     configure_compiler()
     layers = decoder_layers(model)
@@ -287,17 +334,21 @@ def _compile_forward(forward: Callable[..., Any], backend: str) -> Callable[...,
     return partial(_call_with_known_heads, torch.compile(forward, dynamic=True, backend=backend))
 
 
-def _compile_checkpointed(layer: Any, backend: str, offload: ActivationOffload | None) -> Callable[..., Any]:
+def _compile_checkpointed(
+    layer: Any, backend: str, offload: ActivationOffload | None
+) -> Callable[..., Any]:
     """The compiled forward of a checkpointed layer, with checkpointing within what is compiled.
 
-    Around it where torch's compiler would forget to recompute what an autograd function has computed (before 2.13).
+    Around it where torch's compiler would forget to recompute what an autograd function has
+    computed (before 2.13).
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     checkpoint = layer._gradient_checkpointing_func
     if RECOMPUTES_FUNCTIONS:
         forward = layer.forward
-        if "__init_subclass__" not in vars(GradientCheckpointingLayer):  # transformers before 5.20: not in forward
+        # transformers before 5.20: not in forward
+        if "__init_subclass__" not in vars(GradientCheckpointingLayer):
             layer.gradient_checkpointing = False
             forward = partial(_checkpoint, layer, checkpoint, forward)
         compiled = _compile_forward(forward, backend)
@@ -312,7 +363,11 @@ RECOMPUTES_FUNCTIONS = torch.__version__ >= TorchVersion("2.13")
 
 
 def _checkpoint(
-    layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *arguments: Any, **keys: Any
+    layer: nn.Module,
+    checkpoint: Callable[..., Any],
+    forward: Callable[..., Any],
+    *arguments: Any,
+    **keys: Any,
 ) -> Any:
     """Runs `forward` of `layer`, checkpointed where it trains."""
     if not layer.training:
@@ -323,8 +378,8 @@ def _checkpoint(
 def _call_with_known_heads(layer: Callable[..., Any], *arguments: Any, **keys: Any) -> Any:
     """Calls a compiled layer, to which the head size is a constant.
 
-    As a symbol, which it would be in the cosines and sines alone, it makes kernels divide for every number: those of
-    the rotary embedding took 39 of a step's 514 ms (8B with LoRA on an H200).
+    As a symbol, which it would be in the cosines and sines alone, it makes kernels divide for every
+    number: those of the rotary embedding took 39 of a step's 514 ms (8B with LoRA on an H200).
     """
     for embedding in tree_leaves(keys.get("position_embeddings")):
         if isinstance(embedding, Tensor):
@@ -333,50 +388,66 @@ def _call_with_known_heads(layer: Callable[..., Any], *arguments: Any, **keys: A
 
 
 def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """Makes the first layer's input require a gradient exactly when those of the other layers do: a frozen embedding's
-    output (LoRA) does not, which would compile the first layer by itself."""
+    """Makes the first layer's input require a gradient exactly when those of the other layers do: a
+    frozen embedding's output (LoRA) does not, which would compile the first layer by itself.
+    """
     return embedded.requires_grad_(torch.is_grad_enabled())
 
 
 def use_liger_kernels(model: Any) -> None:
-    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well.
+    """Puts Liger's norms, rotary embeddings and MLPs into `model`.
+
+    The loss stays ours, which is chunked as well.
 
     A mixture keeps its MLPs: Liger's would replace the grouped products of its experts.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    off = ["fused_linear_cross_entropy", "cross_entropy", *(("swiglu", "geglu") if expert_modules(model) else ())]
+    off = [
+        "fused_linear_cross_entropy",
+        "cross_entropy",
+        *(("swiglu", "geglu") if expert_modules(model) else ()),
+    ]
     _apply_liger_kernel_to_instance(model, **dict.fromkeys(off, False))
 
 
-# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the
-# default of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
+# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs
+# more than the default of 8: one for each kind of layer, with and without gradients, and for a
+# batch of one row.
 RECOMPILE_LIMIT = 64
 
 
 def configure_compiler() -> None:
-    """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
+    """Sets torch's compiler up for packed rows, which differ in length.
+
+    Call it before `torch.compile`.
+    """
     _keep_compiled()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     # Else equal sizes in the first batch (tokens and hidden size, say) become one symbol.
     torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile.
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole
+    # compile.
     torch._dynamo.config.specialize_float = True
-    # What a pointwise kernel makes of what is kept anyway is made again, also where a product reads it: of the MLP, two
-    # tensors of the intermediate size are kept and not their product too.
+    # What a pointwise kernel makes of what is kept anyway is made again, also where a product reads
+    # it: of the MLP, two tensors of the intermediate size are kept and not their product too.
     torch._functorch.config.ban_recompute_materialized_backward = False
-    # A checkpointed layer leaves what its router chose (models/routing.py); when it is recomputed, it need not.
+    # A checkpointed layer leaves what its router chose (models/routing.py); when it is recomputed,
+    # it need not.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _keep_compiled() -> None:
-    """Makes torch keep what it compiles where it outlives a reboot, for the next start. Its own folder is in /tmp.
+    """Makes torch keep what it compiles where it outlives a reboot, for the next start.
+
+    Its own folder is in /tmp.
 
     Where that cannot be written, or the user has set a folder, all stays as it is.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch sets the variable to its own folder when its compiler is imported, which another library may have done.
+    # torch sets the variable to its own folder when its compiler is imported, which another library
+    # may have done.
     if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
         return
     folder = find_cache("compiled")

@@ -1,22 +1,25 @@
-"""What is put into a model so that it computes each document as if it were alone, packed or padded, on any ranks.
+"""What is put into a model so that it computes each document as if it were alone, packed or padded,
+on any ranks.
 
-After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
-the documents in the one packed row), `max_document_length` (int), `packed_lengths` (the tokens of each document, for
-kernels that the host starts for each: it need not ask a GPU) and, where `can_continue` says so, `continued` (the place
-of the document that each continues, or None). Without them every row is one document padded on the right. Generation,
-which passes an attention mask or a cache, runs transformers' SDPA.
+After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents +
+1], the boundaries of the documents in the one packed row), `max_document_length` (int),
+`packed_lengths` (the tokens of each document, for kernels that the host starts for each: it need
+not ask a GPU) and, where `can_continue` says so, `continued` (the place of the document that each
+continues, or None). Without them every row is one document padded on the right. Generation, which
+passes an attention mask or a cache, runs transformers' SDPA.
 
 Two kinds of layers beside attention look past a document's end:
 
-`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position
-of a batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document
-would then depend on what lies beside it, so the frequencies are chosen here, for every token by the length of its own
-document.
+`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes
+the largest position of a batch for all of its rows, and its dynamic RoPE keeps the largest length
+that it has seen. The loss of a document would then depend on what lies beside it, so the
+frequencies are chosen here, for every token by the length of its own document.
 
-Recurrent layers (linear attention, Mamba, RWKV, xLSTM, short convolutions) carry a state from token to token, which
-starts again with each document. With the kernels' packages installed, transformers' own modules take the boundaries of
-all documents at once. Without them, and in families whose modules would ignore the boundaries, a module runs over one
-document after the other. config/families.py says which modules these are, and what they take.
+Recurrent layers (linear attention, Mamba, RWKV, xLSTM, short convolutions) carry a state from token
+to token, which starts again with each document. With the kernels' packages installed, transformers'
+own modules take the boundaries of all documents at once. Without them, and in families whose
+modules would ignore the boundaries, a module runs over one document after the other.
+config/families.py says which modules these are, and what they take.
 """
 
 import importlib.util
@@ -39,7 +42,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
-from finetune.distributed.model_parts import has_other_parts, language_model_of, other_parts, trunk_of
+from finetune.distributed.model_parts import (
+    has_other_parts,
+    language_model_of,
+    other_parts,
+    trunk_of,
+)
 from finetune.errors import UserError
 from finetune.models.attention import NAME, prepare_for_packed, register, split_boundaries
 from finetune.models.attention_kernels import find_windows
@@ -48,17 +56,22 @@ from finetune.models.routing import find_routing
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
-    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
+def install_attention(
+    model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None
+) -> None:
+    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation`
+    names.
 
-    `auto` is this module's attention, by torch's kernels or by those of an installed package that is faster on this
-    GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any other name is transformers' own: sdpa,
-    eager and flex_attention find the documents in the position ids, flash_attention_2 receives their boundaries.
+    `auto` is this module's attention, by torch's kernels or by those of an installed package that
+    is faster on this GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any
+    other name is transformers' own: sdpa, eager and flex_attention find the documents in the
+    position ids, flash_attention_2 receives their boundaries.
 
     Args:
         model: An `XForCausalLM`.
         implementation: As the recipe names it.
-        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has whole rows.
+        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has
+            whole rows.
 
     Raises:
         UserError: The implementation is not available.
@@ -66,7 +79,9 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     trunk = trunk_of(model)
     family = find_family(trunk.config.model_type)
     if implementation == "auto" and _attends_by_mask(trunk):
-        implementation = "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
+        implementation = (
+            "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
+        )
     if implementation == "auto":
         activate_fastest_kernels()
     elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
@@ -74,13 +89,17 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     if implementation == "auto":
         register()
     try:  # a vision tower keeps its own
-        language_model_of(model).set_attn_implementation(NAME if implementation == "auto" else implementation)
+        language_model_of(model).set_attn_implementation(
+            NAME if implementation == "auto" else implementation
+        )
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
-            f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
+            f"attn_implementation: {implementation} cannot be used with {type(model).__name__} "
+            f"here ({str(error).splitlines()[0]}); leave the key out for packed attention that "
+            "needs no extra package"
         ) from error
-    for part in other_parts(model):  # written out, an image's scores would be of the square of its patches
+    # written out, an image's scores would be of the square of its patches
+    for part in other_parts(model):
         if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             part.set_attn_implementation("sdpa")
     install_document_rotary(model, sequence_group)
@@ -94,23 +113,29 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
         rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
     # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     trunk.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)),
+        with_kwargs=True,
     )
 
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
-    elif family.masks_documents == "here":  # BART's embedding of positions would count the tokens of the row
+    elif (
+        family.masks_documents == "here"
+    ):  # BART's embedding of positions would count the tokens of the row
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
 
 
-# From the arguments of a training forward to those that the implementation reads, as `prepare_for_packed` does.
+# From the arguments of a training forward to those that the implementation reads, as
+# `prepare_for_packed` does.
 
 
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs, (boundaries, longest, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
-    return kwargs | dict(zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True))
+    return kwargs | dict(
+        zip(FLASH_ARGUMENTS, (boundaries, boundaries, longest, longest), strict=True)
+    )
 
 
 def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +147,9 @@ def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
     tokens = torch.arange(places.shape[1], device=places.device)
     start = tokens - places[0]
     is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
-    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(is_hidden, torch.finfo(torch.float32).min)
+    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(
+        is_hidden, torch.finfo(torch.float32).min
+    )
     return kwargs | {"attention_mask": mask[None, None]}
 
 
@@ -131,7 +158,9 @@ def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
-    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under these names."""
+    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under
+    these names.
+    """
     received: dict[str, Any] = {}
 
     def receive(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -151,28 +180,41 @@ def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
 
 
 def can_continue(model: Any) -> bool:
-    """Whether a document of `model`'s packed rows may continue another, computed from its own tokens alone.
+    """Whether a document of `model`'s packed rows may continue another, computed from its own
+    tokens alone.
 
-    Not where something beside our attention reads the tokens of a document or its length (recurrent layers, chunks,
-    long-context RoPE, images), where attention needs a mask of blocks, and where the routers' auxiliary loss counts
-    each token.
+    Not where something beside our attention reads the tokens of a document or its length (recurrent
+    layers, chunks, long-context RoPE, images), where attention needs a mask of blocks, and where
+    the routers' auxiliary loss counts each token.
     """
     trunk = trunk_of(model)
     routing = find_routing(model)
-    is_ours = trunk.config._attn_implementation == NAME and not has_other_parts(model) and not find_windows(model)
+    is_ours = (
+        trunk.config._attn_implementation == NAME
+        and not has_other_parts(model)
+        and not find_windows(model)
+    )
     is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
     is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
-    return is_ours and not is_chunked and not is_recurrent and (routing is None or not routing.coefficient)
+    return (
+        is_ours
+        and not is_chunked
+        and not is_recurrent
+        and (routing is None or not routing.coefficient)
+    )
 
 
 def _attends_by_mask(trunk: Any) -> bool:
     config = trunk.config
-    is_own = type(trunk).__module__.startswith("transformers.")  # and not that of a model's own code
+    # and not that of a model's own code
+    is_own = type(trunk).__module__.startswith("transformers.")
     return is_own and attends_by_mask(config.model_type, getattr(config, "layer_types", None) or ())
 
 
 def activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs, and otherwise."""
+    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs,
+    and otherwise.
+    """
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return
     major, _ = torch.cuda.get_device_capability()
@@ -183,7 +225,9 @@ def activate_fastest_kernels() -> None:
 
 
 def find_missing_flash_package() -> str | None:
-    """The package on the index whose FlashAttention this GPU would run, where it is not installed."""
+    """The package on the index whose FlashAttention this GPU would run, where it is not
+    installed.
+    """
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return None
     major, _ = torch.cuda.get_device_capability()
@@ -195,8 +239,9 @@ def find_missing_flash_package() -> str | None:
 
 
 def activate_flash_kernels(implementation: str) -> bool:
-    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
-    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
+    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own
+    switch; False where FlashAttention 3 is not installed, since transformers finds kernels of it on
+    the hub.
 
     Raises `UserError` where FlashAttention 4 is not installed.
     """
@@ -207,8 +252,8 @@ def activate_flash_kernels(implementation: str) -> bool:
         if implementation == "flash_attention_3":
             return False
         raise UserError(
-            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
-            "it, or leave the key out"
+            f"attn_implementation: {implementation} needs the package that has {package} "
+            f"({error}); install it, or leave the key out"
         ) from error
     return True
 
@@ -218,24 +263,35 @@ DEFAULT = None  # the layer type where all layers have the same RoPE
 
 
 def depends_on_length(model: nn.Module) -> bool:
-    """Whether rows of several lengths in one forward of transformers' own would share one choice of frequencies."""
-    return any(_length_dependent_layers(getattr(module, "rope_type", None)) for module in model.modules())
+    """Whether rows of several lengths in one forward of transformers' own would share one choice of
+    frequencies.
+    """
+    return any(
+        _length_dependent_layers(getattr(module, "rope_type", None)) for module in model.modules()
+    )
 
 
 def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
-    """Makes `model` compute each document's rotary embedding as transformers does for that document alone.
+    """Makes `model` compute each document's rotary embedding as transformers does for that document
+    alone.
 
-    Models with other kinds of RoPE stay as they are. In training the lengths come from `cu_seq_lens` or
-    `document_lengths`. Elsewhere, as in generation, a row is one document that ends at its largest position.
+    Models with other kinds of RoPE stay as they are. In training the lengths come from
+    `cu_seq_lens` or `document_lengths`. Elsewhere, as in generation, a row is one document that
+    ends at its largest position.
 
     Args:
         model: a `...ForCausalLM`, before sharding and before its attention is installed.
         sequence_group: the ranks that shard the tokens of a row.
     Raises:
-        UserError: the config has such a RoPE, but the model's own code computes it in another way than transformers.
+        UserError: the config has such a RoPE, but the model's own code computes it in another way
+            than transformers.
     """
     trunk = trunk_of(model)
-    modules = [module for module in trunk.modules() if _length_dependent_layers(getattr(module, "rope_type", None))]
+    modules = [
+        module
+        for module in trunk.modules()
+        if _length_dependent_layers(getattr(module, "rope_type", None))
+    ]
     if not modules:
         if _length_dependent_layers(_configured_types(trunk.config)):
             raise UserError(
@@ -244,9 +300,12 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
             )
         return
     current = _Lengths()
-    trunk.register_forward_pre_hook(partial(_read_lengths, current, sequence_group), with_kwargs=True)
+    trunk.register_forward_pre_hook(
+        partial(_read_lengths, current, sequence_group), with_kwargs=True
+    )
     for module in modules:
-        # transformers' own forward updates the frequencies first, in a wrapper; what it wraps only applies them.
+        # transformers' own forward updates the frequencies first, in a wrapper; what it wraps only
+        # applies them.
         apply = inspect.unwrap(type(module).forward)
         module.forward = MethodType(partial(_embed_positions, apply, current), module)
 
@@ -255,29 +314,42 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
 class _Lengths:
     """The lengths of the documents of the forward that is running."""
 
-    of_tokens: Tensor | None = None  # int64[rows, tokens] or [rows, 1]: of the document of each token; None: not given
+    # int64[rows, tokens] or [rows, 1]: of the document of each token; None: not given
+    of_tokens: Tensor | None = None
     on_host: tuple[int, ...] | None = None  # of all documents; None: the device has to be asked
 
 
 def _configured_types(config: Any) -> Any:
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = {key: value.get("rope_type") for key, value in parameters.items() if isinstance(value, dict)}
+    by_layer = {
+        key: value.get("rope_type") for key, value in parameters.items() if isinstance(value, dict)
+    }
     return by_layer or parameters.get("rope_type")
 
 
 def _length_dependent_layers(rope_type: Any) -> list[str | None]:
-    """The layer types whose RoPE depends on the length; [DEFAULT] where it is that of all layers."""
+    """The layer types whose RoPE depends on the length; [DEFAULT] where it is that of all
+    layers.
+    """
     by_layer = rope_type if isinstance(rope_type, dict) else {DEFAULT: rope_type}
     return [layer for layer, kind in by_layer.items() if kind in LENGTH_DEPENDENT]
 
 
 def _read_lengths(
-    current: _Lengths, sequence_group: ProcessGroup | None, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
+    current: _Lengths,
+    sequence_group: ProcessGroup | None,
+    _trunk: nn.Module,
+    _args: Any,
+    kwargs: dict[str, Any],
 ) -> None:
-    """Sets `current` from a forward's arguments: its row's boundaries, or the lengths of padded rows."""
+    """Sets `current` from a forward's arguments: its row's boundaries, or the lengths of padded
+    rows.
+    """
     current.of_tokens = current.on_host = None
     if (boundaries := kwargs.get("cu_seq_lens")) is not None:
-        rank, ranks = (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
+        rank, ranks = (
+            (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
+        )
         tokens = kwargs["position_ids"].shape[1]
         lengths = boundaries.diff().long()
         by_token = lengths.repeat_interleave(lengths, output_size=tokens * ranks)
@@ -297,15 +369,21 @@ def _embed_positions(
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """The forward of a rotary module. `apply` computes it with one set of frequencies for all tokens.
+    """The forward of a rotary module.
 
-    Each set is applied to every token, and each token takes the result of its own. There are few: one beyond the
-    original length under longrope, one for each longer document under dynamic.
+    `apply` computes it with one set of frequencies for all tokens.
+
+    Each set is applied to every token, and each token takes the result of its own. There are few:
+    one beyond the original length under longrope, one for each longer document under dynamic.
     """
-    arguments = (module, x, position_ids) if layer_type is None else (module, x, position_ids, layer_type)
+    arguments = (
+        (module, x, position_ids) if layer_type is None else (module, x, position_ids, layer_type)
+    )
     if layer_type not in _length_dependent_layers(module.rope_type):
         return apply(*arguments)
-    lengths = position_ids.amax(-1, keepdim=True) + 1 if current.of_tokens is None else current.of_tokens
+    lengths = (
+        position_ids.amax(-1, keepdim=True) + 1 if current.of_tokens is None else current.of_tokens
+    )
     config = module.config
     kind = module.rope_type
     prefix = ""
@@ -321,7 +399,9 @@ def _embed_positions(
 
     def longer(length: int | Tensor) -> Tensor:
         layer = {} if layer_type is None else {"layer_type": layer_type}
-        frequencies: Tensor = ROPE_INIT_FUNCTIONS[kind](config, x.device, seq_len=length, **layer)[0]
+        frequencies: Tensor = ROPE_INIT_FUNCTIONS[kind](config, x.device, seq_len=length, **layer)[
+            0
+        ]
         return frequencies
 
     usual = getattr(module, f"{prefix}original_inv_freq").to(x.device)
@@ -335,7 +415,8 @@ def _embed_positions(
         on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
         for length in on_host:
             if length > limit:
-                # A tensor, as transformers has it: a number would round the base of the powers otherwise.
+                # A tensor, as transformers has it: a number would round the base of the powers
+                # otherwise.
                 frequencies = longer(torch.full((), length, device=x.device))
                 outputs = _select(lengths == length, embed(frequencies), outputs)
     setattr(module, f"{prefix}inv_freq", usual)
@@ -343,7 +424,9 @@ def _embed_positions(
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
-    """`chosen` for the tokens of is_chosen, bool[rows, tokens]: cosines and sines, or one complex tensor."""
+    """`chosen` for the tokens of is_chosen, bool[rows, tokens]: cosines and sines, or one complex
+    tensor.
+    """
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
     return torch.where(is_chosen[..., None], chosen, others)
@@ -354,25 +437,31 @@ class _Documents:
     """The documents of the forward that is running."""
 
     lengths: list[int] | None = None  # of a packed row; None: each row is one document
-    boundaries: dict[str, Tensor] | None = None  # the arguments of transformers' modules, where kernels take them
+    # the arguments of transformers' modules, where kernels take them
+    boundaries: dict[str, Tensor] | None = None
 
 
 def install_recurrence(model: Any) -> None:
-    """Makes the recurrent modules of `model`, a `...ForCausalLM`, compute each document of a packed row by itself.
+    """Makes the recurrent modules of `model`, a `...ForCausalLM`, compute each document of a packed
+    row by itself.
 
-    Call it before sharding and before the trunk's other hooks, which drop the boundaries. Does nothing for a family
-    without recurrent layers.
+    Call it before sharding and before the trunk's other hooks, which drop the boundaries. Does
+    nothing for a family without recurrent layers.
     """
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence
     if recurrence is None:
         return
     current = _Documents()
-    has_kernels = bool(recurrence.packages) and all(map(importlib.util.find_spec, recurrence.packages))
+    has_kernels = bool(recurrence.packages) and all(
+        map(importlib.util.find_spec, recurrence.packages)
+    )
     arguments = recurrence.arguments if has_kernels else ()
     trunk.register_forward_pre_hook(partial(_read_documents, current, arguments), with_kwargs=True)
     for module in recurrent_modules(model):
-        module.forward = MethodType(partial(_run_each_document, type(module).forward, current), module)
+        module.forward = MethodType(
+            partial(_run_each_document, type(module).forward, current), module
+        )
 
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
@@ -384,7 +473,11 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 
 
 def _read_documents(
-    current: _Documents, arguments: tuple[str, ...], _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
+    current: _Documents,
+    arguments: tuple[str, ...],
+    _trunk: nn.Module,
+    _args: Any,
+    kwargs: dict[str, Any],
 ) -> None:
     """Sets `current` from the arguments of a forward."""
     current.lengths = current.boundaries = None
@@ -409,7 +502,8 @@ def _run_each_document(
 ) -> Any:
     """The forward of a recurrent module over the documents of `current`."""
     mask = kwargs.get("attention_mask")
-    if mask is not None and mask.numel() == 0:  # that of the packed attention, which Mamba's trunk hands on
+    # that of the packed attention, which Mamba's trunk hands on
+    if mask is not None and mask.numel() == 0:
         kwargs["attention_mask"] = None
     if current.boundaries is not None:
         return forward(module, *args, **kwargs | current.boundaries)
@@ -419,12 +513,19 @@ def _run_each_document(
     tokens = sum(lengths)
 
     def split(tensor: Tensor) -> Any:
-        # One split, whose backward is one concatenation. That of a slice would fill the whole row for each document.
+        # One split, whose backward is one concatenation. That of a slice would fill the whole row
+        # for each document.
         is_of_tokens = tensor.dim() > 1 and tensor.shape[1] == tokens
-        return iter(torch.split(tensor, lengths, dim=1)) if is_of_tokens else iter([tensor] * len(lengths))
+        return (
+            iter(torch.split(tensor, lengths, dim=1))
+            if is_of_tokens
+            else iter([tensor] * len(lengths))
+        )
 
     leaves, structure = tree_flatten((args, kwargs))
-    columns = [split(leaf) if isinstance(leaf, Tensor) else iter([leaf] * len(lengths)) for leaf in leaves]
+    columns = [
+        split(leaf) if isinstance(leaf, Tensor) else iter([leaf] * len(lengths)) for leaf in leaves
+    ]
     outputs = []
     for row in zip(*columns, strict=True):
         own_args, own_kwargs = tree_unflatten(row, structure)
@@ -433,7 +534,9 @@ def _run_each_document(
 
 
 def _join_outputs(outputs: list[Any], lengths: list[int]) -> Any:
-    """The outputs of all documents in one row; of what is no output of tokens, a last state, the last document's."""
+    """The outputs of all documents in one row; of what is no output of tokens, a last state, the
+    last document's.
+    """
     flat = [tree_flatten(output)[0] for output in outputs]
     joined = []
     for column in zip(*flat, strict=True):

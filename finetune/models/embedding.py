@@ -1,4 +1,5 @@
-"""The embedding: noise on it in training (NEFTune), and the rows that it and the head gain with the tokenizer.
+"""The embedding: noise on it in training (NEFTune), and the rows that it and the head gain with the
+tokenizer.
 
 New rows start at the mean of the others, and are trained under LoRA too.
 """
@@ -32,7 +33,10 @@ class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would s
 
 
 def install_embedding_noise(model: Any, alpha: float) -> None:
-    """Makes `model(..., noisy_documents=NoisyDocuments)` add noise to its embeddings. Call it after `install_loss`."""
+    """Makes `model(..., noisy_documents=NoisyDocuments)` add noise to its embeddings.
+
+    Call it after `install_loss`.
+    """
     embedding = model.get_input_embeddings()
     plain = model.forward
     documents: NoisyDocuments | None = None
@@ -59,7 +63,9 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
     noise = torch.zeros(rows, tokens, hidden, dtype=torch.float32, device=embedded.device)
     generator = torch.Generator(embedded.device)
     start = 0  # of the document, among the tokens of `embedded`
-    for index, (example_id, length) in enumerate(zip(documents.example_ids, documents.lengths, strict=True)):
+    for index, (example_id, length) in enumerate(
+        zip(documents.example_ids, documents.lengths, strict=True)
+    ):
         if index == 0 or rows > 1:
             start = -documents.first_token
         first = max(start, 0)
@@ -67,7 +73,9 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
         if first < end:
             generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
             bound = alpha / (length * hidden) ** 0.5
-            row_noise = torch.empty(length, hidden, device=embedded.device).uniform_(-bound, bound, generator=generator)
+            row_noise = torch.empty(length, hidden, device=embedded.device).uniform_(
+                -bound, bound, generator=generator
+            )
             noise[index if rows > 1 else 0, first:end] = row_noise[first - start : end - start]
         start += length
     return noise.to(embedded.dtype)
@@ -79,7 +87,9 @@ BLOCK_ROWS = 4096  # read at once for the mean
 def find_grown(
     model: Any, stored: Mapping[str, StoredTensor], vocabulary: Vocabulary | None
 ) -> dict[str, StoredTensor]:
-    """The stored tensors of the embedding and the head of `model`, by name; none where the recipe adds no tokens."""
+    """The stored tensors of the embedding and the head of `model`, by name; none where the recipe
+    adds no tokens.
+    """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return {}
     names = [f"{module}.{leaf}" for module in _find_ends(model) for leaf in ("weight", "bias")]
@@ -87,10 +97,12 @@ def find_grown(
 
 
 def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], torch.Tensor]:
-    """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of its bias [rows].
+    """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of
+    its bias [rows].
 
-    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file has room for them,
-    and so are the rows that only fill up. The same on every rank and in every layout: each reads the whole mean itself.
+    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file
+    has room for them, and so are the rows that only fill up. The same on every rank and in every
+    layout: each reads the whole mean itself.
     """
     stored = tensor.shape[0]
     known = min(vocabulary.known, stored)
@@ -99,7 +111,9 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
     def mean() -> torch.Tensor:
         total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
         for start in range(0, known, BLOCK_ROWS):
-            total += read_slice(tensor, (slice(start, min(start + BLOCK_ROWS, known)),)).double().sum(0)
+            total += (
+                read_slice(tensor, (slice(start, min(start + BLOCK_ROWS, known)),)).double().sum(0)
+            )
         return (total / known).float()
 
     def read(slices: Slices) -> torch.Tensor:
@@ -125,7 +139,9 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
 
 
 def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> Lora:
-    """`lora` with embedding and head in `modules_to_save` if tokens are added, which a frozen base cannot learn."""
+    """`lora` with embedding and head in `modules_to_save` if tokens are added, which a frozen base
+    cannot learn.
+    """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return lora
     names = [re.escape(name) for name in _find_ends(model)]
@@ -133,14 +149,16 @@ def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> L
 
 
 def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
-    """Raises `UserError` where tokens are added and the embedding or the head, which have to learn them, is frozen."""
+    """Raises `UserError` where tokens are added and the embedding or the head, which have to learn
+    them, is frozen.
+    """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return
     for name in _find_ends(model):
         if not model.get_submodule(name).weight.requires_grad:
             raise UserError(
-                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens would "
-                "never be learned; train it too"
+                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the "
+                "new tokens would never be learned; train it too"
             )
 
 

@@ -1,9 +1,11 @@
-"""How the experts of a mixture are computed: on one rank, from quantized weights, or over the ranks of a group.
+"""How the experts of a mixture are computed: on one rank, from quantized weights, or over the ranks
+of a group.
 
-`compute_in_groups` does what transformers' grouped_mm does, with two differences. It moves rows by permutations, whose
-gradients are permutations too; the gradient of indexing is a sum by atomic operations, which is slow and never twice
-the same. And it multiplies with an adapter's factors one after the other, x W + s (x A) B for a weight W [in, out] (Hu
-et al. 2021, eq. 3); peft adds s A B to W, and needs a gradient as large as all experts for it.
+`compute_in_groups` does what transformers' grouped_mm does, with two differences. It moves rows by
+permutations, whose gradients are permutations too; the gradient of indexing is a sum by atomic
+operations, which is slow and never twice the same. And it multiplies with an adapter's factors one
+after the other, x W + s (x A) B for a weight W [in, out] (Hu et al. 2021, eq. 3); peft adds s A B
+to W, and needs a gradient as large as all experts for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +27,12 @@ from finetune.config.layout import Sharding, shard_experts
 from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_NAME, EXPERT_RANK_MULTIPLE
 from finetune.distributed.join import make_expert_mesh, set_timeouts
-from finetune.distributed.model_parts import expert_modules, is_experts, language_model_of, local_part
+from finetune.distributed.model_parts import (
+    expert_modules,
+    is_experts,
+    language_model_of,
+    local_part,
+)
 from finetune.distributed.world import EXPERT, EXPERT_SHARD, REPLICATE, World, all_to_all
 from finetune.models.quantized_layers import (
     CODES,
@@ -47,7 +54,8 @@ left: [experts, rows, rank]. right: [experts, rank, columns].
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
-    """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts elsewhere.
+    """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts
+    elsewhere.
 
     On a GPU before Ampere the grouped products are a loop, too.
 
@@ -64,21 +72,26 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
-    """Makes a mixture compute its experts (kept in `dtype`) as this machine, or torch.compile, does best."""
+    """Makes a mixture compute its experts (kept in `dtype`) as this machine, or torch.compile, does
+    best.
+    """
     register_grouped()
     best = choose_experts_implementation(world.sharding, dtype, world.device.type)
     set_experts_implementation(model, GROUPED if is_compiled else best)
 
 
 def set_experts_implementation(model: Any, name: str) -> None:
-    """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a dense model."""
+    """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a
+    dense model.
+    """
     language_model = language_model_of(model)  # which may be another family's
     if language_model._can_set_experts_implementation():
         language_model.set_experts_implementation(name)
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """Stops peft from adding its adapters to the parameters of `experts`; whoever computes these adds `find_factors`.
+    """Stops peft from adding its adapters to the parameters of `experts`; whoever computes these
+    adds `find_factors`.
 
     Args:
         model: That has the adapters.
@@ -87,7 +100,9 @@ def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
     Returns:
         The adapters of the parameters, from the outermost.
     """
-    wrappers: Iterator[Any] = (module for module in model.modules() if hasattr(module, "parameter_name"))
+    wrappers: Iterator[Any] = (
+        module for module in model.modules() if hasattr(module, "parameter_name")
+    )
     adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
     for adapter in adapters:
         adapter.forward = adapter.base_layer.__call__
@@ -120,7 +135,11 @@ def find_factors(adapters: Iterable[Any], experts: slice = slice(None)) -> Facto
 
 
 def compute_experts(
-    module: nn.Module, parameters: Mapping[str, Tensor], experts: int, *inputs: Any, factors: Factors | None = None
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    experts: int,
+    *inputs: Any,
+    factors: Factors | None = None,
 ) -> Any:
     """Runs an expert layer with other expert weights.
 
@@ -155,7 +174,9 @@ def register_grouped() -> None:
     """Registers GROUPED with transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(GROUPED, lambda module, *inputs: compute_in_groups(module, inputs))
+    ALL_EXPERTS_FUNCTIONS.register(
+        GROUPED, lambda module, *inputs: compute_in_groups(module, inputs)
+    )
 
 
 def compute_in_groups(
@@ -164,12 +185,14 @@ def compute_in_groups(
     parameters: Mapping[str, Tensor] | None = None,
     factors: Factors | None = None,
 ) -> Tensor:
-    """Runs a layer of experts: sorts rows by expert, and computes one product for all experts of the layer.
+    """Runs a layer of experts: sorts rows by expert, and computes one product for all experts of
+    the layer.
 
     Args:
         module: The layer. It says how its experts are made: with a gate or not, with biases or not.
-        inputs: Of its forward: hidden [tokens, width]; chosen int64[tokens, k], the experts of each token, where a
-            number beyond the last expert stands for none (Zaya); weights [tokens, k] of their outputs.
+        inputs: Of its forward: hidden [tokens, width]; chosen int64[tokens, k], the experts of each
+            token, where a number beyond the last expert stands for none (Zaya); weights [tokens, k]
+            of their outputs.
         parameters: In place of the module's own, [experts, ...] each.
         factors: Of the adapters of the parameters.
 
@@ -192,7 +215,9 @@ def compute_in_groups(
     def multiply(name: str, rows: Tensor) -> Tensor:
         weight = get(name)
         device = rows.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
         rows = rows.to(dtype)
         is_transposed = getattr(module, "is_transposed", False)
         product = _multiply(rows, weight if is_transposed else weight.mT, ends)
@@ -216,7 +241,11 @@ def compute_in_groups(
 
 
 def _add_adapter(
-    product: Tensor, rows: Tensor, factors: tuple[Tensor, Tensor, float], is_transposed: bool, ends: Tensor
+    product: Tensor,
+    rows: Tensor,
+    factors: tuple[Tensor, Tensor, float],
+    is_transposed: bool,
+    ends: Tensor,
 ) -> Tensor:
     """Adds what an adapter adds to the product of rows and weights: scale x (x A) B.
 
@@ -255,7 +284,9 @@ def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     weights = weights.to(rows.dtype)
     is_aligned = all(size * weights.itemsize % ROW_BYTES == 0 for size in weights.shape[1:])
     # transformers' loop, for which the host reads where the experts' rows end
-    product: Tensor = (_grouped_mm if is_aligned else torch.ops.transformers.grouped_mm_fallback)(rows, weights, ends)
+    product: Tensor = (_grouped_mm if is_aligned else torch.ops.transformers.grouped_mm_fallback)(
+        rows, weights, ends
+    )
     return product
 
 
@@ -286,11 +317,19 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         moved = gradient[back]
-        return moved.view(-1, ctx.copies, gradient.shape[-1]).sum(1) if ctx.copies > 1 else moved, None, None, None
+        return (
+            moved.view(-1, ctx.copies, gradient.shape[-1]).sum(1) if ctx.copies > 1 else moved,
+            None,
+            None,
+            None,
+        )
 
 
 class _Rows(torch.autograd.Function):
-    """Indexes a bias [experts, out] by the experts int64[n] of rows. Its gradient is a product, not a sum by index."""
+    """Indexes a bias [experts, out] by the experts int64[n] of rows.
+
+    Its gradient is a product, not a sum by index.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, expert_of_row: Tensor) -> Tensor:
@@ -301,12 +340,16 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (expert_of_row,) = ctx.saved_tensors
-        is_own_row = torch.arange(ctx.experts, device=expert_of_row.device)[:, None] == expert_of_row
+        is_own_row = (
+            torch.arange(ctx.experts, device=expert_of_row.device)[:, None] == expert_of_row
+        )
         return is_own_row.to(gradient.dtype) @ gradient, None
 
 
 def count_active(model: Any) -> dict[nn.Parameter, int]:
-    """Counts the numbers of each parameter that work on one token: of routed experts, those of the chosen ones."""
+    """Counts the numbers of each parameter that work on one token: of routed experts, those of the
+    chosen ones.
+    """
     config = model.config.get_text_config().to_dict()
     experts = count_experts(config)
     chosen = count_chosen(config)
@@ -314,7 +357,10 @@ def count_active(model: Any) -> dict[nn.Parameter, int]:
     if experts and chosen:
         for module in model.modules():
             if is_experts(_without_adapters(module)):
-                counts |= {parameter: parameter.numel() * chosen // experts for parameter in module.parameters()}
+                counts |= {
+                    parameter: parameter.numel() * chosen // experts
+                    for parameter in module.parameters()
+                }
     return counts
 
 
@@ -323,12 +369,17 @@ def _without_adapters(module: Any) -> nn.Module:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
 
 
-def quantize_experts(model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> frozenset[str]:
-    """Puts quantized weights into the experts of `model`. Call it after adapters and activation checkpointing are in.
+def quantize_experts(
+    model: nn.Module, quantization: Quantization, dtype: torch.dtype
+) -> frozenset[str]:
+    """Puts quantized weights into the experts of `model`.
+
+    Call it after adapters and activation checkpointing are in.
 
     Args:
         model: On meta.
-        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they are.
+        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they
+            are.
         dtype: Of computation, as which the quantized bytes are kept.
 
     Returns:
@@ -337,7 +388,9 @@ def quantize_experts(model: nn.Module, quantization: Quantization, dtype: torch.
     added = set()
     recomputed = recomputed_modules(model)
     for path, experts in expert_layers(model):
-        frozen = {name: weight for name, weight in weights_of(experts).items() if not weight.requires_grad}
+        frozen = {
+            name: weight for name, weight in weights_of(experts).items() if not weight.requires_grad
+        }
         for name, parameter in frozen.items():
             delattr(experts, name)
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
@@ -351,22 +404,31 @@ def quantize_experts(model: nn.Module, quantization: Quantization, dtype: torch.
 
 def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
     """The quantized weights of a layer of experts, by name."""
-    return {name: child for name, child in experts.named_children() if isinstance(child, QuantizedWeight)}
+    return {
+        name: child
+        for name, child in experts.named_children()
+        if isinstance(child, QuantizedWeight)
+    }
 
 
 def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
     """This rank's weights of a layer of experts, by name. Dequantizes those that are quantized."""
-    weights = {name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)}
+    weights = {
+        name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)
+    }
     quantized = quantized_children(experts)
     return weights | {name: weight.dequantize(weight.dtype) for name, weight in quantized.items()}
 
 
 def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so that none is kept."""
+    """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so
+    that none is kept.
+    """
     weights = quantized_children(experts).values()
     if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
         return compute(*inputs)
-    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+    # nothing is random
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class _QuantizedExperts:
@@ -382,14 +444,17 @@ class _QuantizedExperts:
     def compute(self, *inputs: Any) -> Any:
         weights = expert_weights(self.module)
         experts: int = self.module.num_experts  # type: ignore[assignment]
-        return compute_experts(self.module, weights, experts, *inputs, factors=find_factors(self.adapters))
+        return compute_experts(
+            self.module, weights, experts, *inputs, factors=find_factors(self.adapters)
+        )
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
     """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
 
-    A rank's gradients of its experts are already the sum over the tokens of its group. FSDP then averages them over
-    the ranks that hold the same experts, so the result is divided by the group's size.
+    A rank's gradients of its experts are already the sum over the tokens of its group. FSDP then
+    averages them over the ranks that hold the same experts, so the result is divided by the group's
+    size.
 
     Args:
         model: On meta, not sharded yet.
@@ -402,8 +467,11 @@ def divide_experts(model: nn.Module, world: World) -> None:
     is_replicated = mesh[REPLICATE].size() > 1
     set_timeouts(world.collective_timeout)
     plugin: Any = world.accelerator.state.fsdp_plugin
-    # FSDP would round the router's weights: they come in as arguments, and in fp32 in some families.
-    precision = replace(plugin.mixed_precision_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
+    # FSDP would round the router's weights: they come in as arguments, and in fp32 in some
+    # families.
+    precision = replace(
+        plugin.mixed_precision_policy or MixedPrecisionPolicy(), cast_forward_inputs=False
+    )
     for module in expert_modules(model):
         divide_layer(model, module, mesh[EXPERT])
         sharded: Any = fully_shard(
@@ -418,33 +486,38 @@ def divide_experts(model: nn.Module, world: World) -> None:
 
 
 def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Gives each rank of `mesh` some experts of `module`, a layer of experts of `model`, and their adapters."""
+    """Gives each rank of `mesh` some experts of `module`, a layer of experts of `model`, and their
+    adapters.
+    """
     module.forward = DividedExperts(module, mesh, take_over_adapters(model, module)).forward
 
 
 class DividedExperts:
     """Expert parallelism: a layer's forward with its experts spread over the ranks of a group.
 
-    Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A
-    rank's router chooses experts for the rank's own tokens, as without. Then each layer takes four steps:
+    Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that
+    have the same ones. A rank's router chooses experts for the rank's own tokens, as without. Then
+    each layer takes four steps:
 
         counts    how many tokens come for each expert            all-to-all
         dispatch  a token's state, once for each chosen expert    all-to-all, uneven
         compute   the experts of this rank, by transformers' own function
         combine   the outputs, back to where the tokens are       all-to-all, uneven
 
-    The router's weights add the outputs up. In the backward, dispatch and combine trade places (Lepikhin et al. 2021,
-    arXiv:2006.16668).
+    The router's weights add the outputs up. In the backward, dispatch and combine trade places
+    (Lepikhin et al. 2021, arXiv:2006.16668).
 
-    LoRA's adapters of the experts are not spread: FSDP shards them with the other parameters of their layer over all
-    ranks, and a rank adds the factors of its own experts to its weights. They have a few hundredths of the experts'
-    size and are gathered whole. In return their gradients, names and checkpoints are those of every other layout. peft
-    keeps the factors B of all experts in one matrix, in which the columns of one expert lie r x E columns apart, so no
-    rank's part would be a slice.
+    LoRA's adapters of the experts are not spread: FSDP shards them with the other parameters of
+    their layer over all ranks, and a rank adds the factors of its own experts to its weights. They
+    have a few hundredths of the experts' size and are gathered whole. In return their gradients,
+    names and checkpoints are those of every other layout. peft keeps the factors B of all experts
+    in one matrix, in which the columns of one expert lie r x E columns apart, so no rank's part
+    would be a slice.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
-        """Makes the module's parameters DTensors over `mesh`, sharded along their first dimension, the experts.
+        """Makes the module's parameters DTensors over `mesh`, sharded along their first dimension,
+        the experts.
 
         Args:
             module: On meta.
@@ -460,11 +533,14 @@ class DividedExperts:
         first = mesh.get_local_rank() * self.local_experts
         self.own = slice(first, first + self.local_experts)
         for name, parameter in dict(module.named_parameters(recurse=False)).items():
-            assert parameter.shape[0] == self.experts, f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
+            assert parameter.shape[0] == self.experts, (
+                f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
+            )
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        for name, weight in quantized_children(module).items():  # each rank's own, which no checkpoint holds
+        # each rank's own, which no checkpoint holds
+        for name, weight in quantized_children(module).items():
             setattr(module, name, weight.take_part(self.own))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -516,12 +592,17 @@ class DividedExperts:
                 trained += [left, right]
             return rows + sum(tensor[:0].sum() for tensor in trained)
         inputs = rows, experts[:, None], torch.ones_like(rows[:, :1])
-        outputs: Tensor = compute_experts(self.module, parameters, self.local_experts, *inputs, factors=factors)
+        outputs: Tensor = compute_experts(
+            self.module, parameters, self.local_experts, *inputs, factors=factors
+        )
         return outputs
 
 
-def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
-    """Says along which dimension FSDP shards each parameter: along the experts if they divide evenly, else along rows.
+def _choose_sharded_dim(
+    module: nn.Module, size: int, shards: int
+) -> Callable[[nn.Parameter], Shard]:
+    """Says along which dimension FSDP shards each parameter: along the experts if they divide
+    evenly, else along rows.
 
     Args:
         module: A layer of experts, of which a rank of `size` has a part.

@@ -1,8 +1,10 @@
-"""Linear layers that round weights and inputs as the quantized model will (quantization-aware training), by torchao.
+"""Linear layers that round weights and inputs as the quantized model will (quantization-aware
+training), by torchao.
 
-Jacob et al. 2018. Gradients pass the rounding as if it were not there, but where a number is clamped. The weight that
-is rounded is the one that the export quantizes: under LoRA the base with its adapter in it, as merged. It is computed
-again in the backward instead of being kept, so that a layer keeps no more than a plain one.
+Jacob et al. 2018. Gradients pass the rounding as if it were not there, but where a number is
+clamped. The weight that is rounded is the one that the export quantizes: under LoRA the base with
+its adapter in it, as merged. It is computed again in the backward instead of being kept, so that a
+layer keeps no more than a plain one.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +27,9 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a layer's numbers are rounded by. torchao finds the scales in each call: all layers share it."""
+    """What a layer's numbers are rounded by. torchao finds the scales in each call: all layers
+    share it.
+    """
 
     inputs: Callable[[Tensor], Tensor] | None  # None: they are not rounded
     weight: Callable[[Tensor], Tensor]
@@ -33,7 +37,12 @@ class Rounding:
 
 def torchao_config(keys: QuantizationAware) -> Any:
     """torchao's name for the recipe's scheme: what `QATConfig` and `quantize_` take."""
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
+    from torchao.quantization import (
+        Int8DynamicActivationIntxWeightConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+    )
 
     assert keys.quantization_aware_training is not None
     scheme = SCHEMES[keys.quantization_aware_training]
@@ -45,11 +54,16 @@ def torchao_config(keys: QuantizationAware) -> Any:
 
 
 def find_quantizable(model: Any) -> dict[str, nn.Linear]:
-    """The linear layers of the language model that are quantized, by name: all but the output head and adapters."""
+    """The linear layers of the language model that are quantized, by name: all but the output head
+    and adapters.
+    """
     head = head_of(model)
     quantizable = {}
     for name, module in text_modules(model):
-        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, FakeQuantizedLinear):
+        if not isinstance(module, nn.Linear) or type(module) not in (
+            nn.Linear,
+            FakeQuantizedLinear,
+        ):
             continue
         if module is not head and not is_adapter(f"{name}.weight"):
             quantizable[name] = module
@@ -57,7 +71,9 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
-    """Has the linear layers of `model` round as the scheme does; returns their number. After adapters, before sharding.
+    """Has the linear layers of `model` round as the scheme does; returns their number.
+
+    After adapters, before sharding.
 
     Raises `UserError` where a layer's inputs are no multiple of the group size.
     """
@@ -70,8 +86,8 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
             raise UserError(
-                f"qat_group_size: {group} does not divide the {layer.in_features} inputs of {name}; set one that does, "
-                "or null for one scale a row"
+                f"qat_group_size: {group} does not divide the {layer.in_features} inputs of "
+                f"{name}; set one that does, or null for one scale a row"
             )
     sample = nn.Sequential(nn.Linear(group or 1, 1, bias=False))
     quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
@@ -88,7 +104,9 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
 
 
 def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> None:
-    """Turns rounding on where `fake_quant_after_n_steps` updates have been made before `step` (0-based), else off."""
+    """Turns rounding on where `fake_quant_after_n_steps` updates have been made before `step`
+    (0-based), else off.
+    """
     if keys.quantization_aware_training is not None:
         for module in model.modules():
             if isinstance(module, FakeQuantizedLinear):
@@ -97,7 +115,9 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
 
 @contextmanager
 def unrounded(model: nn.Module) -> Iterator[None]:
-    """Within it, nothing is rounded: a difference in the last bit can move a number to the next step of its scale."""
+    """Within it, nothing is rounded: a difference in the last bit can move a number to the next
+    step of its scale.
+    """
     layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
     before = [layer.is_rounded for layer in layers]
     for layer in layers:
@@ -121,7 +141,10 @@ class FakeQuantizedLinear(nn.Linear):
         return self.multiply(input.to(_compute_dtype(input)), 1.0, self.weight)
 
     def multiply(self, inputs: Tensor, scale: float, *weights: Tensor) -> Tensor:
-        """The rounded product. `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`."""
+        """The rounded product.
+
+        `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`.
+        """
         dtype = _compute_dtype(inputs)
         if torch.compiler.is_compiling():  # which decides itself what is kept
             rounded = self.rounding.weight(_merge(weights, scale, dtype))
@@ -156,7 +179,9 @@ def _compute_dtype(inputs: Tensor) -> torch.dtype:
 
 
 def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, as an export writes it: an adapter is added in float32, and the sum is rounded once."""
+    """The weight in `dtype`, as an export writes it: an adapter is added in float32, and the sum is
+    rounded once.
+    """
     weight, *adapter = weights
     if not adapter:
         return weight.to(dtype)
@@ -173,7 +198,12 @@ class _RoundedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rounding: Rounding, dtype: torch.dtype, scale: float, inputs: Tensor, *weights: Tensor
+        ctx: Any,
+        rounding: Rounding,
+        dtype: torch.dtype,
+        scale: float,
+        inputs: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.settings = rounding, dtype, scale
         ctx.save_for_backward(inputs, *weights)
@@ -200,6 +230,13 @@ class _RoundedProduct(torch.autograd.Function):
                 products.append((rounded, of_weight))
         outputs, output_gradients = zip(*products, strict=True)
         leaf_gradients = iter(
-            torch.autograd.grad(outputs, [each for each in leaves if each.requires_grad], output_gradients)
+            torch.autograd.grad(
+                outputs, [each for each in leaves if each.requires_grad], output_gradients
+            )
         )
-        return None, None, None, *(next(leaf_gradients) if each.requires_grad else None for each in leaves)
+        return (
+            None,
+            None,
+            None,
+            *(next(leaf_gradients) if each.requires_grad else None for each in leaves),
+        )

@@ -1,4 +1,6 @@
-"""Linear layers that multiply in 8-bit floats (FP8), by torchao. Their weights keep their names, dtypes and values.
+"""Linear layers that multiply in 8-bit floats (FP8), by torchao.
+
+Their weights keep their names, dtypes and values.
 
 Imports torchao, so import this module only where an Accelerate file asks for FP8.
 """
@@ -11,7 +13,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from torchao.float8.config import ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
@@ -23,7 +29,9 @@ from finetune.distributed.model_parts import head_of, text_modules
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
-    """torchao's linear layer, also under a CPU's autocast, and cheaper where the weight is frozen."""
+    """torchao's linear layer, also under a CPU's autocast, and cheaper where the weight is
+    frozen.
+    """
 
     is_exact = False  # multiplies in the input's dtype instead, by the weight as it is gathered
 
@@ -34,7 +42,11 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         weight = self.weight
         if self.is_exact:
-            weight = weight.to_original_precision() if isinstance(weight, Float8TrainingTensor) else weight
+            weight = (
+                weight.to_original_precision()
+                if isinstance(weight, Float8TrainingTensor)
+                else weight
+            )
             return F.linear(inputs, weight.to(inputs.dtype), bias)
         multiply = matmul_with_hp_or_float8_args if weight.requires_grad else _FrozenProduct
         product: Tensor = multiply.apply(inputs, weight.t(), self.linear_mm_config, self.config)
@@ -43,11 +55,15 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
 
 @torch._dynamo.allow_in_graph
 class _FrozenProduct(torch.autograd.Function):
-    """torchao's product with a frozen weight, without the input and the weight gradient that it would keep."""
+    """torchao's product with a frozen weight, without the input and the weight gradient that it
+    would keep.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:
-        product = matmul_with_hp_or_float8_args.forward(_Unsaved(), inputs, weight_t, mm_config, config)
+        product = matmul_with_hp_or_float8_args.forward(
+            _Unsaved(), inputs, weight_t, mm_config, config
+        )
         ctx.save_for_backward(weight_t)
         ctx.settings = mm_config, config
         return cast(Tensor, product)
@@ -57,9 +73,22 @@ class _FrozenProduct(torch.autograd.Function):
         (gradient,), (weight_t,) = gradients, ctx.saved_tensors
         mm_config, config = ctx.settings
         rows = gradient.reshape(-1, gradient.shape[-1])
-        grad = _cast(rows, config.cast_config_grad_output, mm_config, GemmInputRole.GRAD_OUTPUT, config)
-        weight = _cast(weight_t, config.cast_config_weight_for_grad_input, mm_config, GemmInputRole.WEIGHT, config)
-        return torch.mm(grad, weight.t()).reshape(*gradient.shape[:-1], weight_t.shape[0]), None, None, None
+        grad = _cast(
+            rows, config.cast_config_grad_output, mm_config, GemmInputRole.GRAD_OUTPUT, config
+        )
+        weight = _cast(
+            weight_t,
+            config.cast_config_weight_for_grad_input,
+            mm_config,
+            GemmInputRole.WEIGHT,
+            config,
+        )
+        return (
+            torch.mm(grad, weight.t()).reshape(*gradient.shape[:-1], weight_t.shape[0]),
+            None,
+            None,
+            None,
+        )
 
 
 class _Unsaved:
@@ -70,7 +99,9 @@ class _Unsaved:
 
 
 def _cast(tensor: Tensor, cast_config: Any, mm_config: Any, role: Any, config: Any) -> Any:
-    """`tensor` in 8 bits with a scale for all of it, or for each row, as torchao's backward casts it."""
+    """`tensor` in 8 bits with a scale for all of it, or for each row, as torchao's backward casts
+    it.
+    """
     if isinstance(tensor, Float8TrainingTensor) or cast_config.scaling_type is ScalingType.DISABLED:
         return tensor
     granularity = cast_config.scaling_granularity
@@ -86,9 +117,11 @@ def _cast(tensor: Tensor, cast_config: Any, mm_config: Any, role: Any, config: A
 
 
 def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
-    """Makes linear layers of `model`, which is on meta, multiply in FP8, and returns how many: all but the first one,
-    the output head, adapters, and those of a size that the hardware does not multiply. Call it before sharding, after
-    adapters are in place.
+    """Makes linear layers of `model`, which is on meta, multiply in FP8, and returns how many: all
+    but the first one, the output head, adapters, and those of a size that the hardware does not
+    multiply.
+
+    Call it before sharding, after adapters are in place.
 
     Raises `UserError` for a mixture of experts, and where no layer is left.
     """
@@ -100,8 +133,14 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
         if isinstance(module, nn.Linear) and module is not head and not is_adapter(f"{name}.weight")
     ]
     first = linears[0][0] if linears else ""
-    chosen = {name for name, linear in linears if name != first and is_multiplied_in_fp8(tuple(linear.weight.shape))}
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=_make_config(sharding))
+    chosen = {
+        name
+        for name, linear in linears
+        if name != first and is_multiplied_in_fp8(tuple(linear.weight.shape))
+    }
+    convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in chosen, config=_make_config(sharding)
+    )
     for module in model.modules():
         if type(module) is Float8Linear:
             module.__class__ = Fp8Linear
@@ -109,11 +148,17 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
 
 
 def count_multiplied(model: nn.Module) -> tuple[int, int]:
-    """(trained, frozen) numbers of the whole weights, over all ranks, that are multiplied in FP8."""
+    """(trained, frozen) numbers of the whole weights, over all ranks, that are multiplied in
+    FP8.
+    """
     trained = frozen = 0
     for layer in (module for module in model.modules() if isinstance(module, Fp8Linear)):
         numbers = layer.in_features * layer.out_features
-        trained, frozen = (trained + numbers, frozen) if layer.weight.requires_grad else (trained, frozen + numbers)
+        trained, frozen = (
+            (trained + numbers, frozen)
+            if layer.weight.requires_grad
+            else (trained, frozen + numbers)
+        )
     return trained, frozen
 
 
@@ -128,13 +173,17 @@ def _make_config(sharding: Sharding) -> Any:
 
 
 def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Finds the scales of all weights that FSDP gathers in 8 bits after an update, in one all-reduce."""
+    """Finds the scales of all weights that FSDP gathers in 8 bits after an update, in one
+    all-reduce.
+    """
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies in its compute dtype: FP8's common scale makes tokens depend on each other."""
+    """Within it, `model` multiplies in its compute dtype: FP8's common scale makes tokens depend on
+    each other.
+    """
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:
         layer.is_exact = True

@@ -1,4 +1,6 @@
-"""Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled where asked for."""
+"""Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled
+where asked for.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,9 +23,23 @@ from finetune.config.pretrained import (
     trained_config,
 )
 from finetune.config.quantization import read_teacher_quantization
-from finetune.config.schema import Lora, Model, Optimization, Quantization, QuantizationAware, Recipe
+from finetune.config.schema import (
+    Lora,
+    Model,
+    Optimization,
+    Quantization,
+    QuantizationAware,
+    Recipe,
+)
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
-from finetune.distributed.model_parts import Values, head_of, other_parts, take_language_model, text_names, unwrap
+from finetune.distributed.model_parts import (
+    Values,
+    head_of,
+    other_parts,
+    take_language_model,
+    text_names,
+    unwrap,
+)
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
@@ -43,7 +59,11 @@ from finetune.models.decoder_layers import (
     use_liger_kernels,
 )
 from finetune.models.documents import install_attention
-from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
+from finetune.models.embedding import (
+    install_embedding_noise,
+    refuse_frozen_tokens,
+    train_new_tokens,
+)
 from finetune.models.experts import (
     count_active,
     divide_experts,
@@ -53,18 +73,37 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fake_quantize import fake_quantize
-from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, find_top, head_divergence
-from finetune.models.lora import add_adapters, fuse_adapters, names_of_parameters, read_adapter, with_adapters
+from finetune.models.log_probabilities import (
+    DivergenceOptions,
+    TeacherScores,
+    find_top,
+    head_divergence,
+)
+from finetune.models.lora import (
+    add_adapters,
+    fuse_adapters,
+    names_of_parameters,
+    read_adapter,
+    with_adapters,
+)
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.reach import BlankDocument, freeze_unreached
 from finetune.models.routing import install_routing
 from finetune.models.vision import record_outputs
-from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values, untie_as_stored
+from finetune.models.weights import (
+    convert_to_parameters,
+    load_buffers,
+    seeded_values,
+    stored_values,
+    untie_as_stored,
+)
 
 Scores = tuple[tuple[str, ...], int | None]
-"""The names of the scores that an output head computes, none for a vocabulary's, and the id that fills up rows."""
+"""The names of the scores that an output head computes, none for a vocabulary's, and the id that
+fills up rows.
+"""
 VOCABULARY: Scores = ((), None)
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
@@ -73,15 +112,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of the whole model, over all ranks. Counted before sharding: FSDP1 shows only shards."""
+    """Parameters of the whole model, over all ranks.
+
+    Counted before sharding: FSDP1 shows only shards.
+    """
 
     total: int
     trained: int
-    active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
+    # those that work on one token: of a mixture's routed experts, the ones that it chooses
+    active: int
     multiplied: int  # active ones in matrix products: all but an untied input embedding
-    frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
-    unreached: tuple[str, ...] = ()  # names of parameters that the recipe would train, and that no image reaches
-    carried: Mapping[str, StoredTensor] = field(default_factory=dict)  # of the base's files, beside the parameters
+    # those among them without a gradient of their own; adapters, which are small, count as such
+    frozen_multiplied: int
+    # names of parameters that the recipe would train, and that no image reaches
+    unreached: tuple[str, ...] = ()
+    # of the base's files, beside the parameters
+    carried: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def carried_bytes(self) -> int:
@@ -114,26 +160,33 @@ def build_model(
     scores: Scores = VOCABULARY,
     trains_head: bool = True,
 ) -> BuiltModel:
-    """Builds the model on meta, grown to `vocabulary`, and adapts it. Of its files the headers are read.
+    """Builds the model on meta, grown to `vocabulary`, and adapts it.
+
+    Of its files the headers are read.
 
     Args:
         scores: What its output head computes.
-        trains_head: Whether that is asked for anything; else it is frozen, unless it is the embedding.
-        blank_document: Of a vision-language model, to find what an image reaches. None where no row holds one.
+        trains_head: Whether that is asked for anything; else it is frozen, unless it is the
+            embedding.
+        blank_document: Of a vision-language model, to find what an image reaches. None where no row
+            holds one.
 
     Raises:
         UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
     """
     config = trained_config(load_config(model, vocabulary), model)
     set_head(config, *scores)
-    forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
+    # how the files are quantized: they are read here, and the model exported is not
+    forget_quantization(config)
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
     frozen = DTYPES[frozen_dtype(world.sharding, lora)]
-    _install_forward(built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype])
+    _install_forward(
+        built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype]
+    )
     if not lora.use_peft:
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)
@@ -158,7 +211,8 @@ def build_model(
         )
     if stored and quantization.bits is None:
         raise UserError(
-            f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
+            f"{min(stored)} is stored quantized, but config.json does not say so; name the "
+            "unquantized model"
         )
     return BuiltModel(built, size, values, base, stored, frozen, offload)
 
@@ -178,9 +232,12 @@ def load_model(
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model as `build_model`, shards it, and reads every rank's slices.
 
-    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose files do not fit.
+    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose
+    files do not fit.
     """
-    multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
+    multiply_in_fp32(
+        world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]}
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
     keys = quantization, optimization, vocabulary, blank_document, scores, trains_head
     made = build_model(model, lora, seed, world, *keys)
@@ -209,9 +266,15 @@ def load_model(
 
 
 def _install_forward(
-    built: nn.Module, model: Model, world: World, optimization: Optimization | None, experts_dtype: torch.dtype
+    built: nn.Module,
+    model: Model,
+    world: World,
+    optimization: Optimization | None,
+    experts_dtype: torch.dtype,
 ) -> None:
-    """Puts in what computes otherwise than transformers: attention, loss, noise, experts, and Liger's kernels."""
+    """Puts in what computes otherwise than transformers: attention, loss, noise, experts, and
+    Liger's kernels.
+    """
     install_attention(built, model.attn_implementation, world.sequence_group)
     install_loss(built, *_read_token_loss(optimization))
     if optimization is not None and optimization.neftune_noise_alpha is not None:
@@ -231,15 +294,23 @@ def _adapt(
     seed: int,
     frozen: torch.dtype,
 ) -> Values:
-    """Puts the recipe's adapters into `built`, whose base is kept in `frozen`; returns the values of both."""
+    """Puts the recipe's adapters into `built`, whose base is kept in `frozen`; returns the values
+    of both.
+    """
     try:
         add_adapters(built, lora, frozen)
     except UserError as error:
         if lora.adapter_name_or_path is None:
             raise
-        raise UserError(f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}") from None
+        raise UserError(
+            f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}"
+        ) from None
     shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
-    used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
+    used = (
+        base
+        if quantization.bits is None
+        else dequantized_values(base, quantization, stored, frozen)
+    )
     values = with_adapters(base, shapes, seed, used)
     if lora.adapter_name_or_path is None:
         return values
@@ -247,30 +318,41 @@ def _adapt(
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """`...ForCausalLM` of `config`, or the vision-language model, with parameters on meta and real buffers."""
+    """`...ForCausalLM` of `config`, or the vision-language model, with parameters on meta and real
+    buffers.
+    """
     from accelerate import init_empty_weights
 
     auto_class: Any = auto_class_of(config)
-    if not trust_remote_code and type(config) not in auto_class._model_mapping:  # of scores `set_head` has looked
+    # of scores `set_head` has looked
+    if not trust_remote_code and type(config) not in auto_class._model_mapping:
         raise UserError(
-            f"{config.model_type}: transformers has no causal language model of this type; name another model"
+            f"{config.model_type}: transformers has no causal language model of this type; name "
+            "another model"
         )
     try:
         with init_empty_weights(include_buffers=False):
-            # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.
+            # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs
+            # the one that is used.
             model: Any = auto_class.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+                config,
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=trust_remote_code,
             )
-        model.get_input_embeddings()  # of some classes transformers does not know which module it is
+        # of some classes transformers does not know which module it is
+        model.get_input_embeddings()
     except Exception as error:  # each family reads its config in its own way
         reason = on_one_line(error)
         raise UserError(
-            f"{config.model_type}: transformers cannot build the model of this config ({reason}); name another model"
+            f"{config.model_type}: transformers cannot build the model of this config ({reason}); "
+            "name another model"
         ) from error
     model.config.architectures = model.config.architectures or [
         type(model).__name__
     ]  # an inline model_config names none
-    set_experts_implementation(model, "eager")  # a loop over the experts of a mixture, exact on every device
+    # a loop over the experts of a mixture, exact on every device
+    set_experts_implementation(model, "eager")
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]
@@ -278,7 +360,11 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
 
 def auto_class_of(config: Any) -> Any:
     """The class of transformers that opens a checkpoint with `config`."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     if has_scores_class(config):
         return AutoModelForSequenceClassification
@@ -293,7 +379,8 @@ def forget_quantization(config: Any) -> None:
 
 
 def freeze_modules(model: nn.Module, keys: Model) -> None:
-    """Freezes what `trainable_modules` and `frozen_modules` leave out, or text does not reach, in one dtype.
+    """Freezes what `trainable_modules` and `frozen_modules` leave out, or text does not reach, in
+    one dtype.
 
     Raises `UserError` where a pattern names nothing, or nothing is left to train.
     """
@@ -312,25 +399,34 @@ def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
     parameters = dict(model.named_parameters())
     active = count_active(model)
-    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}  # they work on images
+    # they work on images
+    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}
     embedding = model.get_input_embeddings().weight
     head = head_of(model).weight
-    multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
+    multiplied = {
+        name: p for name, p in parameters.items() if embedding is head or p is not embedding
+    }
     return ModelSize(
         total=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
         active=sum(active.values()),
         multiplied=sum(active[p] for p in multiplied.values()),
-        frozen_multiplied=sum(active[p] for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad),
+        frozen_multiplied=sum(
+            active[p] for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad
+        ),
     )
 
 
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """Fills the saved buffers of `built`; returns its parameters' values, and its quantized weights by name."""
+    """Fills the saved buffers of `built`; returns its parameters' values, and its quantized weights
+    by name.
+    """
     if model.model_config is not None:
-        return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
+        return seeded_values(
+            lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed
+        ), {}
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     stored = take_language_model(stored) if model.drop_vision else stored
@@ -342,21 +438,31 @@ def read_base_values(
 
 
 def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, StoredTensor]:
-    """The tensors of the recipe's base that an export carries over. `built`: its model, where that is at hand."""
+    """The tensors of the recipe's base that an export carries over.
+
+    `built`: its model, where that is at hand.
+    """
     if model.model_name_or_path is None:
         return {}
     if built is None:
-        built = build_on_meta(trained_config(load_config(model), model), torch.float32, model.trust_remote_code)
+        built = build_on_meta(
+            trained_config(load_config(model), model), torch.float32, model.trust_remote_code
+        )
     carried, quantized = read_carried_of(built, weights_folder(model), model.drop_vision)
-    return {name: quantized[name].codes if name in quantized else tensor for name, tensor in carried.items()}
+    return {
+        name: quantized[name].codes if name in quantized else tensor
+        for name, tensor in carried.items()
+    }
 
 
 def read_carried_of(
     built: nn.Module, folder: Path, drop_vision: bool = False
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """The tensors of the base in `folder` that an export of `built` carries over, and the quantized ones of them.
+    """The tensors of the base in `folder` that an export of `built` carries over, and the quantized
+    ones of them.
 
-    A checkpoint holds what is trained alone: what is carried over are the tensors of the base that it was trained from.
+    A checkpoint holds what is trained alone: what is carried over are the tensors of the base that
+    it was trained from.
     """
     carried: dict[str, StoredTensor] = {}
     quantized: dict[str, StoredQuantized] = {}
@@ -369,22 +475,37 @@ def read_carried_of(
         carried = find_carried(built, convert_to_parameters(built, own, str(origin)))
         if drop_vision:
             predicts_tokens = predicts(built)
-            carried |= {name: tensor for name, tensor in stored.items() if name not in own and predicts_tokens(name)}
+            carried |= {
+                name: tensor
+                for name, tensor in stored.items()
+                if name not in own and predicts_tokens(name)
+            }
         origin = find_origin(origin)
     return carried, {name: quantized[name] for name in carried.keys() & quantized.keys()}
 
 
 def weights_folder(model: Model) -> Path:
-    """The local folder with the model's safetensors: a folder as it is, a hub name from the cache or the hub.
+    """The local folder with the model's safetensors: a folder as it is, a hub name from the cache
+    or the hub.
 
-    Raises `UserError` where the hub is unreachable, or the model or the permission to read it is missing.
+    Raises `UserError` where the hub is unreachable, or the model or the permission to read it is
+    missing.
     """
     assert model.model_name_or_path is not None
     if Path(model.model_name_or_path).is_dir():
         return Path(model.model_name_or_path)
-    # Beside the weights, what an export says of its base: the tokens that end an answer, and the license; processors.
-    patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md", *PROCESSOR_FILES]
-    return download_folder(model.model_name_or_path, patterns, "its safetensors", model.model_revision)
+    # Beside the weights, what an export says of its base: the tokens that end an answer, and the
+    # license; processors.
+    patterns = [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "generation_config.json",
+        "README.md",
+        *PROCESSOR_FILES,
+    ]
+    return download_folder(
+        model.model_name_or_path, patterns, "its safetensors", model.model_revision
+    )
 
 
 def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
@@ -410,14 +531,18 @@ class Teacher:
 
     @torch.no_grad()
     def compare(self, inputs: Mapping[str, Any]) -> HeadFunction:
-        """Runs the teacher over a micro-batch. What it returns, at the head of a student over the same micro-batch,
-        computes the three sums of `linear_divergence`.
+        """Runs the teacher over a micro-batch.
+
+        What it returns, at the head of a student over the same micro-batch, computes the three sums
+        of `linear_divergence`.
 
         inputs: the model's keyword arguments, with `trained_positions`.
         """
         states = self._states(inputs)
 
-        def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        def diverge(
+            head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+        ) -> Tensor:
             own: Any = head_of(self.model)
             with gathered(own):
                 scores = TeacherScores(states, own.weight, own.bias, own.logits)
@@ -442,9 +567,14 @@ class Teacher:
 
 
 def _quantize(
-    model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
+    model: nn.Module,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredQuantized],
 ) -> frozenset[str]:
-    """Quantizes what is frozen of `model` on meta: layers that are stored so, else all, experts too."""
+    """Quantizes what is frozen of `model` on meta: layers that are stored so, else all, experts
+    too.
+    """
     of_experts = frozenset[str]() if stored else quantize_experts(model, quantization, dtype)
     return of_experts | quantize_layers(model, quantization, dtype, stored)
 
@@ -452,13 +582,18 @@ def _quantize(
 def build_teacher(
     recipe: Recipe, world: World
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
-    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that the files hold
-    quantized). Raises `UserError` for a model that cannot be reached, or whose files do not fit its config."""
+    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that
+    the files hold quantized).
+
+    Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
+    """
     keys = recipe.teacher
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = load_config(keys)
-    quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)
+    quantization = read_teacher_quantization(
+        getattr(config, "quantization_config", None), recipe.method
+    )
     forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
     return model, dtype, quantization, *read_base_values(model, config, keys)
@@ -477,10 +612,11 @@ def is_here(model: Model) -> bool:
 
 
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
-    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
+    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own
+    slices.
 
-    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
-    cannot be reached, or whose files do not fit its config.
+    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a
+    model that cannot be reached, or whose files do not fit its config.
     """
     keys = recipe.teacher
     assert keys is not None
@@ -489,7 +625,9 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
-    unfilled = _quantize(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
+    unfilled = (
+        _quantize(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
+    )
     # The Accelerate file names the student's layers; a teacher of another family has its own.
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)
@@ -497,4 +635,8 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     if keys.torch_compile:
         compile_layers(model)
     method = recipe.method
-    return Teacher(model, size, DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha))
+    return Teacher(
+        model,
+        size,
+        DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha),
+    )

@@ -1,8 +1,10 @@
-"""Log-probabilities of labels and divergences from a teacher, token by token, of a linear head in chunks.
+"""Log-probabilities of labels and divergences from a teacher, token by token, of a linear head in
+chunks.
 
-The gradient to a token's hidden state is that of its log-probability times one number, which the backward brings: it is
-prepared in the forward, as by `models/cross_entropy.py`. The weight's is a sum over tokens with those numbers;
-where the head is trained, the backward computes the chunks a second time for it.
+The gradient to a token's hidden state is that of its log-probability times one number, which the
+backward brings: it is prepared in the forward, as by `models/cross_entropy.py`. The weight's is a
+sum over tokens with those numbers; where the head is trained, the backward computes the chunks a
+second time for it.
 """
 
 import math
@@ -37,16 +39,23 @@ from finetune.models.loss_chunks import (
 
 
 def head_log_probabilities(
-    head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None, temperature: float = 1.0
+    head: CrossEntropyHead,
+    hidden: Tensor,
+    labels: Tensor,
+    trained_positions: Tensor | None,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions].
+    """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained
+    positions].
 
     `temperature`: what the logits are divided by.
     """
     if trained_positions is None:
         trained_positions = torch.arange(len(labels), device=labels.device)
     weight, bias, shard = find_local_head(head.weight, head.bias)
-    chunks = ChunkOptions(head.logits._replace(temperature=temperature), shard=shard, function=head.chunk_function)
+    chunks = ChunkOptions(
+        head.logits._replace(temperature=temperature), shard=shard, function=head.chunk_function
+    )
     return linear_log_probabilities(hidden, weight, labels, trained_positions, chunks, bias=bias)
 
 
@@ -63,9 +72,11 @@ def linear_log_probabilities(
 
     Args:
         hidden: [tokens, hidden].
-        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
+        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it
+            is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
-        trained_positions: int64[positions], which no index comes in twice; one without a label gets 0 and no gradient.
+        trained_positions: int64[positions], which no index comes in twice; one without a label gets
+            0 and no gradient.
         chunks: without label smoothing.
         bias: [vocabulary] or None.
     Returns:
@@ -93,10 +104,15 @@ class _LinearLogProbabilities(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden[positions].to(dtype)
             ids = labels[positions]
-            computed = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False))
+            computed = compute_in_chunks(
+                trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False)
+            )
         recomputes = any(needs_grad[1:])
-        # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
-        ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
+        # Parameters are saved by autograd itself, so that FSDP has gathered them again when the
+        # backward reads them.
+        ctx.save_for_backward(
+            *(weight, bias, trained) if recomputes else (None, None, None), ids, positions
+        )
         ctx.grad_hidden = computed.gradients[0]
         ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
         return computed.log_probabilities
@@ -115,7 +131,9 @@ class _LinearLogProbabilities(torch.autograd.Function):
         if trained is not None:
             with torch.autocast(upstream.device.type, enabled=False):
                 needed = (False, *needs_grad[1:])
-                computed = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, needed, -upstream)
+                computed = compute_in_chunks(
+                    trained, weight.to(dtype), bias, ids, chunks, needed, -upstream
+                )
             _, grad_weight, grad_bias = computed.gradients
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
@@ -145,12 +163,16 @@ class TeacherScores:
         return len(self.weight)
 
     def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
-        """The teacher's log-probabilities of the chunk, over as many ids as those [tokens, ids] of the student."""
+        """The teacher's log-probabilities of the chunk, over as many ids as those [tokens, ids] of
+        the student.
+        """
         return self.log_probabilities(chunk, student.shape[1], temperature)
 
     def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
         """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
-        scores = F.linear(self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows])
+        scores = F.linear(
+            self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows]
+        )
         logits, _ = self.logits.forward(scores)
         return _log_softmax(logits, temperature)
 
@@ -164,10 +186,11 @@ class TopScores:
     rows: int  # of the vocabulary over which they were computed
 
     def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
-        """[tokens of the chunk, rows]: the others share their probability as the student shares it among them.
+        """[tokens of the chunk, rows]: the others share their probability as the student shares it
+        among them.
 
-        So the divergence is that of k + 1 outcomes, gradient included. It is at most the whole divergence, and equals
-        it where k is the size of the vocabulary.
+        So the divergence is that of k + 1 outcomes, gradient included. It is at most the whole
+        divergence, and equals it where k is the size of the vocabulary.
         """
         ids = self.ids[chunk]
         others = student.scatter(1, ids, -torch.inf).logsumexp(1)
@@ -190,7 +213,9 @@ def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tu
 def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
     """A head function of a student: the three sums of `linear_divergence`."""
 
-    def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+    def diverge(
+        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+    ) -> Tensor:
         given = hidden, head.weight, labels, teacher, options, head.chunk_options()
         return linear_divergence(*given, bias=head.bias, trained_positions=positions)
 
@@ -208,9 +233,11 @@ def linear_divergence(
     bias: Tensor | None = None,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
-    """The sums over trained tokens of mixed loss, divergence and cross entropy; see `linear_cross_entropy`.
+    """The sums over trained tokens of mixed loss, divergence and cross entropy; see
+    `linear_cross_entropy`.
 
-    The divergence is over the ids that both vocabularies have rows for: some models have more rows than tokens.
+    The divergence is over the ids that both vocabularies have rows for: some models have more rows
+    than tokens.
 
     Args:
         hidden: [tokens, hidden] of the student.
@@ -220,7 +247,9 @@ def linear_divergence(
         fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
     """
     rows = min(len(weight), teacher.rows)
-    tokens = chunks.tokens or divergence_chunk_tokens(max(len(weight), teacher.rows), hidden.device.type)
+    tokens = chunks.tokens or divergence_chunk_tokens(
+        max(len(weight), teacher.rows), hidden.device.type
+    )
     needs_grad = find_needed_gradients(hidden, weight, bias)
     ids = labels if trained_positions is None else labels[trained_positions]
 
@@ -251,9 +280,11 @@ def _compute_chunk(
     chunks: ChunkOptions,
     gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
+    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of
+    one chunk.
 
-    of_teacher: its log-probabilities [tokens, rows] beside the student's, over the `rows` that both have.
+    of_teacher: its log-probabilities [tokens, rows] beside the student's, over the `rows` that both
+    have.
     """
     beta, temperature, alpha = options
     trained = labels != IGNORE_INDEX
@@ -278,7 +309,11 @@ def _compute_chunk(
         grad *= ((1 - alpha) * by_token).unsqueeze(1)
         grad[:, :rows] += grad_divergence
     else:
-        grad = grad_divergence if rows == logits.shape[1] else F.pad(grad_divergence, (0, logits.shape[1] - rows))
+        grad = (
+            grad_divergence
+            if rows == logits.shape[1]
+            else F.pad(grad_divergence, (0, logits.shape[1] - rows))
+        )
     return sums, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
 
 
@@ -289,7 +324,8 @@ def measure_divergence(
 
     Args:
         student, teacher: log-probabilities [tokens, vocabulary].
-        beta: 0 for the forward KL, 1 for the reverse, between them for the generalized Jensen-Shannon divergence.
+        beta: 0 for the forward KL, 1 for the reverse, between them for the generalized
+            Jensen-Shannon divergence.
     Returns:
         ([tokens], [tokens, vocabulary] or None).
     """
@@ -317,4 +353,6 @@ def measure_divergence(
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """fp32 or wider."""
     wide = widen(logits.dtype)
-    return torch.log_softmax(logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide)
+    return torch.log_softmax(
+        logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide
+    )

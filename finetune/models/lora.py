@@ -1,9 +1,11 @@
-"""LoRA by peft: adapters injected into a transformers model, their first values, and a layer as one operation.
+"""LoRA by peft: adapters injected into a transformers model, their first values, and a layer as one
+operation.
 
-A layer's experts are one parameter, which peft adapts as such (`target_parameters`): one pair of factors for each of
-the E experts, in two matrices, A [E r, in], expert after expert, and B [out, r E], whose columns of one rank are those
-of all experts. Where several parameters of a module are adapted, peft nests the adapters, the last parameter's
-outermost; so an adapter's name says which one it belongs to only by the number of its `base_layer`s.
+A layer's experts are one parameter, which peft adapts as such (`target_parameters`): one pair of
+factors for each of the E experts, in two matrices, A [E r, in], expert after expert, and B [out, r
+E], whose columns of one rank are those of all experts. Where several parameters of a module are
+adapted, peft nests the adapters, the last parameter's outermost; so an adapter's name says which
+one it belongs to only by the number of its `base_layer`s.
 """
 
 import copy
@@ -55,25 +57,32 @@ ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A
 
 
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
-    """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32 adapters.
+    """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32
+    adapters.
 
-    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern names no
-    part of the model, and where an adapter is asked of the output head.
+    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
+    pattern names no part of the model, and where an adapter is asked of the output head.
     """
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     known = {shorten(name) for name in layers}.difference(left_out)
-    refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
+    refuse_unknown_layers(
+        lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
+    )
     names = [name for name, _ in model.named_parameters()]
     refuse_other_parameters(lora.lora_target_parameters, _list_expert_parameters(model), names)
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
     saved_whole = _find_saved_whole(model, lora)
-    refuse_adapted_head(head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
+    refuse_adapted_head(
+        head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora
+    )
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        warnings.filterwarnings(
+            "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
+        )
         config = peft_config(lora, known, head, saved_whole)
         config.task_type = "SEQ_CLS" if has_scores(model) else "CAUSAL_LM"
         inject_adapters(model, within_language_model(model, config))
@@ -83,20 +92,30 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         if is_adapter(name) or parameter in saved_whole:
             parameter.data = parameter.data.to(torch.float32)
         is_trained = is_adapter(name) or parameter in saved_whole
-        assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
-    places = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
+        assert parameter.requires_grad == is_trained, (
+            f"{name}: requires_grad is {parameter.requires_grad}"
+        )
+    places = {
+        name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)
+    }
     assert places, "the adapter is empty"
-    refuse_unadapted(lora, {parameters[place].name if place in parameters else place for place in places})
-    config = within_language_model(model, config_for_peft(model, config, places - parameters.keys()))
+    refuse_unadapted(
+        lora, {parameters[place].name if place in parameters else place for place in places}
+    )
+    config = within_language_model(
+        model, config_for_peft(model, config, places - parameters.keys())
+    )
     configs: Any = model.peft_config
     configs["default"] = config
-    # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
+    # Only for the adapter's own config: given to peft before, it would wrap these modules and
+    # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
 
 
 def shorten(name: str) -> str:
-    """The end of a layer's name from its last part that is no number, by which peft finds the layer and no other.
+    """The end of a layer's name from its last part that is no number, by which peft finds the layer
+    and no other.
 
     >>> shorten("layers.0.self_attn.q_proj"), shorten("layers.1.adapters.0.1")
     ('q_proj', 'adapters.0.1')
@@ -116,7 +135,9 @@ class AdaptedParameter:
 
 
 def _list_expert_parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters that hold the matrices of a layer's experts, [experts, out, in]."""
+    """The names of the parameters that hold the matrices of a layer's experts, [experts, out,
+    in].
+    """
     names = []
     for path, module in model.named_modules():
         if is_experts(module):
@@ -125,26 +146,38 @@ def _list_expert_parameters(model: nn.Module) -> list[str]:
     return names
 
 
-def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[str, AdaptedParameter]:
-    """The prefix of an adapter's names -> the parameter of `model`, which has no adapters yet, that it adapts.
+def find_adapted_parameters(
+    model: nn.Module, targets: Collection[str]
+) -> dict[str, AdaptedParameter]:
+    """The prefix of an adapter's names -> the parameter of `model`, which has no adapters yet, that
+    it adapts.
 
-    The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of their names.
+    The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of
+    their names.
     """
     adapted = {}
     for path, module in model.named_modules():
-        named = [(f"{path}.{name}", parameter) for name, parameter in module.named_parameters(recurse=False)]
-        matched = [(name, parameter) for name, parameter in named if is_parameter_named(name, targets)]
+        named = [
+            (f"{path}.{name}", parameter)
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        matched = [
+            (name, parameter) for name, parameter in named if is_parameter_named(name, targets)
+        ]
         is_transposed = bool(getattr(module, "is_transposed", False))
         for depth, (name, parameter) in enumerate(reversed(matched)):
-            adapted[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
+            adapted[path + ".base_layer" * depth] = AdaptedParameter(
+                name, tuple(parameter.shape), is_transposed
+            )
     return adapted
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
     """Puts the adapters of `config`, a peft LoraConfig, into `model`, on exactly what it names.
 
-    In many mixtures peft reads `gate_proj` as transformers 4 used it, for a routed expert's layer, and would move the
-    adapters of shared experts and dense layers onto the routed experts: here it takes names as they are.
+    In many mixtures peft reads `gate_proj` as transformers 4 used it, for a routed expert's layer,
+    and would move the adapters of shared experts and dense layers onto the routed experts: here it
+    takes names as they are.
     """
     from peft import inject_adapter_in_model
     from peft.utils import transformers_weight_conversion as names
@@ -158,10 +191,12 @@ def inject_adapters(model: nn.Module, config: Any) -> None:
 
 
 def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> Any:
-    """`config` in words that plain peft reads as they are meant; `adapted`: all adapted modules of `model`.
+    """`config` in words that plain peft reads as they are meant; `adapted`: all adapted modules of
+    `model`.
 
-    A layer whose name peft would take for a routed expert's is named by its weight, as a parameter: the tensors of its
-    adapter are the same. Raises `UserError` where peft could not open the adapter.
+    A layer whose name peft would take for a routed expert's is named by its weight, as a parameter:
+    the tensors of its adapter are the same. Raises `UserError` where peft could not open the
+    adapter.
     """
     renamed = {name for name in config.target_modules or () if _is_renamed(model, config, name)}
     if not renamed:
@@ -169,8 +204,8 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     if config.use_dora:
         raise UserError(
             f"use_dora: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
-            f"{type(model).__name__}, which it takes "
-            "for layers of the routed experts; leave use_dora out, or name others in lora_target_modules"
+            f"{type(model).__name__}, which it takes for layers of the routed experts; leave "
+            "use_dora out, or name others in lora_target_modules"
         )
     config = copy.deepcopy(config)
     weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, renamed)]
@@ -178,7 +213,11 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     config.target_modules = sorted(set(config.target_modules) - renamed)
     config.lora_dropout = 0.0  # of the training only, and refused for parameters
     for patterns in ("rank_pattern", "alpha_pattern"):
-        setattr(config, patterns, {rf"({key})(\.weight)?": value for key, value in getattr(config, patterns).items()})
+        setattr(
+            config,
+            patterns,
+            {rf"({key})(\.weight)?": value for key, value in getattr(config, patterns).items()},
+        )
     return config
 
 
@@ -203,7 +242,11 @@ def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[s
     names = names_of_parameters(model)
     text = text_names(model)
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
-    return {each: its for each, its in names.items() if its[0].startswith(text) and is_saved_whole(its, lora)}
+    return {
+        each: its
+        for each, its in names.items()
+        if its[0].startswith(text) and is_saved_whole(its, lora)
+    }
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -215,21 +258,31 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def within_language_model(model: Any, config: Any) -> Any:
-    """`config` for peft on `model`: of a vision-language one, with a regular expression for those of the
-    target_modules that are in its language model, since its tower has layers of the same names."""
+    """`config` for peft on `model`: of a vision-language one, with a regular expression for those
+    of the target_modules that are in its language model, since its tower has layers of the same
+    names.
+    """
     if not has_other_parts(model) or not config.target_modules:
         return config
     trunk = next(name for name, module in model.named_modules() if module is trunk_of(model))
-    targets = "|".join(re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules))
+    targets = "|".join(
+        re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules)
+    )
     config = copy.copy(config)
     config.target_modules = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
     return config
 
 
 def peft_config(
-    lora: Lora, linear_layers: set[str], head: str, saved_whole: Mapping[nn.Parameter, Sequence[str]]
+    lora: Lora,
+    linear_layers: set[str],
+    head: str,
+    saved_whole: Mapping[nn.Parameter, Sequence[str]],
 ) -> Any:
-    """The recipe's adapter in peft's terms. `all-linear` is `linear_layers` but `head` and what is trained whole."""
+    """The recipe's adapter in peft's terms.
+
+    `all-linear` is `linear_layers` but `head` and what is trained whole.
+    """
     from peft import LoraConfig
 
     saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
@@ -253,8 +306,9 @@ def peft_config(
 def with_adapters(
     base: Values, shapes: Mapping[str, torch.Size], seed: int, multiplied: Values | None = None
 ) -> Values:
-    """`base` for the frozen parameters; for adapters their start: A uniform (He et al. 2015 with a = sqrt 5, as in
-    peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0).
+    """`base` for the frozen parameters; for adapters their start: A uniform (He et al. 2015 with a
+    = sqrt 5, as in peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu
+    et al. 2024, eq. 5, at B = 0).
 
     `multiplied`: the weights that the layers multiply with, where these are not `base`."""
     multiplied = multiplied or base
@@ -280,36 +334,47 @@ def with_adapters(
 
 
 def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
-    """The values of `model` with those of the adapter in `folder`, and `start` for whatever the adapter does not hold.
+    """The values of `model` with those of the adapter in `folder`, and `start` for whatever the
+    adapter does not hold.
 
     Args:
-        model: Unsharded, with its adapters. What it trains whole may be missing from the files: new tokens, for one.
+        model: Unsharded, with its adapters. What it trains whole may be missing from the files: new
+            tokens, for one.
 
     Raises:
         UserError: The adapter's tensors are not those of the model's adapters, by name and shape.
     """
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
-    names = {peft_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
+    names = {
+        peft_name(name): id(p)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if id(p) in trained
+    }
     tensors = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
-    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in tensors)
+    missing = sorted(
+        name for name, _ in trained.values() if is_adapter(name) and name not in tensors
+    )
     extra = sorted(stored.keys() - names.keys())
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
         one = f"it has no {peft_name(missing[0])}" if missing else f"{extra[0]} has no place there"
         raise UserError(
             f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} "
-            f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the base model it was "
-            "trained on, and leave the LoRA keys to the adapter"
+            f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the "
+            "base model it was trained on, and leave the LoRA keys to the adapter"
         )
     for name, parameter in trained.values():
         if name in tensors and tensors[name].shape != tuple(parameter.shape):
             shape = list(tensors[name].shape)
             raise UserError(
-                f"{where}: {peft_name(name)} has the shape {shape}, but {type(model).__name__} needs "
-                f"{list(parameter.shape)}; name the base model it was trained on, with the same added_tokens"
+                f"{where}: {peft_name(name)} has the shape {shape}, but {type(model).__name__} "
+                f"needs {list(parameter.shape)}; name the base model it was trained on, with the "
+                "same added_tokens"
             )
-    return lambda name, slices: read_slice(tensors[name], slices) if name in tensors else start(name, slices)
+    return lambda name, slices: (
+        read_slice(tensors[name], slices) if name in tensors else start(name, slices)
+    )
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -327,21 +392,27 @@ SHARED_INPUTS = (
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Has plain LoRA layers of `model` compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in one operation.
+    """Has plain LoRA layers of `model` compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in
+    one operation.
 
-    peft adds layer by layer: in the forward it writes three more tensors of the output's size (the adapter's product,
-    scaled, and the sum), and in the backward two (the scaled gradient, and the second gradient of the input). Under
-    autocast each adapter keeps a cast copy of the input that several layers share. Here the adapter is added by the
-    product itself, and the input is kept as it is. Layers that share their input (q, k and v) are one operation
-    together: their A's are one product, and so are the gradients of the input.
+    peft adds layer by layer: in the forward it writes three more tensors of the output's size (the
+    adapter's product, scaled, and the sum), and in the backward two (the scaled gradient, and the
+    second gradient of the input). Under autocast each adapter keeps a cast copy of the input that
+    several layers share. Here the adapter is added by the product itself, and the input is kept as
+    it is. Layers that share their input (q, k and v) are one operation together: their A's are one
+    product, and so are the gradients of the input.
 
-    Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which the adapter's
-    matrices are whole in the forward of the layer: not under FSDP1, whose units they are, nor tensor parallelism, which
-    shards them.
+    Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which
+    the adapter's matrices are whole in the forward of the layer: not under FSDP1, whose units they
+    are, nor tensor parallelism, which shards them.
     """
     from peft.tuners.lora.layer import Linear
 
-    layers = {name: module for name, module in model.named_modules() if type(module) is Linear and _is_plain(module)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is Linear and _is_plain(module)
+    }
     for layer in layers.values():
         layer.__class__ = _fused_class()
         layer.group = (layer,)
@@ -359,7 +430,10 @@ def fuse_adapters(model: nn.Module) -> int:
 def _is_plain(layer: Any) -> bool:
     has_dropout = isinstance(layer.lora_dropout[ADAPTER_NAME], nn.Dropout)
     return not (
-        has_dropout or layer.lora_variant or layer.fan_in_fan_out or layer.lora_B[ADAPTER_NAME].bias is not None
+        has_dropout
+        or layer.lora_variant
+        or layer.fan_in_fan_out
+        or layer.lora_B[ADAPTER_NAME].bias is not None
     )
 
 
@@ -371,7 +445,8 @@ def _fused_class() -> type[nn.Module]:
     class Linear(PeftLinear):  # type: ignore[misc]
         casts_parameters = True  # which FSDP2 need not do
         group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
-        ready: tuple[Tensor, Tensor] | None  # an input, and the output that the first of its group has computed for it
+        # an input, and the output that the first of its group has computed for it
+        ready: tuple[Tensor, Tensor] | None
 
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
             ready = self.ready
@@ -409,7 +484,8 @@ class _LayerForm(NamedTuple):
     quantized: Form | None
 
 
-LAYER_TENSORS = 5  # of each layer, in the arguments of `_LoraLinears`: A, B, bias, weight or codes, scales
+# of each layer, in the arguments of `_LoraLinears`: A, B, bias, weight or codes, scales
+LAYER_TENSORS = 5
 
 
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
@@ -421,9 +497,17 @@ def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     for layer in layers:
         base = layer.base_layer
         is_quantized = type(base) is QuantizedLinear
-        form, weight, scales = base.stored_weight(dtype) if is_quantized else (None, base.weight, None)
+        form, weight, scales = (
+            base.stored_weight(dtype) if is_quantized else (None, base.weight, None)
+        )
         forms.append(_LayerForm(layer.scaling[ADAPTER_NAME], dtype, form))
-        tensors += layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight, base.bias, weight, scales
+        tensors += (
+            layer.lora_A[ADAPTER_NAME].weight,
+            layer.lora_B[ADAPTER_NAME].weight,
+            base.bias,
+            weight,
+            scales,
+        )
     products: tuple[Tensor, ...] = _LoraLinears.apply(x, tuple(forms), *tensors)  # type: ignore[no-untyped-call]
     # Outside, so that a model may add to an output in place (Falcon).
     return [product.view(*x.shape[:-1], product.shape[-1]) for product in products]
@@ -432,11 +516,13 @@ def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
 def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool = False) -> Tensor:
     """sums + left @ right, in the memory of `sums` [rows, columns].
 
-    may_be_kept: Whether selective checkpointing may have kept `sums`, which it must then find as it was: the sum gets
+    may_be_kept: Whether selective checkpointing may have kept `sums`, which it must then find as it
+    was: the sum gets
         memory of its own, unless it is compiled.
     """
-    # torch.compile makes its graph functional, in which addmm copies what it adds to: 448 copies of a layer's output
-    # in a step of 8B. It puts an operator of our own back in place, where nothing else reads `sums`.
+    # torch.compile makes its graph functional, in which addmm copies what it adds to: 448 copies of
+    # a layer's output in a step of 8B. It puts an operator of our own back in place, where nothing
+    # else reads `sums`.
     if torch.compiler.is_compiling():
         _add_product(sums, left, right)
         return sums
@@ -457,22 +543,26 @@ def _(sums: Tensor, left: Tensor, right: Tensor) -> None:
 class _LoraLinears(torch.autograd.Function):
     """LoRA layers with one input: [..., in] -> [rows, out] of each.
 
-    The tensors of a layer: A [rank, in], B [out, rank], the bias or None, and the weight [out, in], or its codes and
-    scales.
+    The tensors of a layer: A [rank, in], B [out, rank], the bias or None, and the weight [out, in],
+    or its codes and scales.
 
-    Computed in the dtype of the forms, whatever autocast says. Kept for the backward: the input as it came, and x A^T
-    [rows, ranks of all layers].
+    Computed in the dtype of the forms, whatever autocast says. Kept for the backward: the input as
+    it came, and x A^T [rows, ranks of all layers].
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, forms: tuple[_LayerForm, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, inputs: Tensor, forms: tuple[_LayerForm, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         layers = _by_layer(tensors)
         dtype = forms[0].dtype
         products = []
         with torch.autocast(inputs.device.type, enabled=False):
             rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
             inner = rows @ _join_a(layers, dtype).t()
-            for form, own, (_, b, bias, weight, scales) in zip(forms, _own_inner(inner, layers), layers, strict=True):
+            for form, own, (_, b, bias, weight, scales) in zip(
+                forms, _own_inner(inner, layers), layers, strict=True
+            ):
                 base = _restore(weight, scales, form).t()
                 product = rows @ base if bias is None else torch.addmm(bias.to(dtype), rows, base)
                 products.append(add_product(product, own, _scale_b(b, form).t(), may_be_kept=True))
@@ -503,13 +593,17 @@ class _LoraLinears(torch.autograd.Function):
             if any(ctx.needs_input_grad[3::LAYER_TENSORS]):
                 of_b = []
                 inners = _own_inner(inner, layers)
-                for of_output, own, form, layer in zip(of_outputs, inners, forms, layers, strict=True):
+                for of_output, own, form, layer in zip(
+                    of_outputs, inners, forms, layers, strict=True
+                ):
                     of_b.append((of_output.t() @ own).to(layer[1].dtype) * form.scale)
                 of_tensors[1::LAYER_TENSORS] = of_b
             of_inputs = None
             if ctx.needs_input_grad[0]:
                 of_rows = None
-                for of_output, form, (_, _, _, weight, scales) in zip(of_outputs, forms, layers, strict=True):
+                for of_output, form, (_, _, _, weight, scales) in zip(
+                    of_outputs, forms, layers, strict=True
+                ):
                     base = _restore(weight, scales, form, of_output)
                     if of_rows is None:
                         of_rows = of_output @ base
@@ -525,7 +619,9 @@ Layer = Sequence[Any]  # LAYER_TENSORS tensors
 
 
 def _by_layer(tensors: Sequence[Tensor | None]) -> list[Layer]:
-    return [tensors[start : start + LAYER_TENSORS] for start in range(0, len(tensors), LAYER_TENSORS)]
+    return [
+        tensors[start : start + LAYER_TENSORS] for start in range(0, len(tensors), LAYER_TENSORS)
+    ]
 
 
 def _join_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor:
@@ -543,7 +639,9 @@ def _scale_b(b: Tensor, form: _LayerForm) -> Tensor:
     return (b * form.scale).to(form.dtype)
 
 
-def _restore(weight: Tensor, scales: Tensor | None, form: _LayerForm, after: Tensor | None = None) -> Tensor:
+def _restore(
+    weight: Tensor, scales: Tensor | None, form: _LayerForm, after: Tensor | None = None
+) -> Tensor:
     """The weight [out, in]; `after`: in a backward, its gradient."""
     if form.quantized is None:
         return weight.to(form.dtype)

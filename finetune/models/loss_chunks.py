@@ -1,9 +1,9 @@
 """The loss and its gradients, computed in chunks of tokens.
 
-For torch.compile a chunk's scores are read twice or three times, and only their gradient is written; the eager version
-writes and reads them in fp32 at every operation. The compiled one has the same equations, without
-updates in place, and with the label found by comparison: adding to a position would keep a compiler from fusing what is
-around it.
+For torch.compile a chunk's scores are read twice or three times, and only their gradient is
+written; the eager version writes and reads them in fp32 at every operation. The compiled one has
+the same equations, without updates in place, and with the label found by comparison: adding to a
+position would keep a compiler from fusing what is around it.
 """
 
 import functools
@@ -20,20 +20,25 @@ from finetune.distributed.tensor_parallel import VocabularyShard
 
 
 def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
-    """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in each chunk."""
+    """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in
+    each chunk.
+    """
     rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
     return loss_chunk_tokens(rows, device_type)
 
 
 class LogitTransform(NamedTuple):
-    """What is done to a head's output before the softmax: softcap * tanh(scale * logits / softcap) / temperature."""
+    """What is done to a head's output before the softmax: softcap * tanh(scale * logits / softcap)
+    / temperature.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits that the softmax takes, from the head's output [..., vocabulary], and what `backward` needs.
+        """The logits that the softmax takes, from the head's output [..., vocabulary], and what
+        `backward` needs.
 
         In fp32 or wider, where they are not the scores themselves.
         """
@@ -65,7 +70,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 ChunkFunction = Callable[
-    [Tensor, Tensor, Tensor | None, LogitTransform, float, torch.dtype | None], tuple[Tensor, Tensor | None]
+    [Tensor, Tensor, Tensor | None, LogitTransform, float, torch.dtype | None],
+    tuple[Tensor, Tensor | None],
 ]
 """`compute_chunk`, or a function that computes the same."""
 
@@ -77,10 +83,14 @@ class TokenWeights(NamedTuple):
     alpha: float = 1.0
 
     def of_logits(self, logits: Tensor) -> Tensor | None:
-        """[tokens]: the entropy of the 20 largest logits [tokens, vocabulary] over 3, to the power of alpha (EAFT)."""
+        """[tokens]: the entropy of the 20 largest logits [tokens, vocabulary] over 3, to the power
+        of alpha (EAFT).
+        """
         if self.kind == "dft":
             return None
-        largest = torch.log_softmax(logits.topk(min(20, logits.shape[1])).values, -1, dtype=widen(logits.dtype))
+        largest = torch.log_softmax(
+            logits.topk(min(20, logits.shape[1])).values, -1, dtype=widen(logits.dtype)
+        )
         return (-(largest.exp() * largest).sum(1) / 3.0) ** self.alpha
 
     def of_probabilities(self, log_probabilities: Tensor) -> Tensor:
@@ -91,15 +101,19 @@ class TokenWeights(NamedTuple):
 class ChunkOptions(NamedTuple):
     """How a loss of a head's scores is computed chunk by chunk.
 
-    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the vocabulary.
+    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the
+    vocabulary.
     """
 
     logits: LogitTransform = UNCHANGED
     tokens: int | None = None  # of a chunk, at most; None: those of `choose_chunk_tokens`
     label_smoothing: float = 0.0
-    shard: VocabularyShard | None = None  # to which weight and bias belong, whose group calls together; None: all of it
-    weigh: TokenWeights | None = None  # what loss and gradients weigh each token by; None: all alike
-    function: ChunkFunction | None = None  # computes a chunk of a whole vocabulary, compiled; None: `compute_chunk`
+    # to which weight and bias belong, whose group calls together; None: all of it
+    shard: VocabularyShard | None = None
+    # what loss and gradients weigh each token by; None: all alike
+    weigh: TokenWeights | None = None
+    # computes a chunk of a whole vocabulary, compiled; None: `compute_chunk`
+    function: ChunkFunction | None = None
 
 
 PLAIN = ChunkOptions()
@@ -122,18 +136,21 @@ def compute_in_chunks(
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
 ) -> Computed:
-    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
+    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and
+    bias, where needed.
 
     Args:
         hidden: [tokens, hidden], in the type in which the products run, as weight.
         labels: int64[tokens], or IGNORE_INDEX.
-        token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
+        token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None:
+            all alike.
     """
     wide = widen(weight.dtype)
     shard = chunks.shard
     function = chunks.function
     chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
-    # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
+    # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded
+    # ones.
     grad_dtype = None
     if any(needs_grad):
         grad_dtype = wide if needs_grad[2] else hidden.dtype
@@ -143,9 +160,20 @@ def compute_in_chunks(
     def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
         nonlocal loss
         weights = None if token_weights is None else token_weights[chunk]
-        arguments = (scores, labels[chunk], weights, chunks.logits, chunks.label_smoothing, grad_dtype)
+        arguments = (
+            scores,
+            labels[chunk],
+            weights,
+            chunks.logits,
+            chunks.label_smoothing,
+            grad_dtype,
+        )
         # Before the scores are overwritten.
-        by_token = None if chunks.weigh is None else chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
+        by_token = (
+            None
+            if chunks.weigh is None
+            else chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
+        )
         # A compiler makes another graph for one token, which the last chunk may have.
         if function is None or shard is not None or len(scores) == 1:
             chunk_log_probabilities, grad_scores = compute_chunk(*arguments, shard)
@@ -153,7 +181,11 @@ def compute_in_chunks(
             chunk_log_probabilities, grad_scores = function(*arguments)
         log_probabilities[chunk] = chunk_log_probabilities
         if chunks.weigh is not None:
-            by_token = chunks.weigh.of_probabilities(chunk_log_probabilities) if by_token is None else by_token
+            by_token = (
+                chunks.weigh.of_probabilities(chunk_log_probabilities)
+                if by_token is None
+                else by_token
+            )
             chunk_log_probabilities = chunk_log_probabilities * by_token
             if grad_scores is not None:
                 grad_scores *= by_token.unsqueeze(1)
@@ -174,9 +206,10 @@ def backward_in_chunks(
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
 ) -> Gradients:
-    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the
-    tokens, and multiplies the gradients to the scores that it returns back through the head; where the bias is trained,
-    in fp32 or wider."""
+    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its
+    place among the tokens, and multiplies the gradients to the scores that it returns back through
+    the head; where the bias is trained, in fp32 or wider.
+    """
     to_hidden, to_weight, to_bias = needs_grad
     wide = widen(weight.dtype)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
@@ -200,8 +233,10 @@ def backward_in_chunks(
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the backward keeps no logits
-    and multiplies nothing again (as Liger does: Hsu et al. 2024, arXiv:2410.10989)."""
+    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the
+    backward keeps no logits and multiplies nothing again (as Liger does: Hsu et al. 2024,
+    arXiv:2410.10989).
+    """
 
     @staticmethod
     def forward(
@@ -213,8 +248,10 @@ class HeadLoss(torch.autograd.Function):
         needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which products run, to the
-        loss (0-dim), or to sums of which the first is the loss, and the loss's gradients."""
+        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which
+        products run, to the loss (0-dim), or to sums of which the first is the loss, and the loss's
+        gradients.
+        """
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden if positions is None else hidden[positions]
@@ -231,7 +268,8 @@ class HeadLoss(torch.autograd.Function):
         upstream = upstream if upstream.dim() == 0 else upstream[0]
         gradients = ctx.gradients
         ctx.gradients = None  # the graph may live on until the next forward; these need not
-        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way everywhere.
+        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way
+        # everywhere.
         scaled = (
             None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
             for g, t in zip(gradients, ctx.dtypes, strict=True)
@@ -240,7 +278,9 @@ class HeadLoss(torch.autograd.Function):
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or `dtype` where that is wider: what a softmax and the sums of a loss are computed in."""
+    """fp32, or `dtype` where that is wider: what a softmax and the sums of a loss are computed
+    in.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -252,7 +292,10 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Which of the tensors need a gradient now."""
-    return tuple(torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors)
+    return tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in tensors
+    )
 
 
 def scatter_rows(rows: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
@@ -279,7 +322,8 @@ def compute_chunk(
     grad_dtype: torch.dtype | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores`.
+    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to
+    `scores`.
 
     Args:
         token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
@@ -304,15 +348,26 @@ def compute_chunk(
     return of_labels, grad.to(grad_dtype)
 
 
-def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """The log-probability of each label, [tokens], smoothed by `label_smoothing`. Undefined without a label."""
+def label_log_probabilities(
+    log_probabilities: Tensor, labels: Tensor, label_smoothing: float
+) -> Tensor:
+    """The log-probability of each label, [tokens], smoothed by `label_smoothing`.
+
+    Undefined without a label.
+    """
     # Any id will do where the position is not trained.
     of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
+    return (
+        of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
+    )
 
 
-def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place."""
+def cross_entropy_gradient(
+    log_probabilities: Tensor, labels: Tensor, label_smoothing: float
+) -> Tensor:
+    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in
+    place.
+    """
     grad = log_probabilities.exp_()
     chosen = labels.clamp(min=0).unsqueeze(1)
     grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
@@ -335,7 +390,9 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _can_add_to_fp32() -> bool:
-    """Whether this torch's CUDA kernel adds a product of bf16 matrices to an fp32 one; older ones refuse."""
+    """Whether this torch's CUDA kernel adds a product of bf16 matrices to an fp32 one; older ones
+    refuse.
+    """
     one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
     try:
         torch.addmm(one.float(), one, one, out_dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The tensors of a model by its config alone: transformers' class, built on meta, and what each part of it holds.
+"""The tensors of a model by its config alone: transformers' class, built on meta, and what each
+part of it holds.
 
 For the plan of models whose layers its tables do not give.
 """
@@ -14,7 +15,14 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
-from finetune.distributed.model_parts import decoder_layers, head_of, is_experts, other_parts, text_names, trunk_of
+from finetune.distributed.model_parts import (
+    decoder_layers,
+    head_of,
+    is_experts,
+    other_parts,
+    text_names,
+    trunk_of,
+)
 from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, read_head_size
 from finetune.models.experts import count_active
@@ -28,11 +36,14 @@ Shapes = Mapping[str, Shape]  # by transformers' name of the parameter, a tied o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The parameters of a decoder layer, or of all that is in none; a tied one is in the first that has it."""
+    """The parameters of a decoder layer, or of all that is in none; a tied one is in the first that
+    has it.
+    """
 
     shapes: Shapes
     linears: tuple[str, ...]  # the weights [out, in] of linear layers, but for the head's
-    adaptable: Shapes  # the weights of the linear layers that all-linear adapts, under each name of a tied one
+    # the weights of the linear layers that all-linear adapts, under each name of a tied one
+    adaptable: Shapes
     experts: tuple[str, ...]  # the weights of routed experts
     routed: tuple[str, ...]  # these, and biases
     is_transposed: bool  # the weights of experts are [experts, in, out]
@@ -109,7 +120,9 @@ def build_class(config: Mapping[str, Any], where: str) -> Any:
     try:
         read = AutoConfig.for_model(**config)
     except Exception as error:  # each family checks its config in its own way
-        raise UserError(f"{where}: {on_one_line(error)}; name the config.json of a transformers model") from None
+        raise UserError(
+            f"{where}: {on_one_line(error)}; name the config.json of a transformers model"
+        ) from None
     forget_quantization(read)
     try:
         with torch.device("meta"):  # else a tensor of any size would be there for a moment
@@ -119,7 +132,9 @@ def build_class(config: Mapping[str, Any], where: str) -> Any:
 
 
 def list_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a model: the outermost that transformers does not split, else those of its longest list."""
+    """The decoder layers of a model: the outermost that transformers does not split, else those of
+    its longest list.
+    """
     layers = decoder_layers(model)
     inside = {inner for layer in layers for inner in layer.modules() if inner is not layer}
     if outermost := [layer for layer in layers if layer not in inside]:
@@ -128,18 +143,24 @@ def list_layers(model: Any) -> list[nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
-def _take(module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]) -> dict[str, Shape]:
+def _take(
+    module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]
+) -> dict[str, Shape]:
     """The parameters of `module` that are not `taken` yet, which they are afterwards."""
     own = [parameter for parameter in module.parameters() if parameter not in taken]
     taken.update(own)
     return {names[parameter]: tuple(parameter.shape) for parameter in own}
 
 
-def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]) -> Part:
+def _describe(
+    model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]
+) -> Part:
     shapes = _take(part, names, taken)
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
     head = set(head_of(model).modules())
-    linears = [module for module in part.modules() if isinstance(module, nn.Linear) and module not in head]
+    linears = [
+        module for module in part.modules() if isinstance(module, nn.Linear) and module not in head
+    ]
     experts = [module for module in part.modules() if is_experts(module)]
 
     def own(parameters: Iterable[Any]) -> tuple[str, ...]:
@@ -152,7 +173,9 @@ def _describe(model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], ta
         shapes=shapes,
         linears=own(linear.weight for linear in linears),
         adaptable={
-            f"{name}.weight": tuple(weight.shape) for name, weight in adaptable.items() if shorten(name) not in left_out
+            f"{name}.weight": tuple(weight.shape)
+            for name, weight in adaptable.items()
+            if shorten(name) not in left_out
         },
         experts=own(weight for module in experts for weight in weights_of(module).values()),
         routed=own(parameter for module in experts for parameter in module.parameters()),
@@ -164,7 +187,8 @@ def _name_layers(layers: Iterable[Any], kinds: Any) -> str:
     """The classes of the layers, each with its number; of layers of one class the kinds.
 
     >>> class Layer: pass
-    >>> _name_layers([Layer(), Layer(), Layer()], ["linear_attention", "linear_attention", "full_attention"])
+    >>> _name_layers([Layer(), Layer(), Layer()], ["linear_attention", "linear_attention",
+      "full_attention"])
     '3 x Layer (2 linear_attention, 1 full_attention)'
     """
     classes = Counter(type(layer).__name__ for layer in layers)

@@ -1,11 +1,14 @@
-"""A check before the first step: the training forward computes what transformers' does, document by document.
+"""A check before the first step: the training forward computes what transformers' does, document by
+document.
 
-Families differ in ways that no config names: layers that drop `cu_seq_lens` on its way to attention, attention of their
-own, states that run from one document into the next, logits that are scaled. So two forwards over a few tokens are
-compared instead, of the loaded and sharded model itself.
+Families differ in ways that no config names: layers that drop `cu_seq_lens` on its way to
+attention, attention of their own, states that run from one document into the next, logits that are
+scaled. So two forwards over a few tokens are compared instead, of the loaded and sharded model
+itself.
 
-How far two forwards may differ depends on the model and the precision, so the bounds are measured as well:
-transformers' forward also runs over the documents as one text, which shows how much a leak changes the outputs.
+How far two forwards may differ depends on the model and the precision, so the bounds are measured
+as well: transformers' forward also runs over the documents as one text, which shows how much a leak
+changes the outputs.
 """
 
 from collections.abc import Iterator
@@ -46,23 +49,34 @@ class ForwardOutput(NamedTuple):
 
 
 def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: World) -> None:
-    """Raises `UserError` where `model`, ready to train, would be trained on another loss than each document's own.
+    """Raises `UserError` where `model`, ready to train, would be trained on another loss than each
+    document's own.
 
-    Every rank calls it. It costs two forwards over 19 tokens and changes no parameter, gradient or random state.
+    Every rank calls it. It costs two forwards over 19 tokens and changes no parameter, gradient or
+    random state.
     """
     plain: Any = unwrap(model)
     name = type(plain).__name__.removeprefix("FSDP")  # FSDP2 changes the class
     rows = "packed documents" if data.packing else "padded rows"
-    ids = (torch.arange(DOCUMENT + OTHER, device=world.device) * 7919 + 11) % plain.config.get_text_config().vocab_size
+    ids = (
+        torch.arange(DOCUMENT + OTHER, device=world.device) * 7919 + 11
+    ) % plain.config.get_text_config().vocab_size
     text = torch.cat([ids, ids[:REPEATED]])[None]
     try:
         with _evaluated(model, recipe.torch_compile), _unrounded(model, world):
             # A mask of ones: all three documents are one text to transformers.
-            own = _forward(model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False)
-            labels = own.result[0, :DOCUMENT].float().argmax(-1)  # where the loss depends most on a scale of the logits
+            own = _forward(
+                model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False
+            )
+            # where the loss depends most on a scale of the logits
+            labels = own.result[0, :DOCUMENT].float().argmax(-1)
             batch = _batch(ids, labels, packed=data.packing)
             group = world.sequence_group
-            trained = _forward(model, **batch) if group is None else _forward_in_parts(model, batch, group)
+            trained = (
+                _forward(model, **batch)
+                if group is None
+                else _forward_in_parts(model, batch, group)
+            )
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -70,13 +84,22 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
         advice = "set packing: false" if data.packing else "name another model"
         if recipe.attn_implementation == "auto":
             advice = "set packing: false and attn_implementation: eager"
-        raise UserError(f"{name} cannot be trained on {rows} ({type(error).__name__}: {reason}); {advice}") from error
+        raise UserError(
+            f"{name} cannot be trained on {rows} ({type(error).__name__}: {reason}); {advice}"
+        ) from error
     if own.hidden.dim() != 3:  # [rows, tokens, hidden], but for ProphetNet's n-grams
         raise UserError(
-            f"{name}: its head reads several vectors of a token; this family is not supported: name another model"
+            f"{name}: its head reads several vectors of a token; this family is not supported: "
+            "name another model"
         )
-    if not all(torch.isfinite(each).all() for each in (own.hidden, own.result, trained.hidden, trained.result)):
-        raise UserError(f"{name}: its outputs are not finite before the first step, on {rows}; check its weights")
+    if not all(
+        torch.isfinite(each).all()
+        for each in (own.hidden, own.result, trained.hidden, trained.result)
+    ):
+        raise UserError(
+            f"{name}: its outputs are not finite before the first step, on {rows}; check its "
+            "weights"
+        )
     dtype = getattr(torch, COMPUTE_DTYPE[world.sharding.mixed_precision])
     if dtype == torch.float32:
         dtype = getattr(torch, recipe.dtype)
@@ -84,9 +107,17 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
 
 
 def _compare(
-    own: ForwardOutput, trained: ForwardOutput, labels: Tensor, dtype: torch.dtype, name: str, *, packed: bool
+    own: ForwardOutput,
+    trained: ForwardOutput,
+    labels: Tensor,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    packed: bool,
 ) -> None:
-    """Raises `UserError` where the two forwards differ by more than rounding in `dtype` explains."""
+    """Raises `UserError` where the two forwards differ by more than rounding in `dtype`
+    explains.
+    """
     document = own.hidden[0, :DOCUMENT]  # causal: what follows does not change it
     ours = trained.hidden[0, :DOCUMENT]
     repeated = trained.hidden[0, -REPEATED:] if packed else trained.hidden[1, :REPEATED]
@@ -94,29 +125,37 @@ def _compare(
     noise = _difference(ours, document)
     rounding = 2 * torch.finfo(dtype).eps
     if _difference(repeated, ours[:REPEATED]) > max(LEAK_SHARE[dtype] * leak, 4 * noise, rounding):
-        rows, advice = ("packed documents", "set packing: false") if packed else ("padded rows", "name another model")
+        rows, advice = (
+            ("packed documents", "set packing: false")
+            if packed
+            else ("padded rows", "name another model")
+        )
         raise UserError(
-            f"{name}: a document's outputs change with the documents around it in {rows}: its layers do not keep "
-            f"documents apart; {advice}"
+            f"{name}: a document's outputs change with the documents around it in {rows}: its "
+            f"layers do not keep documents apart; {advice}"
         )
     logits = own.result[0].float()
     losses = F.cross_entropy(logits[:DOCUMENT], labels, reduction="none")
     leaked = F.cross_entropy(logits[-REPEATED:], labels[:REPEATED], reduction="none")
-    # The outputs' noise, in units of a leak's, reaches the loss as well; the head rounds each logit once more.
+    # The outputs' noise, in units of a leak's, reaches the loss as well; the head rounds each logit
+    # once more.
     effect = DOCUMENT * (leaked - losses[:REPEATED]).abs().mean() * noise / max(leak, rounding)
     slack = rounding * logits[:DOCUMENT].abs().amax(-1).sum() + 1e-4 * losses.sum()
     is_other_loss = (trained.result - losses.sum()).abs() > 4 * effect + slack
     if is_other_loss or noise > max(FORWARD_SHARE[dtype] * leak, 16 * rounding):
         raise UserError(
-            f"{name}: the training forward does not compute what the model's own forward does (loss "
-            f"{float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); this family is not "
-            "supported: name another model"
+            f"{name}: the training forward does not compute what the model's own forward does "
+            f"(loss {float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); "
+            "this family is not supported: name another model"
         )
 
 
 def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
-    """The three documents as training brings them: in one packed row, or the first and the third in a row each, the
-    third filled up with other tokens. `labels` belong to the first; nothing else is trained."""
+    """The three documents as training brings them: in one packed row, or the first and the third in
+    a row each, the third filled up with other tokens.
+
+    `labels` belong to the first; nothing else is trained.
+    """
     lengths = (DOCUMENT, OTHER, REPEATED) if packed else (DOCUMENT, DOCUMENT)
     filler = ids[:0] if packed else ids[-(DOCUMENT - REPEATED) :]
     row = torch.cat([ids if packed else ids[:DOCUMENT], ids[:REPEATED], filler])
@@ -124,7 +163,9 @@ def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
     batch = {
         "input_ids": row.view(shape),
         "labels": F.pad(labels, (0, len(row) - DOCUMENT), value=IGNORE_INDEX).view(shape),
-        "position_ids": torch.cat([torch.arange(length, device=ids.device) for length in lengths]).view(shape),
+        "position_ids": torch.cat(
+            [torch.arange(length, device=ids.device) for length in lengths]
+        ).view(shape),
         "trained_positions": torch.arange(DOCUMENT, device=ids.device),
     }
     if not packed:
@@ -136,7 +177,9 @@ def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
 def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
     plain: Any = unwrap(model)
     read: list[tuple[Tensor, Any]] = []
-    hook = head_of(plain).register_forward_hook(lambda _, args, result: read.append((args[0].detach(), result)))
+    hook = head_of(plain).register_forward_hook(
+        lambda _, args, result: read.append((args[0].detach(), result))
+    )
     try:
         result = model(**inputs)
     finally:
@@ -147,11 +190,16 @@ def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
     return ForwardOutput(hidden, result if isinstance(result, Tensor) else result.logits)
 
 
-def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> ForwardOutput:
-    """The forward of a batch whose tokens the ranks of `group` share, gathered again on every rank."""
+def _forward_in_parts(
+    model: nn.Module, batch: dict[str, Any], group: ProcessGroup
+) -> ForwardOutput:
+    """The forward of a batch whose tokens the ranks of `group` share, gathered again on every
+    rank.
+    """
     length = batch["input_ids"].shape[1]
-    # The first rank's tokens end inside the document that repeats the first, or the padded row: attention, and whatever
-    # else reads other tokens, has to cross from one rank to the next. The last ranks may have padding alone.
+    # The first rank's tokens end inside the document that repeats the first, or the padded row:
+    # attention, and whatever else reads other tokens, has to cross from one rank to the next. The
+    # last ranks may have padding alone.
     tokens = PART if "cu_seq_lens" in batch else -(-length // group.size())
     mine = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
     padding = (0, tokens * group.size() - length)
@@ -196,7 +244,10 @@ def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
     for module in recurrent_modules(unwrap(model)):
         module.train()  # Mamba has another kernel for it; none of these has dropout
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        ):
             yield
     finally:
         model.train(training)

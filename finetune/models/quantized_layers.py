@@ -1,8 +1,10 @@
-"""Layers with frozen weights in 4 or 8 bits: put into a model on meta, sharded with it, filled with each rank's bytes.
+"""Layers with frozen weights in 4 or 8 bits: put into a model on meta, sharded with it, filled with
+each rank's bytes.
 
-A weight is two flat parameters, its codes and its scales. Their bytes are seen as numbers of the compute dtype, because
-FSDP2 gathers parameters of that dtype without converting them. FSDP2 may cut them anywhere, also within a block or a
-number: no rank computes with its shard. It gathers all shards of a layer's unit, and dequantizes as one rank would.
+A weight is two flat parameters, its codes and its scales. Their bytes are seen as numbers of the
+compute dtype, because FSDP2 gathers parameters of that dtype without converting them. FSDP2 may cut
+them anywhere, also within a block or a number: no rank computes with its shard. It gathers all
+shards of a layer's unit, and dequantizes as one rank would.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,13 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.distributed.model_parts import Values, find_local_slices, head_of, is_experts, text_modules
+from finetune.distributed.model_parts import (
+    Values,
+    find_local_slices,
+    head_of,
+    is_experts,
+    text_modules,
+)
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.quantized_weights import (
@@ -39,63 +47,85 @@ from finetune.models.quantized_weights import (
     unpack_scales,
 )
 
-SAME_PRODUCT = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes what nn.Linear's does
+# subclasses of nn.Linear whose own forward computes what nn.Linear's does
+SAME_PRODUCT = ("FalconLinear",)
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
-    """Lists the weights that are quantized if frozen, by their names in the base model: of linear layers and experts.
+    """Lists the weights that are quantized if frozen, by their names in the base model: of linear
+    layers and experts.
 
     `model` may be on meta, and may have adapters.
     """
     linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
-    experts = [f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)]
+    experts = [
+        f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)
+    ]
     return linears + [base_name(name) for name in experts]
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized if frozen, by name. Embeddings, norms and head are not, as in QLoRA.
+    """The linear layers that are quantized if frozen, by name.
+
+    Embeddings, norms and head are not, as in QLoRA.
 
     Raises `UserError` where the model has none.
     """
     head = set(head_of(model).modules())  # of an adapted head, its base layer too
     layers = []
     for name, module in text_modules(model):  # a vision tower keeps its precision
-        if isinstance(module, nn.Linear) and _is_plain(module) and module not in head and not is_adapter(f"{name}."):
+        if (
+            isinstance(module, nn.Linear)
+            and _is_plain(module)
+            and module not in head
+            and not is_adapter(f"{name}.")
+        ):
             layers.append((name, module))
     if not layers:
         raise UserError(
-            f"{', '.join(LOAD_KEYS)}: {type(model).__name__} has no linear layers to quantize; leave the key out"
+            f"{', '.join(LOAD_KEYS)}: {type(model).__name__} has no linear layers to quantize; "
+            "leave the key out"
         )
     return layers
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer is no subclass with a forward that computes something else with its weight."""
+    """Whether a layer is no subclass with a forward that computes something else with its
+    weight.
+    """
     return type(linear).forward is nn.Linear.forward or type(linear).__name__ in SAME_PRODUCT
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of experts in the language model, by name: modules whose parameters hold all experts of a layer."""
+    """The layers of experts in the language model, by name: modules whose parameters hold all
+    experts of a layer.
+    """
     return [(name, module) for name, module in text_modules(model) if is_experts(module)]
 
 
 def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
     """The weights [experts, rows, columns] of a layer of experts, not its biases."""
-    return {name: weight for name, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
+    return {
+        name: weight
+        for name, weight in experts.named_parameters(recurse=False)
+        if weight.dim() == 3
+    }
 
 
 CODES = "codes"
 SCALES = "scales"
-Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, double quantization, block
+# rows, columns, bits, quant_type, double quantization, block
+Form = tuple[int, int, int, str, bool, int]
 
 
 class QuantizedWeight(nn.Module):
-    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter.
+    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the
+    parameter.
 
     Attributes:
         full_shape, full_quantization: Of the weight as all ranks have it.
-        part: The experts this rank keeps, as a slice of the first dimension; their codes and scales are those of the
-            full weight.
+        part: The experts this rank keeps, as a slice of the first dimension; their codes and scales
+            are those of the full weight.
         shape, quantization: Of that part.
         sizes: The bytes of its codes and of its scales, without padding.
         keeps_dequantized: Whether autograd may keep the dequantized weight for the backward.
@@ -126,8 +156,12 @@ class QuantizedWeight(nn.Module):
         self.part = part or slice(0, full_shape[0])
         self.shape = (self.part.stop - self.part.start, *full_shape[1:])
         self.block = block
-        self.quantization = quantization if part is None else divide_quantization(prod(self.shape), quantization)
-        self.sizes = quantized_bytes(prod(self.shape[:-1]), self.shape[-1], self.quantization, block)
+        self.quantization = (
+            quantization if part is None else divide_quantization(prod(self.shape), quantization)
+        )
+        self.sizes = quantized_bytes(
+            prod(self.shape[:-1]), self.shape[-1], self.quantization, block
+        )
         self.keeps_dequantized = False
         for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
             numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
@@ -135,7 +169,9 @@ class QuantizedWeight(nn.Module):
 
     def take_part(self, part: slice) -> "QuantizedWeight":
         """The weight of these experts alone, on meta."""
-        taken = QuantizedWeight(self.full_shape, self.full_quantization, self.dtype, self.block, part)
+        taken = QuantizedWeight(
+            self.full_shape, self.full_quantization, self.dtype, self.block, part
+        )
         taken.keeps_dequantized = self.keeps_dequantized
         return taken
 
@@ -146,7 +182,8 @@ class QuantizedWeight(nn.Module):
             scales: uint8[bytes], as `pack_scales` lays them out.
 
         Returns:
-            uint8[bytes]. Scales that were quantized again are fp32 where the part cuts one of their blocks.
+            uint8[bytes]. Scales that were quantized again are fp32 where the part cuts one of their
+            blocks.
         """
         if self.shape == self.full_shape:
             return scales
@@ -154,14 +191,20 @@ class QuantizedWeight(nn.Module):
         last = self._count_scales(self.part.stop)
         if not self.full_quantization.bnb_4bit_use_double_quant:
             return scales.view(torch.float32)[first:last].view(torch.uint8)
-        of_full_weight = QuantizedTensor(scales[:0], scales, self.full_shape, self.full_quantization, self.block)
+        of_full_weight = QuantizedTensor(
+            scales[:0], scales, self.full_shape, self.full_quantization, self.block
+        )
         if not self.quantization.bnb_4bit_use_double_quant:
             return unpack_scales(of_full_weight)[first:last].view(torch.uint8)
         codes, nested, mean = split_nested_scales(of_full_weight)
-        return join_nested_scales(codes[first:last], nested[first // NESTED_BLOCK : last // NESTED_BLOCK], mean)
+        return join_nested_scales(
+            codes[first:last], nested[first // NESTED_BLOCK : last // NESTED_BLOCK], mean
+        )
 
     def _count_scales(self, experts: int) -> int:
-        """How many scales the first `experts` have: one for each row in 8 bits, one for each block in 4."""
+        """How many scales the first `experts` have: one for each row in 8 bits, one for each block
+        in 4.
+        """
         if self.full_quantization.bits == 8:
             return experts * prod(self.full_shape[1:-1])
         return experts * prod(self.full_shape[1:]) // self.block
@@ -172,8 +215,13 @@ class QuantizedWeight(nn.Module):
         return self.get_parameter(CODES).dtype
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [..., columns] in `dtype`. Its unit must be gathered: this rank needs all bytes of the part."""
-        weight: Tensor = _dequantize(self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype)
+        """The weight [..., columns] in `dtype`.
+
+        Its unit must be gathered: this rank needs all bytes of the part.
+        """
+        weight: Tensor = _dequantize(
+            self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype
+        )
         return weight.view(self.shape)
 
     @property
@@ -181,19 +229,31 @@ class QuantizedWeight(nn.Module):
         keys = self.quantization
         assert keys.bits is not None
         double = keys.bnb_4bit_use_double_quant
-        return prod(self.shape[:-1]), self.shape[-1], keys.bits, keys.bnb_4bit_quant_type, double, self.block
+        return (
+            prod(self.shape[:-1]),
+            self.shape[-1],
+            keys.bits,
+            keys.bnb_4bit_quant_type,
+            double,
+            self.block,
+        )
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):
-    """A linear layer with a quantized, frozen weight. The product is in the dtype of the input, or of autocast.
+    """A linear layer with a quantized, frozen weight.
 
-    Each forward dequantizes the weight, and each backward does so again. Where activations are recomputed
-    (`keeps_dequantized`), the recomputed forward keeps the weight for the backward that follows it at once.
+    The product is in the dtype of the input, or of autocast.
+
+    Each forward dequantizes the weight, and each backward does so again. Where activations are
+    recomputed (`keeps_dequantized`), the recomputed forward keeps the weight for the backward that
+    follows it at once.
     """
 
     leaf = ".weight"
 
-    def __init__(self, linear: nn.Linear, quantization: Quantization, dtype: torch.dtype, block: int = BLOCK) -> None:
+    def __init__(
+        self, linear: nn.Linear, quantization: Quantization, dtype: torch.dtype, block: int = BLOCK
+    ) -> None:
         super().__init__((linear.out_features, linear.in_features), quantization, dtype, block)
         self.out_features, self.in_features = self.shape
         self.register_parameter("bias", linear.bias)
@@ -204,7 +264,9 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """What a backward needs: (form, codes, scales), or (None, weight in `dtype`, None) if autograd may keep it."""
+        """What a backward needs: (form, codes, scales), or (None, weight in `dtype`, None) if
+        autograd may keep it.
+        """
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
@@ -226,7 +288,8 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
-# torch.compile cannot follow bytes that are seen as other numbers, and does not look into an operator.
+# torch.compile cannot follow bytes that are seen as other numbers, and does not look into an
+# operator.
 @library.custom_op("finetune::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor,
@@ -245,16 +308,18 @@ def _dequantize(
     Args:
         codes: [numbers], with padding.
         scales: [numbers], with padding.
-        rows, columns, bits, quant_type, double, block: See `Form`.
-        dtype: Of the result.
-        after: A backward passes its gradient. With the forward's arguments alone, torch.compile would merge both calls
+        rows, columns, bits, quant_type, double, block: See `Form`. dtype: Of the result. after: A
+        backward passes its gradient. With the forward's arguments alone, torch.compile would merge
+        both calls
             and keep the weight from one to the other.
     """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
     code_bytes = codes.view(torch.uint8)[: sizes.codes]
     scale_bytes = scales.view(torch.uint8)[: sizes.scales]
-    return dequantize_tensor(QuantizedTensor(code_bytes, scale_bytes, (rows, columns), quantization, block), dtype)
+    return dequantize_tensor(
+        QuantizedTensor(code_bytes, scale_bytes, (rows, columns), quantization, block), dtype
+    )
 
 
 @_dequantize.register_fake
@@ -276,7 +341,9 @@ def _(
 def dequantize_parameters(
     codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
-    """As `_dequantize`: the weight [rows, columns] in `dtype`, from a layer's parameters and its `form`."""
+    """As `_dequantize`: the weight [rows, columns] in `dtype`, from a layer's parameters and its
+    `form`.
+    """
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
     return weight
 
@@ -285,7 +352,9 @@ class _DequantizedTwice(torch.autograd.Function):
     """F.linear with a frozen weight, which the backward dequantizes again."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, form: Form
+    ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.form = form
         return F.linear(inputs, _dequantize(codes, scales, *form, inputs.dtype), bias)
@@ -302,20 +371,31 @@ class _DequantizedTwice(torch.autograd.Function):
 
 def recomputed_modules(model: nn.Module) -> set[nn.Module]:
     """The modules whose activations are recomputed in the backward anyway."""
-    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    checkpointed = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", None) is True
+    ]
     return {inner for module in checkpointed for inner in module.modules()}
 
 
 def quantize_layers(
-    model: nn.Module, quantization: Quantization, dtype: torch.dtype, stored: Mapping[str, StoredQuantized]
+    model: nn.Module,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredQuantized],
 ) -> frozenset[str]:
-    """Puts quantized linear layers into `model`. Call it after adapters and activation checkpointing are in place.
+    """Puts quantized linear layers into `model`.
+
+    Call it after adapters and activation checkpointing are in place.
 
     Args:
         model: On meta.
-        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they are.
+        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they
+            are.
         dtype: Of computation, as which the quantized bytes are kept.
-        stored: The weights that the files hold quantized already; where there are any, no others are quantized.
+        stored: The weights that the files hold quantized already; where there are any, no others
+            are quantized.
 
     Returns:
         The names of the parameters that hold codes and scales.
@@ -331,33 +411,43 @@ def quantize_layers(
         if linear.weight.requires_grad or (stored and weight not in stored):
             continue
         left.discard(weight)
-        layer = QuantizedLinear(linear, quantization, dtype, stored[weight].block if stored else BLOCK)
+        layer = QuantizedLinear(
+            linear, quantization, dtype, stored[weight].block if stored else BLOCK
+        )
         layer.keeps_dequantized = linear in checkpointed
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
     if left:
         raise UserError(
-            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the output "
-            "head are kept quantized here; name the unquantized model"
+            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers "
+            "other than the output head are kept quantized here; name the unquantized model"
         )
     return frozenset(added)
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedWeight]]:
     """The quantized linear layers and experts' weights of `model`, sharded or not, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+    ]
 
 
 def fill_quantized_layers(
     model: nn.Module, values: Values, stored: Mapping[str, StoredQuantized], world: World
 ) -> None:
-    """Fills the quantized layers of the sharded `model`. All ranks with these layers call it together.
+    """Fills the quantized layers of the sharded `model`.
+
+    All ranks with these layers call it together.
 
     Args:
-        values: The plain weights. Each rank reads and quantizes the blocks that its shard of the codes touches; a
-            double-quantized scale depends on all blocks of its weight, so ranks exchange their magnitudes.
-        stored: The weights that the files hold quantized already; where there are any, those are read instead.
+        values: The plain weights. Each rank reads and quantizes the blocks that its shard of the
+            codes touches; a double-quantized scale depends on all blocks of its weight, so ranks
+            exchange their magnitudes.
+        stored: The weights that the files hold quantized already; where there are any, those are
+            read instead.
     """
     for name, layer in quantized_layers(model):
         weight = f"{name}{layer.leaf}"
@@ -369,7 +459,9 @@ def fill_quantized_layers(
 
 @torch.no_grad()
 def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
-    """Quantizes the blocks of `weight` that this rank's shard of the codes touches, and shares their magnitudes."""
+    """Quantizes the blocks of `weight` that this rank's shard of the codes touches, and shares
+    their magnitudes.
+    """
     columns = layer.full_shape[-1]
     in_rows = layer.quantization.bits == 8
     block = columns if in_rows else layer.block  # numbers
@@ -377,17 +469,21 @@ def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> 
     magnitudes = torch.zeros(-(-prod(layer.full_shape) // block), device=world.device)
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     if begin < end:
-        start = layer.part.start * prod(layer.full_shape[1:]) // block * block_bytes  # of this rank's experts
+        # of this rank's experts
+        start = layer.part.start * prod(layer.full_shape[1:]) // block * block_bytes
         first = (start + begin) // block_bytes
         last = -(-(start + end) // block_bytes)
         last_number = min(last * block, prod(layer.full_shape))
-        numbers = _read_numbers(weight, layer.full_shape, values, first * block, last_number).to(world.device)
+        numbers = _read_numbers(weight, layer.full_shape, values, first * block, last_number).to(
+            world.device
+        )
         blocks = numbers.view(-1, columns) if in_rows else numbers
         block_codes, magnitudes[first:last] = quantize_blocks(blocks, layer.quantization)
         offset = start - first * block_bytes
         codes.copy_(block_codes[offset + begin : offset + end])
     if isinstance(layer.get_parameter(CODES), DTensor):
-        # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
+        # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on
+        # each.
         dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
     scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.full_quantization))[begin:end])
@@ -403,7 +499,10 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """(this rank's bytes of a parameter of `size` bytes, where they begin, where they end). Zeroes the padding."""
+    """(this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
+
+    Zeroes the padding.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
     (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)
@@ -412,7 +511,9 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
     return own[: end - begin], begin, end
 
 
-def _read_numbers(weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int) -> Tensor:
+def _read_numbers(
+    weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int
+) -> Tensor:
     """Reads the numbers `begin` to `end` of a weight of `shape`, in row-major order."""
     row_size = prod(shape[1:])  # of an expert, where the weight is one of experts
     first = begin // row_size

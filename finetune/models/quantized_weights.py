@@ -1,10 +1,10 @@
 """Quantized weights: their numbers in 4 or 8 bits, and how files hold them.
 
-Files of bitsandbytes hold the bytes that training keeps. DeepSeek, Qwen3, GLM and MiniMax publish a float8 `NAME` with
-`NAME_scale_inv`, a scale for each block of 128 x 128 numbers, or one for all. gpt-oss publishes `NAME_blocks` (MXFP4),
-two numbers a byte, and `NAME_scales`, a power of two for each 32 of them, transposed. In place of both stands a tensor
-`NAME` in float32, whose every slice is computed from the slices of the files that it needs, by transformers' own
-conversions.
+Files of bitsandbytes hold the bytes that training keeps. DeepSeek, Qwen3, GLM and MiniMax publish a
+float8 `NAME` with `NAME_scale_inv`, a scale for each block of 128 x 128 numbers, or one for all.
+gpt-oss publishes `NAME_blocks` (MXFP4), two numbers a byte, and `NAME_scales`, a power of two for
+each 32 of them, transposed. In place of both stands a tensor `NAME` in float32, whose every slice
+is computed from the slices of the files that it needs, by transformers' own conversions.
 """
 
 import math
@@ -33,14 +33,17 @@ from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor
 
 # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
 NUMBERS_AT_ONCE = 1 << 22
-LARGEST_KERNEL = 1 << 30  # numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
+# numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
+LARGEST_KERNEL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
     """A quantized weight. Returned by `quantize_tensor`."""
 
-    codes: Tensor  # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8 numbers
+    # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8
+    # numbers
+    codes: Tensor
     scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
     shape: tuple[int, ...]  # [..., columns]
     quantization: Quantization
@@ -50,11 +53,15 @@ class QuantizedTensor:
 def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTensor:
     """`values` [..., columns], whole, in their own dtype and on their own device."""
     codes, magnitudes = quantize_blocks(values.flatten(0, -2), quantization)
-    return QuantizedTensor(codes, pack_scales(magnitudes, quantization), tuple(values.shape), quantization)
+    return QuantizedTensor(
+        codes, pack_scales(magnitudes, quantization), tuple(values.shape), quantization
+    )
 
 
 def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the compute dtype."""
+    """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the
+    compute dtype.
+    """
     rows = prod(quantized.shape[:-1])
     columns = quantized.shape[-1]
     if quantized.quantization.bits == 8:
@@ -63,8 +70,9 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         numbers = quantized.codes.view(torch.int8).view(rows, columns).to(dtype)
         return numbers.mul_(scales.unsqueeze(1).mul(1.0 / 127.0)).view(quantized.shape)
     ops = _bitsandbytes_ops()
-    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with
-    # AVX-512 where the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
+    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks'
+    # scales on CPUs with AVX-512 where the length of a row is a multiple of 16 and not of 64; and
+    # it has no kernel for an odd length.
     block = quantized.block
     quant_type = quantized.quantization.bnb_4bit_quant_type
     codes = torch.split(quantized.codes, LARGEST_KERNEL // 2)
@@ -78,8 +86,10 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any shape, in row-major
-    order and with a shorter block at the end of the weight only; at 8 bits of whole rows."""
+    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any
+    shape, in row-major order and with a shorter block at the end of the weight only; at 8 bits of
+    whole rows.
+    """
     from bitsandbytes import functional
 
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -90,21 +100,26 @@ def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor,
             functional.int8_vectorwise_quant(part.to(torch.float16))[:2]
             for part in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1]))
         ]
-        return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat([m for _, m in parts])
+        return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat(
+            [m for _, m in parts]
+        )
     codes = []
     magnitudes = []
     for part in torch.split(values.reshape(-1), NUMBERS_AT_ONCE):
-        packed, state = functional.quantize_4bit(part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type)
+        packed, state = functional.quantize_4bit(
+            part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type
+        )
         codes.append(packed.view(-1))
         magnitudes.append(state.absmax)
     return torch.cat(codes), torch.cat(magnitudes)
 
 
 def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
-    """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks, fp32[blocks].
+    """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks,
+    fp32[blocks].
 
-    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the largest magnitudes of
-    those, and the mean, both fp32.
+    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the
+    largest magnitudes of those, and the mean, both fp32.
     """
     from bitsandbytes import functional
 
@@ -117,13 +132,17 @@ def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
 
 
 def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
-    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32), as `pack_scales` packs them."""
+    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32), as
+    `pack_scales` packs them.
+    """
     filling = codes.new_zeros(-codes.numel() % FP32)
     return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
 
 
 def split_nested_scales(quantized: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean, fp32[]."""
+    """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean,
+    fp32[].
+    """
     blocks = -(-prod(quantized.shape) // quantized.block)
     nested = quantized.scales[-(-blocks // FP32) * FP32 :].view(torch.float32)
     return quantized.scales[:blocks], nested[:-1], nested[-1]
@@ -135,13 +154,17 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
         return quantized.scales.view(torch.float32)
     codes, nested, mean = split_nested_scales(quantized)
     values = nested_values(nested.device)
-    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(codes, nested, values, NESTED_BLOCK, torch.float32)
+    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(
+        codes, nested, values, NESTED_BLOCK, torch.float32
+    )
     return magnitudes + mean
 
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree)."""
+    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic
+    tree).
+    """
     from bitsandbytes import functional
 
     values: Tensor = functional.create_dynamic_map().to(device)
@@ -164,7 +187,10 @@ def _bitsandbytes_ops() -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A CPU's sum depends on the number of threads; the scales of a run must not. On a GPU this changes nothing."""
+    """A CPU's sum depends on the number of threads; the scales of a run must not.
+
+    On a GPU this changes nothing.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -175,7 +201,8 @@ def _one_thread() -> Iterator[None]:
 
 # What the files hold beside a quantized weight, by the end of its name.
 STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
-PARTS = (*STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")  # after NAME.weight
+# after NAME.weight
+PARTS = (*STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 INT8_PARTS = (".SCB", ".weight_format")  # after NAME
 
 
@@ -214,7 +241,9 @@ class StoredQuantized:
         magnitudes = read(self.scales[".absmax"]).view(-1)
         if not self.quantization.bnb_4bit_use_double_quant:
             return magnitudes.float().view(torch.uint8)
-        return join_nested_scales(magnitudes, read(self.scales[".nested_absmax"]).float(), torch.tensor(self.mean))
+        return join_nested_scales(
+            magnitudes, read(self.scales[".nested_absmax"]).float(), torch.tensor(self.mean)
+        )
 
     def read_whole(self) -> QuantizedTensor:
         """The weight with all of its blocks."""
@@ -222,18 +251,29 @@ class StoredQuantized:
         return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
 
 
-def quantize_whole(weight: torch.Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
-    """A whole weight in the bytes that training keeps: read where the files hold it so, else quantized."""
-    return weight.read_whole() if isinstance(weight, StoredQuantized) else quantize_tensor(weight, quantization)
+def quantize_whole(
+    weight: torch.Tensor | StoredQuantized, quantization: Quantization
+) -> QuantizedTensor:
+    """A whole weight in the bytes that training keeps: read where the files hold it so, else
+    quantized.
+    """
+    return (
+        weight.read_whole()
+        if isinstance(weight, StoredQuantized)
+        else quantize_tensor(weight, quantization)
+    )
 
 
 def split_quantized(
     stored: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """(every weight under its name and with its own shape, the quantized ones of them) of the tensors in a folder.
+    """(every weight under its name and with its own shape, the quantized ones of them) of the
+    tensors in a folder.
+
     Those in FP8 or MXFP4 are plain weights, dequantized as they are read.
 
-    Raises `UserError` where a weight is quantized with values or block sizes that bitsandbytes does not have.
+    Raises `UserError` where a weight is quantized with values or block sizes that bitsandbytes does
+    not have.
     """
     quantized: dict[str, StoredQuantized] = {}
     stored = dequantize_published(stored, Path(where))
@@ -246,14 +286,18 @@ def split_quantized(
             weight = f"{name.removesuffix('.SCB')}.weight"
             quantized[weight] = _eight_bit(weight, stored, where)
     beside = {f"{weight}{end}" for weight in quantized for end in PARTS}
-    beside |= {f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS}
+    beside |= {
+        f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS
+    }
     weights = {name: tensor for name, tensor in stored.items() if name not in beside}
     for name in weights.keys() & quantized.keys():
         weights[name] = replace(weights[name], shape=quantized[name].shape)
     return weights, quantized
 
 
-def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> StoredQuantized:
+def _four_bit(
+    weight: str, state: str, stored: Mapping[str, StoredTensor], where: str
+) -> StoredQuantized:
     settings = _read_state(weight, state, stored, where)
     is_nested = "nested_offset" in settings
     scales = {end: stored[f"{weight}{end}"] for end in PARTS if f"{weight}{end}" in stored}
@@ -266,7 +310,9 @@ def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where
         sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
     for end, values in known.items():
         packed_scales = read(scales[end]).view(-1).float() if end in scales else values[:0]
-        if packed_scales.shape != values.shape or not torch.allclose(packed_scales, values, atol=1e-6):
+        if packed_scales.shape != values.shape or not torch.allclose(
+            packed_scales, values, atol=1e-6
+        ):
             raise _unreadable(where, f"{weight}{end}", "not the values that bitsandbytes uses")
     for end, size in sizes.items():
         if end not in scales or math.prod(scales[end].shape) != size:
@@ -284,7 +330,11 @@ def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where
 def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> StoredQuantized:
     scales = {".SCB": stored[f"{weight.removesuffix('.weight')}.SCB"]}
     shape = stored[weight].shape if weight in stored else ()
-    if len(shape) != 2 or stored[weight].dtype != torch.int8 or math.prod(scales[".SCB"].shape) != shape[0]:
+    if (
+        len(shape) != 2
+        or stored[weight].dtype != torch.int8
+        or math.prod(scales[".SCB"].shape) != shape[0]
+    ):
         raise _unreadable(where, weight, "8-bit rows with a scale each are expected")
     codes = _as_bytes(stored, weight, math.prod(shape), where)
     return StoredQuantized(codes, scales, (shape[0], shape[1]), quantize_to(8), BLOCK, 0.0)
@@ -297,27 +347,45 @@ def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], whe
     except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
         settings = None
     if settings is None or not state.endswith(settings["quant_type"]):
-        raise _unreadable(where, f"{weight}{state}", "bitsandbytes' description of the weight is expected")
+        raise _unreadable(
+            where, f"{weight}{state}", "bitsandbytes' description of the weight is expected"
+        )
     return settings
 
 
 def _as_bytes(stored: Mapping[str, StoredTensor], name: str, size: int, where: str) -> StoredTensor:
-    """The tensor as `size` single bytes. Its file may call them numbers of any dtype (`bnb_4bit_quant_storage`)."""
+    """The tensor as `size` single bytes.
+
+    Its file may call them numbers of any dtype (`bnb_4bit_quant_storage`).
+    """
     tensor = stored.get(name)
     if tensor is None or len(tensor.parts) != 1 or tensor.byte_count < size:
         raise _unreadable(where, name, f"{size:,} bytes in one file are expected")
     (part,) = tensor.parts
-    return replace(tensor, shape=(size,), dtype=torch.uint8, parts=(replace(part, offsets=(0,), shape=(size,)),))
+    return replace(
+        tensor,
+        shape=(size,),
+        dtype=torch.uint8,
+        parts=(replace(part, offsets=(0,), shape=(size,)),),
+    )
 
 
 def _unreadable(where: str, name: str, what: str) -> UserError:
-    return UserError(f"{where}: {name}: {what}; save the model again with bitsandbytes, or name the unquantized model")
+    return UserError(
+        f"{where}: {name}: {what}; save the model again with bitsandbytes, or name the unquantized "
+        "model"
+    )
 
 
 def dequantized_values(
-    values: Values, quantization: Quantization, stored: Mapping[str, StoredQuantized], dtype: torch.dtype
+    values: Values,
+    quantization: Quantization,
+    stored: Mapping[str, StoredQuantized],
+    dtype: torch.dtype,
 ) -> Values:
-    """The weights that a model quantized from `values`, or `stored` so, multiplies with, dequantized."""
+    """The weights that a model quantized from `values`, or `stored` so, multiplies with,
+    dequantized.
+    """
 
     def dequantized(name: str, slices: Slices) -> Tensor:
         if stored and base_name(name) not in stored:
@@ -337,8 +405,12 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MXFP4_BLOCK = 32  # numbers under a scale, in 16 bytes
 
 
-def dequantize_published(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of `folder` with plain ones in place of those in FP8 or MXFP4 and their scales. Reads no value.
+def dequantize_published(
+    stored: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, StoredTensor]:
+    """The tensors of `folder` with plain ones in place of those in FP8 or MXFP4 and their scales.
+
+    Reads no value.
 
     Raises `UserError` where scales do not fit their weight.
     """
@@ -359,7 +431,9 @@ def dequantize_published(stored: Mapping[str, StoredTensor], folder: Path) -> di
     return tensors
 
 
-def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str) -> StoredTensor:
+def _from_fp8(
+    weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
+) -> StoredTensor:
     rows, columns = weight.shape[-2:]
     grid = scales.shape[-2:] if math.prod(scales.shape) > 1 else (1, 1)
     if grid == (1, 1):
@@ -380,26 +454,40 @@ def _from_fp8(weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int]
         last = -(-across.stop // height)
         left = along.start // width
         right = -(-along.stop // width)
-        blocks = slice(first * height, min(last * height, rows)), slice(left * width, min(right * width, columns))
+        blocks = (
+            slice(first * height, min(last * height, rows)),
+            slice(left * width, min(right * width, columns)),
+        )
         numbers = read_slice(weight, (*lead, *blocks))
-        padded = numbers.new_zeros((*numbers.shape[:-2], (last - first) * height, (right - left) * width))
+        padded = numbers.new_zeros(
+            (*numbers.shape[:-2], (last - first) * height, (right - left) * width)
+        )
         padded[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
         if grid == (1, 1):
             scale = read_slice(scales, ()).reshape(1, 1)
         else:
             scale = read_slice(scales, (*lead, slice(first, last), slice(left, right)))
         scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-        converted = Fp8Dequantize(None).convert({"weight": padded, "weight_scale_inv": scale})["weight"]
-        values: Tensor = converted[0] if isinstance(converted, list) else converted  # transformers 5.17 returns a list
+        converted = Fp8Dequantize(None).convert({"weight": padded, "weight_scale_inv": scale})[
+            "weight"
+        ]
+        # transformers 5.17 returns a list
+        values: Tensor = converted[0] if isinstance(converted, list) else converted
         top = across.start - blocks[0].start
         start = along.start - blocks[1].start
-        return values[..., top : top + across.stop - across.start, start : start + along.stop - along.start]
+        return values[
+            ..., top : top + across.stop - across.start, start : start + along.stop - along.start
+        ]
 
     return _computed(weight.name, weight.shape, weight, read_values)
 
 
 def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: str) -> StoredTensor:
-    if len(blocks.shape) != 4 or blocks.shape[:-1] != scales.shape or 2 * blocks.shape[-1] != MXFP4_BLOCK:
+    if (
+        len(blocks.shape) != 4
+        or blocks.shape[:-1] != scales.shape
+        or 2 * blocks.shape[-1] != MXFP4_BLOCK
+    ):
         raise _misfit(where, scales, blocks)
     experts, outputs, groups, _ = blocks.shape
 
@@ -418,7 +506,9 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
     return _computed(name, (experts, groups * MXFP4_BLOCK, outputs), blocks, read_values)
 
 
-def _computed(name: str, shape: tuple[int, ...], source: StoredTensor, read_values: ReadSlice) -> StoredTensor:
+def _computed(
+    name: str, shape: tuple[int, ...], source: StoredTensor, read_values: ReadSlice
+) -> StoredTensor:
     zeros = (0,) * len(shape)
     path = source.parts[0].path
     part = ComputedPart(path, 0, zeros, shape, read_values, zeros, tuple(range(len(shape))))
@@ -427,14 +517,23 @@ def _computed(name: str, shape: tuple[int, ...], source: StoredTensor, read_valu
 
 def _block_sizes(folder: Path) -> tuple[int, int]:
     """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
-    settings = load_json(folder / CONFIG_FILE).get("quantization_config") if (folder / CONFIG_FILE).exists() else None
+    settings = (
+        load_json(folder / CONFIG_FILE).get("quantization_config")
+        if (folder / CONFIG_FILE).exists()
+        else None
+    )
     sizes = settings.get("weight_block_size") if isinstance(settings, dict) else None
-    is_pair = isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    is_pair = (
+        isinstance(sizes, list)
+        and len(sizes) == 2
+        and all(type(size) is int and size > 0 for size in sizes)
+    )
     return (sizes[0], sizes[1]) if is_pair and sizes is not None else (1, 1)
 
 
 def _misfit(where: str, scales: StoredTensor, weight: StoredTensor) -> UserError:
     return UserError(
-        f"{where}: {scales.name} has the shape {list(scales.shape)}, which does not fit {list(weight.shape)} of "
-        f"{weight.name}; copy the files again, or name the unquantized model"
+        f"{where}: {scales.name} has the shape {list(scales.shape)}, which does not fit "
+        f"{list(weight.shape)} of {weight.name}; copy the files again, or name the unquantized "
+        "model"
     )

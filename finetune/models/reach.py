@@ -1,11 +1,13 @@
 """Which parameters beside the language model an image reaches: the others are not trained.
 
-CLIP's last norm, or the layers after `vision_feature_layer`, work on nothing that the language model reads. No gradient
-reaches them: the optimizer would keep no state for them, and DDP would wait for their gradients in vain.
+CLIP's last norm, or the layers after `vision_feature_layer`, work on nothing that the language
+model reads. No gradient reaches them: the optimizer would keep no state for them, and DDP would
+wait for their gradients in vain.
 
-One forward over a small image finds them, before the weights are read. It is the training forward up to the language
-model. No number in it matters, so parameters are one zero that is read at every place, and products are zeros that
-nobody has multiplied: a tower of any size takes neither memory nor time.
+One forward over a small image finds them, before the weights are read. It is the training forward
+up to the language model. No number in it matters, so parameters are one zero that is read at every
+place, and products are zeros that nobody has multiplied: a tower of any size takes neither memory
+nor time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +33,14 @@ PRODUCTS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 BlankDocument = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
-"""(the tokens of a document with one small image, int64[1, tokens]; the processor's arguments for it)."""
+"""(the tokens of a document with one small image, int64[1, tokens]; the processor's arguments for
+it).
+"""
 
 
 def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[str, ...]:
-    """Freezes what is trained beside the language model of `model`, and which no image reaches; returns their names.
+    """Freezes what is trained beside the language model of `model`, and which no image reaches;
+    returns their names.
 
     Args:
         model: On the meta device, with real buffers on the host; what is trained is marked.
@@ -45,7 +50,11 @@ def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[st
         UserError: The model cannot take an image.
     """
     text = text_names(model)
-    beside = {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(text)}
+    beside = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and not name.startswith(text)
+    }
     if not beside:
         return ()
     reached = _find_reached(model, *make_document())
@@ -56,7 +65,9 @@ def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[st
 
 
 def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -> set[str]:
-    """The names of the trained parameters of `model` on which depends what enters its language model."""
+    """The names of the trained parameters of `model` on which depends what enters its language
+    model.
+    """
     weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
     tensors = weights | {name: _in_fp32(buffer) for name, buffer in model.named_buffers()}
     names = {id(tensor): name for name, tensor in weights.items()}
@@ -70,7 +81,8 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
         except Exception as error:  # each family has its own
             reason = on_one_line(error)
             raise UserError(
-                f"{type(model).__name__}: cannot take an image ({type(error).__name__}: {reason}); name another model"
+                f"{type(model).__name__}: cannot take an image ({type(error).__name__}: {reason}); "
+                "name another model"
             ) from error
     raise AssertionError("the language model was not called")
 
@@ -93,7 +105,13 @@ class _UpToTrunk(nn.Module):
     def forward(self, ids: Tensor, images: Mapping[str, Tensor]) -> None:
         hook = trunk_of(self.model).register_forward_pre_hook(_stop, with_kwargs=True)
         try:
-            forward_images(self.model, images, [1], input_ids=ids, position_ids=torch.arange(ids.shape[1])[None])
+            forward_images(
+                self.model,
+                images,
+                [1],
+                input_ids=ids,
+                position_ids=torch.arange(ids.shape[1])[None],
+            )
         finally:
             hook.remove()
 
@@ -111,7 +129,9 @@ class _ZeroProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         shapes = func(*on_meta[0], **on_meta[1])
-        return tree_map_only(Tensor, lambda shape: torch.zeros(shape.shape, dtype=shape.dtype), shapes)
+        return tree_map_only(
+            Tensor, lambda shape: torch.zeros(shape.shape, dtype=shape.dtype), shapes
+        )
 
 
 def _stand_in(parameter: nn.Parameter) -> Tensor:
@@ -133,7 +153,9 @@ def _never(_: Any) -> Tensor:
 
 
 def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors at the ends of the graph of `tensors`: those to which a backward would bring a gradient."""
+    """The tensors at the ends of the graph of `tensors`: those to which a backward would bring a
+    gradient.
+    """
     left: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(left)
     while left:

@@ -1,11 +1,14 @@
-"""What the routers of a mixture choose, counted while it trains, and the auxiliary loss that keeps them balanced.
+"""What the routers of a mixture choose, counted while it trains, and the auxiliary loss that keeps
+them balanced.
 
-The loss is that of Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over all layers together.
+The loss is that of Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over
+all layers together.
 
     auxiliary = experts * sum over experts of share_e * probability_e
 
-share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities, both over the tokens of
-all ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
+share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities,
+both over the tokens of all ranks, micro-batches and layers of the step, divided by their number.
+Padding is no token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +29,27 @@ SEEN = "seen_output"  # of a router, between its forward and the end of the mode
 
 
 def install_routing(model: Any, coefficient: float | None) -> None:
-    """Counts what the routers of `model` choose while it trains; before sharding. No effect on a dense model.
+    """Counts what the routers of `model` choose while it trains; before sharding.
+
+    No effect on a dense model.
 
     `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with
-    `output_router_logits`. That the family has such a loss, the rules have asked. Raises `UserError` where a
-    coefficient is asked for and no router is found.
+    `output_router_logits`. That the family has such a loss, the rules have asked. Raises
+    `UserError` where a coefficient is asked for and no router is found.
     """
     config = model.config.get_text_config()
     routers = _routers(model)
-    own = getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else None
+    own = (
+        getattr(config, "router_aux_loss_coef", None)
+        if getattr(config, "output_router_logits", False)
+        else None
+    )
     chosen = own if coefficient is None else coefficient
     if coefficient and not routers:  # of a model's own code, which the rules cannot ask
-        raise UserError(f"router_aux_loss_coef: the routers of {type(model).__name__} are not found; remove the key")
+        raise UserError(
+            f"router_aux_loss_coef: the routers of {type(model).__name__} are not found; remove "
+            "the key"
+        )
     if routers:
         setattr(model, ATTRIBUTE, Routing(model, routers, config, chosen or 0.0))
 
@@ -51,17 +63,23 @@ class Routing:
     """What the routers of one model choose, and their auxiliary loss."""
 
     def __init__(
-        self, model: nn.Module, routers: Sequence[tuple[nn.Module, int]], config: Any, coefficient: float
+        self,
+        model: nn.Module,
+        routers: Sequence[tuple[nn.Module, int]],
+        config: Any,
+        coefficient: float,
     ) -> None:
         self.coefficient = coefficient
         self._routers = routers
         self.layers = len(routers)
         self.experts = count_experts(config.to_dict())
         self._chosen_per_token = count_chosen(config.to_dict()) or 1
-        self._counts: Tensor | None = None  # [layers, experts], tokens since the last line of metrics
+        # [layers, experts], tokens since the last line of metrics
+        self._counts: Tensor | None = None
         self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
         self._steps = 0
-        self._is_open = False  # between the beginning and the end of a training forward: recomputed layers do not count
+        # between the beginning and the end of a training forward: recomputed layers do not count
+        self._is_open = False
         self._is_counted = True
         self._device = torch.device("cpu")
         self._mask: Tensor | None = None
@@ -80,7 +98,8 @@ class Routing:
             vars(router).pop(SEEN, None)
 
     def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
-        # A compiled layer is one graph, in the forward and where it is recomputed; that one ends before it leaves this.
+        # A compiled layer is one graph, in the forward and where it is recomputed; that one ends
+        # before it leaves this.
         if self._is_open or torch.compiler.is_compiling():
             setattr(router, SEEN, output)
 
@@ -107,23 +126,36 @@ class Routing:
         ones = torch.ones(chosen.shape, device=chosen.device)
         if self._mask is not None:
             ones = ones * self._mask[:, None]
-        counts = torch.zeros(self.experts + 1, device=chosen.device)  # the last: none of them (Zaya)
+        # the last: none of them (Zaya)
+        counts = torch.zeros(self.experts + 1, device=chosen.device)
         return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
 
     def selected(self) -> Tensor:
-        """Tokens for each expert in the last forward, over all layers, by their probabilities alone:
-        float32[experts]."""
-        chosen = (logits.detach().softmax(-1).topk(self._chosen_per_token).indices for logits in self._logits.values())
-        none = torch.zeros(self.experts, device=self._device)  # where a rank of a pipeline has dense layers alone
+        """Tokens for each expert in the last forward, over all layers, by their probabilities
+        alone: float32[experts].
+        """
+        chosen = (
+            logits.detach().softmax(-1).topk(self._chosen_per_token).indices
+            for logits in self._logits.values()
+        )
+        # where a rank of a pipeline has dense layers alone
+        none = torch.zeros(self.experts, device=self._device)
         return sum((self._count(each) for each in chosen), none)
 
-    def count_selected(self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
-        """`selected` over the forwards of `inputs`, without gradients; no random state is changed."""
+    def count_selected(
+        self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device
+    ) -> Tensor:
+        """`selected` over the forwards of `inputs`, without gradients; no random state is
+        changed.
+        """
         self._is_counted = False
         total = torch.zeros(self.experts, device=device)
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            ):
                 for each in inputs:
                     model(**each | {"trained_positions": nothing})
                     total += self.selected()
@@ -132,18 +164,23 @@ class Routing:
         return total
 
     def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
-        """The last forward's part of the step's auxiliary loss, not yet multiplied by the coefficient; 0-dim.
+        """The last forward's part of the step's auxiliary loss, not yet multiplied by the
+        coefficient; 0-dim.
 
-        selected: float32[experts], tokens for each expert over the whole step and all layers; tokens: of the whole
-        step.
+        selected: float32[experts], tokens for each expert over the whole step and all layers;
+        tokens: of the whole step.
         """
         total = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
             probabilities = logits.float().softmax(-1)
-            total = total + (probabilities if self._mask is None else probabilities * self._mask[:, None]).sum(0)
+            total = total + (
+                probabilities if self._mask is None else probabilities * self._mask[:, None]
+            ).sum(0)
         rows = max(1, tokens * self.layers)
         loss = self.experts * (selected / rows * total / rows).sum()
-        self._auxiliary = loss.detach() if self._auxiliary is None else self._auxiliary + loss.detach()
+        self._auxiliary = (
+            loss.detach() if self._auxiliary is None else self._auxiliary + loss.detach()
+        )
         return loss
 
     def end_step(self) -> None:
@@ -154,8 +191,9 @@ class Routing:
     def take_metrics(self, world: World) -> dict[str, Any]:
         """What the steps since the last call amount to, over all ranks. All ranks call it.
 
-        The largest share of a layer's tokens that one expert received (1 / experts where all are alike), and the share
-        of its experts that received none; then the worst layer's share of either.
+        The largest share of a layer's tokens that one expert received (1 / experts where all are
+        alike), and the share of its experts that received none; then the worst layer's share of
+        either.
         """
         if self._counts is None:
             return {}
@@ -178,11 +216,14 @@ class Routing:
 
 
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """The routers of `model`, layer by layer, each with the place of its logits in its output, as transformers records
-    them for `output_router_logits`."""
+    """The routers of `model`, layer by layer, each with the place of its logits in its output, as
+    transformers records them for `output_router_logits`.
+    """
     recorded = getattr(model, "_can_record_outputs", None) or {}
     trunk = trunk_of(model)
-    recorder = recorded.get("router_logits") or (getattr(trunk, "_can_record_outputs", None) or {}).get("router_logits")
+    recorder = recorded.get("router_logits") or (
+        getattr(trunk, "_can_record_outputs", None) or {}
+    ).get("router_logits")
     target: Any = getattr(recorder, "target_class", recorder)
     if not isinstance(target, type):
         return []
@@ -191,9 +232,15 @@ def _routers(model: Any) -> list[tuple[nn.Module, int]]:
 
 
 def _chosen(output: Any, logits: Tensor, count: int) -> Tensor:
-    """The experts of each token, int64[tokens, count]: the router's own choice where it returns one."""
+    """The experts of each token, int64[tokens, count]: the router's own choice where it returns
+    one.
+    """
     outputs = output if isinstance(output, tuple) else ()
-    own = [each for each in outputs if isinstance(each, Tensor) and each.dtype == torch.int64 and each.dim() == 2]
+    own = [
+        each
+        for each in outputs
+        if isinstance(each, Tensor) and each.dtype == torch.int64 and each.dim() == 2
+    ]
     return own[-1] if own else logits.detach().topk(count).indices
 
 
@@ -210,8 +257,9 @@ def auxiliary_loss_of_step(
 
     Without an auxiliary loss, the function returns the loss unchanged.
 
-    The auxiliary loss multiplies what the whole step selects with the probabilities of each token. With several
-    micro-batches the first backward needs the selection of the last, hence a forward of each without gradients.
+    The auxiliary loss multiplies what the whole step selects with the probabilities of each token.
+    With several micro-batches the first backward needs the selection of the last, hence a forward
+    of each without gradients.
 
     Args:
         model: The mixture.
@@ -224,7 +272,9 @@ def auxiliary_loss_of_step(
     if routing is None or not routing.coefficient:
         return lambda loss: loss
     used: Routing = routing
-    of_step = None if is_one_forward else world.sum(used.count_selected(model, inputs, world.device))
+    of_step = (
+        None if is_one_forward else world.sum(used.count_selected(model, inputs, world.device))
+    )
 
     def add(loss: Tensor) -> Tensor:
         selected = world.sum(used.selected()) if of_step is None else of_step

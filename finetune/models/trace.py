@@ -1,9 +1,10 @@
-"""What a forward and a backward of a model hold, by its own code over tensors that have shapes and no values.
+"""What a forward and a backward of a model hold, by its own code over tensors that have shapes and
+no values.
 
-For the plan of models whose layers its formulas do not know. Every tensor that autograd saves is counted, and every one
-that is there at the same time, over rows of a few lengths: what grows with the tokens, or with their square, is a
-polynomial of the length. All runs as on a CPU; of a GPU's attention it is known that its kernel keeps its inputs, its
-output and the log-sum-exp.
+For the plan of models whose layers its formulas do not know. Every tensor that autograd saves is
+counted, and every one that is there at the same time, over rows of a few lengths: what grows with
+the tokens, or with their square, is a polynomial of the length. All runs as on a CPU; of a GPU's
+attention it is known that its kernel keeps its inputs, its output and the log-sum-exp.
 """
 
 import logging
@@ -28,11 +29,17 @@ from finetune.distributed.model_parts import language_model_of, other_parts, tru
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME
 from finetune.models.documents import install_attention
-from finetune.models.experts import GROUPED, keep_factors, register_grouped, set_experts_implementation
+from finetune.models.experts import (
+    GROUPED,
+    keep_factors,
+    register_grouped,
+    set_experts_implementation,
+)
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.outline import build_class, list_layers
 
-# Of the traced rows, in units: not of one chunk, which is computed otherwise than several. The third is for squares.
+# Of the traced rows, in units: not of one chunk, which is computed otherwise than several. The
+# third is for squares.
 LENGTHS = (2, 3, 4)
 MOST_LAYERS = 4  # that are traced one by one
 UNIT = 64  # tokens of a chunk that linear attention and state spaces compute, at least
@@ -44,7 +51,9 @@ PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what a layer 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Bytes that grow with the tokens of a document, and with their square where all pairs of them are compared."""
+    """Bytes that grow with the tokens of a document, and with their square where all pairs of them
+    are compared.
+    """
 
     linear: float = 0.0
     square: float = 0.0
@@ -55,7 +64,8 @@ class Growth:
 
     @classmethod
     def fit(cls, unit: int, measured: Sequence[float]) -> "Growth":
-        """The polynomial, less its constant, through what was `measured` at two or all three LENGTHS times `unit`.
+        """The polynomial, less its constant, through what was `measured` at two or all three
+        LENGTHS times `unit`.
 
         >>> Growth.fit(2, [10 + 2 * n + 3 * n * n for n in (4, 6, 8)]), Growth.fit(2, [18, 22])
         (Growth(linear=2.0, square=3.0), Growth(linear=2.0, square=0.0))
@@ -107,21 +117,29 @@ class Forward:
 
 
 def trace_model(config: Mapping[str, Any], how: Forward) -> Trace:
-    """Traces one layer of each kind of the model of a config.json; all of them, where some need what others leave."""
+    """Traces one layer of each kind of the model of a config.json; all of them, where some need
+    what others leave.
+    """
     failure = ""
     for skips in (True, False):
         try:
             with _silent():
                 return _trace(config, how, skips)
-        except Exception as error:  # whatever a family's own code does with tensors that have no values
+        except (
+            Exception
+        ) as error:  # whatever a family's own code does with tensors that have no values
             failure = on_one_line(error)
     return Trace(failure=failure)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No word of libraries: of kernels that a run would miss, and of operators that have no fake."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")]
+    """No word of libraries: of kernels that a run would miss, and of operators that have no
+    fake.
+    """
+    loggers = [
+        logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -151,9 +169,13 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
     forwards = [layer.forward for layer in layers]
     lengths = LENGTHS[:2] if trunk.config._attn_implementation == KERNEL else LENGTHS
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.autograd.set_multithreading_enabled(False):  # backwards run here, where the modes see them
+    # backwards run here, where the modes see them
+    with mode, torch.autograd.set_multithreading_enabled(False):
         _make_fake(model, mode)
-        rows = [_trace_row(trunk, layers, forwards, set(places), unit * number, how) for number in lengths]
+        rows = [
+            _trace_row(trunk, layers, forwards, set(places), unit * number, how)
+            for number in lengths
+        ]
 
     def fit(read: Callable[[_Row], int]) -> Growth:
         return Growth.fit(unit, [read(row) for row in rows])
@@ -181,7 +203,9 @@ def _describe(layer: nn.Module) -> Any:
 
 
 def _prepare(model: Any, how: Forward) -> None:
-    """Puts into the model on meta what training does (models/load.py), and for a GPU what its attention keeps."""
+    """Puts into the model on meta what training does (models/load.py), and for a GPU what its
+    attention keeps.
+    """
     from transformers import AttentionInterface
 
     register_grouped()
@@ -226,7 +250,9 @@ def _attend_as_a_kernel(
 
 
 def _find_unit(trunk: Any) -> int:
-    """Tokens, of which a traced row has a multiple: whole chunks, and as many as no matrix of the model has rows."""
+    """Tokens, of which a traced row has a multiple: whole chunks, and as many as no matrix of the
+    model has rows.
+    """
     keys = trunk.config.to_dict()
     recurrence = find_family(trunk.config.model_type).recurrence
     least = STEPPED_UNIT if recurrence is not None and recurrence.steps_through_tokens else UNIT
@@ -234,21 +260,29 @@ def _find_unit(trunk: Any) -> int:
     unit = max([least, *(size for size in chunks if size <= LARGEST_UNIT)])
     rows = {parameter.shape[0] for parameter in trunk.parameters() if parameter.dim() == 2}
     multiples = [number * each for number in LENGTHS for each in (1, max(1, count_chosen(keys)))]
-    return next(size for size in count(unit, 2 * unit) if not rows.intersection(size * each for each in multiples))
+    return next(
+        size
+        for size in count(unit, 2 * unit)
+        if not rows.intersection(size * each for each in multiples)
+    )
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Turns parameters and buffers into fake tensors that say they are on the CPU."""
 
     def fake(tensor: Tensor) -> Tensor:
-        return mode.fake_tensor_converter.from_meta_and_device(mode, tensor.to("meta"), torch.device("cpu"))
+        return mode.fake_tensor_converter.from_meta_and_device(
+            mode, tensor.to("meta"), torch.device("cpu")
+        )
 
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(fake(parameter.data), requires_grad=parameter.requires_grad)
+                    made[parameter] = nn.Parameter(
+                        fake(parameter.data), requires_grad=parameter.requires_grad
+                    )
                 module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -273,7 +307,10 @@ def _trace_row(
     tokens: int,
     how: Forward,
 ) -> _Row:
-    """One row of a single document. Each layer at `places` goes forward, backward, and forward without a graph."""
+    """One row of a single document.
+
+    Each layer at `places` goes forward, backward, and forward without a graph.
+    """
     row = _Row()
     live = _Live(trunk)
     outputs = list[Any]()
@@ -285,10 +322,16 @@ def _trace_row(
         with saved.counted():
             out = forwards[place](leaf, *args, **kwargs)
         row.saved[place] = saved.bytes
-        result = next(each for each in _tensors(out) if each.requires_grad and each.shape == hidden.shape)
-        row.working[place] = live.above(lambda: torch.autograd.backward(result, torch.empty_like(result)))
+        result = next(
+            each for each in _tensors(out) if each.requires_grad and each.shape == hidden.shape
+        )
+        row.working[place] = live.above(
+            lambda: torch.autograd.backward(result, torch.empty_like(result))
+        )
         with torch.no_grad():
-            row.forward[place] = live.above(lambda: outputs.append(forwards[place](hidden, *args, **kwargs)))
+            row.forward[place] = live.above(
+                lambda: outputs.append(forwards[place](hidden, *args, **kwargs))
+            )
         return outputs.pop()
 
     def skip(hidden: Tensor, *_: Any, **__: Any) -> Any:
@@ -300,7 +343,11 @@ def _trace_row(
         ids = torch.zeros(1, tokens, dtype=torch.long)
         positions = torch.arange(tokens)[None]
         boundaries = torch.tensor([0, tokens], dtype=torch.int32)
-        lengths = {"cu_seq_lens": boundaries, "max_document_length": tokens, "packed_lengths": (tokens,)}
+        lengths = {
+            "cu_seq_lens": boundaries,
+            "max_document_length": tokens,
+            "packed_lengths": (tokens,),
+        }
         trunk(input_ids=ids, position_ids=positions, use_cache=False, **lengths)
     row.rest = rest.bytes
     return row
@@ -316,7 +363,9 @@ def _key(tensor: Tensor) -> int:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that are there, but for those of a parameter's shape: gradients and casts."""
+    """Counts the bytes of the tensors that are there, but for those of a parameter's shape:
+    gradients and casts.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -325,9 +374,12 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
         self._now = self._peak = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operator is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
-            halves = [tensor.to(torch.bfloat16) for tensor in args[:2]]  # of which alone torch knows the shapes
+            # of which alone torch knows the shapes
+            halves = [tensor.to(torch.bfloat16) for tensor in args[:2]]
             out = operator(*halves, *args[2:], **(kwargs or {})).to(torch.float32)
         else:
             out = operator(*args, **(kwargs or {}))
@@ -360,7 +412,9 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Saved:
-    """Counts what autograd saves, each storage once; what a layer was given counts for `shared`, not for the layer."""
+    """Counts what autograd saves, each storage once; what a layer was given counts for `shared`,
+    not for the layer.
+    """
 
     def __init__(self, live: _Live, shared: "_Saved | None" = None, given: Any = ()) -> None:
         self._live = live

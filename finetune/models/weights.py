@@ -1,6 +1,7 @@
 """The values of a model's parameters: slices of safetensors files, or random from a seed.
 
-Both are pure functions of (name, slices), so every layout and every number of ranks starts from the same weights.
+Both are pure functions of (name, slices), so every layout and every number of ranks starts from the
+same weights.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -40,13 +41,17 @@ class BoxPart:
     begin: Shape  # of its first element in the named tensor
     offsets: Shape  # of its first element in the box
     shape: Shape  # in the box
-    axes: tuple[int | None, ...]  # for each dimension of the box, the named tensor's; None: added, of size 1
+    # for each dimension of the box, the named tensor's; None: added, of size 1
+    axes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a conversion makes of named tensors: its shape, and the parts that fill it. Stands in for a tensor in
-    torch's functions, as far as transformers' conversions of weights in boxes use them."""
+    """What a conversion makes of named tensors: its shape, and the parts that fill it.
+
+    Stands in for a tensor in torch's functions, as far as transformers' conversions of weights in
+    boxes use them.
+    """
 
     shape: Shape
     parts: tuple[BoxPart, ...]
@@ -58,7 +63,9 @@ class Box:
         return cls(shape, (BoxPart(name, zeros, zeros, shape, tuple(range(len(shape)))),))
 
     @classmethod
-    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         known: dict[Any, Callable[..., Any]] = {
             torch.cat: _cat,
             torch.stack: _stack,
@@ -93,14 +100,23 @@ class Box:
         if self.shape[dim] != 1:
             return self
         parts = tuple(
-            replace(p, offsets=_without(p.offsets, dim), shape=_without(p.shape, dim), axes=_without(p.axes, dim))
+            replace(
+                p,
+                offsets=_without(p.offsets, dim),
+                shape=_without(p.shape, dim),
+                axes=_without(p.axes, dim),
+            )
             for p in self.parts
         )
         return Box(_without(self.shape, dim), parts)
 
     def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
-        """The elements `slices` (of step 1; missing dimensions are whole), by `read(name, slices)` of the tensors."""
-        bounds = [wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)]
+        """The elements `slices` (of step 1; missing dimensions are whole), by `read(name, slices)`
+        of the tensors.
+        """
+        bounds = [
+            wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)
+        ]
         bounds += [(0, size) for size in self.shape[len(bounds) :]]
         box = self
         for dim, (start, stop) in enumerate(bounds):
@@ -111,18 +127,24 @@ class Box:
             if len(box.parts) == 1:
                 return value
             result = value.new_empty(box.shape) if result is None else result
-            result[tuple(slice(at, at + n) for at, n in zip(part.offsets, part.shape, strict=True))] = value
+            result[
+                tuple(slice(at, at + n) for at, n in zip(part.offsets, part.shape, strict=True))
+            ] = value
         assert result is not None, f"an empty box of {self.shape}"
         return result
 
 
-def convert_to_parameters(model: Any, stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
-    """The tensors of the files under the names of `model`'s parameters and saved buffers, in their form in memory.
+def convert_to_parameters(
+    model: Any, stored: Mapping[str, StoredTensor], where: str
+) -> dict[str, StoredTensor]:
+    """The tensors of the files under the names of `model`'s parameters and saved buffers, in their
+    form in memory.
 
-    A tensor that has no place in the model keeps its name. Reads no value. `where` names the files in errors.
+    A tensor that has no place in the model keeps its name. Reads no value. `where` names the files
+    in errors.
 
-    Raises `UserError` where tensors do not fit together, or a conversion rearranges elements in a way that rectangular
-    boxes cannot describe.
+    Raises `UserError` where tensors do not fit together, or a conversion rearranges elements in a
+    way that rectangular boxes cannot describe.
     """
     names = model.state_dict().keys()
     if stored.keys() <= names:
@@ -136,12 +158,18 @@ def convert_to_parameters(model: Any, stored: Mapping[str, StoredTensor], where:
 
 
 def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> dict[str, Box]:
-    """For each parameter of `model` the tensors of the files (given by their shapes) that it is made of.
+    """For each parameter of `model` the tensors of the files (given by their shapes) that it is
+    made of.
 
     The order of the steps is transformers' own (`convert_and_load_state_dict_in_model`).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -170,15 +198,19 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
             raise _unsupported(model, where, str(error)) from None
         except ValueError as error:
             raise UserError(
-                f"{where}: the tensors of {target} do not fit together ({error}); copy the files again"
+                f"{where}: the tensors of {target} do not fit together ({error}); copy the files "
+                "again"
             ) from None
     return boxes
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
-    """For each tensor that transformers writes to `model`'s files, the parameters (given by their shapes) that it is
-    made of, in their order. Raises `UserError` where a conversion rearranges elements in a way that rectangular boxes
-    cannot describe."""
+    """For each tensor that transformers writes to `model`'s files, the parameters (given by their
+    shapes) that it is made of, in their order.
+
+    Raises `UserError` where a conversion rearranges elements in a way that rectangular boxes cannot
+    describe.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters: Any = {name: Box.whole(name, shape) for name, shape in shapes.items()}
@@ -192,17 +224,25 @@ def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
 
 def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
     return UserError(
-        f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its modules do, and "
-        f"transformers converts them by {operation}, which is not supported here; name a model of another family"
+        f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its "
+        f"modules do, and transformers converts them by {operation}, which is not supported here; "
+        "name a model of another family"
     )
 
 
 def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    """The parameter `name` as one tensor on disk, whose parts lie wherever the files' tensors do."""
+    """The parameter `name` as one tensor on disk, whose parts lie wherever the files' tensors
+    do.
+    """
     dtypes = {stored[part.name].dtype for part in box.parts}
     if len(dtypes) > 1:
-        raise UserError(f"{name}: its tensors in the files differ in dtype ({', '.join(sorted(map(str, dtypes)))})")
-    parts = [stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])]
+        raise UserError(
+            f"{name}: its tensors in the files differ in dtype "
+            f"({', '.join(sorted(map(str, dtypes)))})"
+        )
+    parts = [
+        stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])
+    ]
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
@@ -215,7 +255,11 @@ def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
         if any(start >= stop for start, stop in cuts):
             continue
         if isinstance(held, ComputedPart):  # a whole tensor, read by any slices
-            parts.append(replace(held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes))
+            parts.append(
+                replace(
+                    held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes
+                )
+            )
             continue
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
@@ -231,8 +275,12 @@ def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
 
 
 def _source_slices(part: BoxPart) -> Slices:
-    """Which elements of the named tensor `part` is; a dimension that the box has lost is one element wide."""
-    sizes = {axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None}
+    """Which elements of the named tensor `part` is; a dimension that the box has lost is one
+    element wide.
+    """
+    sizes = {
+        axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None
+    }
     return tuple(slice(start, start + sizes.get(axis, 1)) for axis, start in enumerate(part.begin))
 
 
@@ -246,7 +294,9 @@ def _cat(boxes: Sequence[Box], dim: int = 0) -> Box:
     for box in boxes:
         if _without(box.shape, dim) != _without(first, dim):
             raise ValueError(f"shapes {list(first)} and {list(box.shape)}")
-        parts += [replace(p, offsets=_changed(p.offsets, dim, p.offsets[dim] + length)) for p in box.parts]
+        parts += [
+            replace(p, offsets=_changed(p.offsets, dim, p.offsets[dim] + length)) for p in box.parts
+        ]
         length += box.shape[dim]
     return Box(_changed(first, dim, length), tuple(parts))
 
@@ -256,7 +306,9 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
         return (*values[:dim], value, *values[dim:])
 
     def add_dimension(part: BoxPart) -> BoxPart:
-        return replace(part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None))
+        return replace(
+            part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None)
+        )
 
     layers = [Box(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
     return _cat(layers, dim)
@@ -266,7 +318,10 @@ def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...
     length = box.shape[dim]
     each = [sizes] * -(-length // sizes) if isinstance(sizes, int) else list(sizes)
     starts = [sum(each[:index]) for index in range(len(each))]
-    return tuple(_narrow(box, dim, start, min(start + size, length)) for start, size in zip(starts, each, strict=True))
+    return tuple(
+        _narrow(box, dim, start, min(start + size, length))
+        for start, size in zip(starts, each, strict=True)
+    )
 
 
 def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
@@ -280,10 +335,16 @@ def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
         if low < high:
             axis = part.axes[dim]
             begin = (
-                part.begin if axis is None else _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
+                part.begin
+                if axis is None
+                else _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
             )
             shape = _changed(part.shape, dim, high - low)
-            parts.append(replace(part, begin=begin, offsets=_changed(part.offsets, dim, low - start), shape=shape))
+            parts.append(
+                replace(
+                    part, begin=begin, offsets=_changed(part.offsets, dim, low - start), shape=shape
+                )
+            )
     return Box(_changed(box.shape, dim, stop - start), tuple(parts))
 
 
@@ -305,17 +366,26 @@ def stored_values(
     vocabulary: Vocabulary | None = None,
     seed: int = 0,
 ) -> Values:
-    """Values read from files, each rank its own slices. `where` names the files in errors; `vocabulary`: what the
-    embedding and the head have grown to; `seed`: of a head of scores, where the files have none.
+    """Values read from files, each rank its own slices.
 
-    Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
+    `where` names the files in errors; `vocabulary`: what the embedding and the head have grown to;
+    `seed`: of a head of scores, where the files have none.
+
+    Raises `UserError` naming every tensor that is missing, without a place in the model, or of
+    another shape.
     """
     grown = find_grown(model, stored, vocabulary)
     rows = vocabulary.rows if vocabulary else 0
-    fitting = {name: replace(tensor, shape=(rows, *tensor.shape[1:])) for name, tensor in grown.items()}
+    fitting = {
+        name: replace(tensor, shape=(rows, *tensor.shape[1:])) for name, tensor in grown.items()
+    }
     new = find_new_head(model, stored)
     refuse_mismatch(model, {**stored, **fitting}, where, quantized, new)
-    readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
+    readers = (
+        {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()}
+        if vocabulary
+        else {}
+    )
     readers |= {name: partial(draw_head, model, name, seed) for name in new}
 
     def values(name: str, slices: Slices) -> torch.Tensor:
@@ -326,12 +396,18 @@ def stored_values(
 
 
 def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
-    """Unties weights of `model`, on meta, that the files hold apart with other values, as transformers does whatever
-    config.json says: that of Mistral Small 3 leaves it out, and the default is tied."""
+    """Unties weights of `model`, on meta, that the files hold apart with other values, as
+    transformers does whatever config.json says: that of Mistral Small 3 leaves it out, and the
+    default is tied.
+    """
     for second, first in tied_names(model).items():
         if second in stored and first in stored and not are_equal(stored[second], stored[first]):
             parent, _, leaf = second.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.empty_like(model.get_parameter(first))))
+            setattr(
+                model.get_submodule(parent),
+                leaf,
+                nn.Parameter(torch.empty_like(model.get_parameter(first))),
+            )
             model.all_tied_weights_keys.pop(second, None)
             for config in (model.config, text_config_of(model.config)):
                 config.tie_word_embeddings = False
@@ -341,7 +417,9 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors on disk are the same."""
     if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
         return one is other
-    rows = [(slice(start, start + COMPARED_ROWS),) for start in range(0, one.shape[0], COMPARED_ROWS)]
+    rows = [
+        (slice(start, start + COMPARED_ROWS),) for start in range(0, one.shape[0], COMPARED_ROWS)
+    ]
     return all(torch.equal(read_slice(one, part), read_slice(other, part)) for part in rows)
 
 
@@ -352,64 +430,88 @@ def refuse_mismatch(
     quantized: Container[str] = (),
     new: Collection[str] = (),
 ) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers, but for
-    `new` ones; of those that are `quantized`, the shape alone is compared."""
+    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved
+    buffers, but for `new` ones; of those that are `quantized`, the shape alone is compared.
+    """
     needed = saved_buffers(model) | dict(model.named_parameters())
     needed = {name: tensor for name, tensor in needed.items() if name not in new}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
-    problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
+    problems = find_mismatches(
+        model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where
+    )
     for name, parameter in needed.items():
         if name not in stored or name in quantized or not parameter.is_floating_point():
             continue
         dtype = stored[name].dtype
-        if not dtype.is_floating_point or dtype.itemsize < 2:  # int8, and float8 too: they mean nothing without scales
+        # int8, and float8 too: they mean nothing without scales
+        if not dtype.is_floating_point or dtype.itemsize < 2:
             problems.append(
-                f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is quantized in a way "
-                "that is not supported; name the unquantized model"
+                f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is "
+                "quantized in a way that is not supported; name the unquantized model"
             )
     if problems:
         raise UserError.of(problems)
 
 
 def find_mismatches(
-    model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, tuple[int, ...]], where: str
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    needed: Mapping[str, tuple[int, ...]],
+    where: str,
 ) -> list[str]:
-    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on
-    those that are missing, one on those without a place in it, and one for each of another shape."""
+    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these
+    shapes: a sentence on those that are missing, one on those without a place in it, and one for
+    each of another shape.
+    """
     may_carry = carries(model)
-    extra = {name for name in stored.keys() - needed.keys() if not may_carry(name) and not is_left_out(model, name)}
+    extra = {
+        name
+        for name in stored.keys() - needed.keys()
+        if not may_carry(name) and not is_left_out(model, name)
+    }
     missing = needed.keys() - stored.keys()
     class_name = type(model).__name__
     problems = []
     if missing:
-        problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")
+        problems.append(
+            f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}"
+        )
     if extra:
         problems.append(
-            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
+            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit "
+            "the weights"
         )
     for name, shape in needed.items():
         if name in stored and stored[name].shape != shape:
             given = list(stored[name].shape)
-            problems.append(f"{where}: {name} has the shape {given}, but the config says {list(shape)}")
+            problems.append(
+                f"{where}: {name} has the shape {given}, but the config says {list(shape)}"
+            )
     return problems
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint holds beside the parameters (Gemma 4's `layer_scalar`), by name."""
+    """The buffers that a checkpoint holds beside the parameters (Gemma 4's `layer_scalar`), by
+    name.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Fills the saved buffers of `model`, which are in memory while its parameters are still on meta."""
+    """Fills the saved buffers of `model`, which are in memory while its parameters are still on
+    meta.
+    """
     for name, buffer in saved_buffers(model).items():
         buffer.copy_(read_slice(stored[name], tuple(slice(0, size) for size in buffer.shape)))
 
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
-    """Values for training from random weights: the family's own initialization, drawn module by module from
-    (seed, module name). `make_twin` builds the same model on meta, unsharded.
+    """Values for training from random weights: the family's own initialization, drawn module by
+    module from (seed, module name).
+
+    `make_twin` builds the same model on meta, unsharded.
 
     The values raise `UserError` where the family initializes a parameter nowhere.
     """
@@ -427,7 +529,9 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
         value: torch.Tensor = getattr(module, leaf).detach()[slices].clone()
         module.to_empty(device="meta", recurse=False)
         if value.isnan().any():
-            raise UserError(f"model_config: transformers gives {base_name(name)} no value; train a checkpoint")
+            raise UserError(
+                f"model_config: transformers gives {base_name(name)} no value; train a checkpoint"
+            )
         return value
 
     return values
@@ -436,8 +540,8 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
 def _initialize(model: Any, name: str) -> None:
     """Initializes the module `name` as transformers does.
 
-    After it comes each module that holds it, whose initialization may include its children's weights. A vision tower
-    has rules of its own.
+    After it comes each module that holds it, whose initialization may include its children's
+    weights. A vision tower has rules of its own.
     """
     path = [model]
     for part in name.split(".") if name else ():

@@ -1,13 +1,16 @@
-"""An optimizer with its state in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021), under FSDP2.
+"""An optimizer with its state in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021),
+under FSDP2.
 
-Moments, and fp32 master weights where the model computes in another dtype, are read into one buffer, updated there and
-written back, while what was in the other buffer is written and what comes next is read into it. A buffer holds a window
-of the state: parameters in the order of the optimizer, as many bytes as the largest decoder layer has. Each update is
-made by the optimizer that would make it in memory, in the same order: bit for bit the same.
+Moments, and fp32 master weights where the model computes in another dtype, are read into one
+buffer, updated there and written back, while what was in the other buffer is written and what comes
+next is read into it. A buffer holds a window of the state: parameters in the order of the
+optimizer, as many bytes as the largest decoder layer has. Each update is made by the optimizer that
+would make it in memory, in the same order: bit for bit the same.
 
-The file has no name, so that no killed process leaves one behind: the system frees what has neither a name nor a
-process. Requests are direct (open(2), O_DIRECT) where the file system has that; else what they leave in the page cache,
-which would be the very memory that is to be saved, is dropped after each.
+The file has no name, so that no killed process leaves one behind: the system frees what has neither
+a name nor a process. Requests are direct (open(2), O_DIRECT) where the file system has that; else
+what they leave in the page cache, which would be the very memory that is to be saved, is dropped
+after each.
 """
 
 import errno
@@ -55,7 +58,8 @@ TOUCHED_BYTES = 64 * 1024 * 1024  # at once by a thread
 
 
 def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
-    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned for GPU ranks.
+    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned for GPU
+    ranks.
 
     Not by torch's pinned allocator, which rounds up to a power of two.
     """
@@ -69,19 +73,26 @@ def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
         with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
             list(threads.map(torch.Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # where that fails, copies are only slower
+        # where that fails, copies are only slower
+        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     return memory
 
 
 def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
-    """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host memory, or has not
-    `needed` bytes free for the files of `ranks` ranks; and where the folder above it is missing too, as by a typing
-    error. Leaves nothing there."""
+    """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host
+    memory, or has not `needed` bytes free for the files of `ranks` ranks; and where the folder
+    above it is missing too, as by a typing error.
+
+    Leaves nothing there.
+    """
     if not folder.exists() and not folder.absolute().parent.exists():
         raise UserError(
-            f"offload_dir: {folder}: no such folder, nor one to make it in; make {folder.parent}, or correct the path"
+            f"offload_dir: {folder}: no such folder, nor one to make it in; make {folder.parent}, "
+            "or correct the path"
         )
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    existing = next(
+        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
+    )
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -89,13 +100,18 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
         raise _unwritable(folder, error) from None
     kind = _find_filesystem(existing)
     if kind in ("tmpfs", "ramfs"):
-        raise UserError(f"offload_dir: {folder}: a {kind}, which is host memory; name a folder on a disk")
+        raise UserError(
+            f"offload_dir: {folder}: a {kind}, which is host memory; name a folder on a disk"
+        )
     if needed > shutil.disk_usage(existing).free:
         raise _too_small(existing, needed, ranks)
 
 
 def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """A file of `size` bytes in `folder`, which is made if missing. Raises `UserError` if that fails."""
+    """A file of `size` bytes in `folder`, which is made if missing.
+
+    Raises `UserError` if that fails.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return ScratchFile(folder, size)
@@ -106,14 +122,17 @@ def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"offload_dir: {folder}: cannot be written ({error.strerror}); name another folder")
+    return UserError(
+        f"offload_dir: {folder}: cannot be written ({error.strerror}); name another folder"
+    )
 
 
 def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
     free = disk_size(shutil.disk_usage(folder).free)
     return UserError(
-        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes {disk_size(needed)}, but "
-        f"{free} are free there; make room, name a larger disk, or launch on more nodes"
+        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes "
+        f"{disk_size(needed)}, but {free} are free there; make room, name a larger disk, or launch "
+        "on more nodes"
     )
 
 
@@ -121,11 +140,16 @@ def _find_filesystem(folder: Path) -> str:
     import psutil
 
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((mounts[path] for path in (folder.resolve(), *folder.resolve().parents) if path in mounts), "unknown")
+    return next(
+        (mounts[path] for path in (folder.resolve(), *folder.resolve().parents) if path in mounts),
+        "unknown",
+    )
 
 
 class ScratchFile:
-    """`size` bytes in `folder`, zero at first. All offsets and lengths are multiples of OFFLOAD_ALIGNMENT.
+    """`size` bytes in `folder`, zero at first.
+
+    All offsets and lengths are multiples of OFFLOAD_ALIGNMENT.
 
     Raises `OSError` where the folder cannot be written, or the disk has not so many bytes free.
     """
@@ -133,9 +157,11 @@ class ScratchFile:
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.size = size
-        if size > shutil.disk_usage(folder).free:  # to reserve it would fill the disk before it failed
+        # to reserve it would fill the disk before it failed
+        if size > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        self._file = self._with_place(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - open as long as the run
+        # open as long as the run
+        self._file = self._with_place(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
         self._descriptor = self._file.fileno()
         if size:
             self._with_place(lambda: os.posix_fallocate(self._descriptor, 0, size))
@@ -153,7 +179,9 @@ class ScratchFile:
             os.fdatasync(self._descriptor)  # only clean pages can be dropped
             os.posix_fadvise(self._descriptor, offset, values.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _request(self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: torch.Tensor) -> None:
+    def _request(
+        self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: torch.Tensor
+    ) -> None:
         view = memory.numpy().data
 
         def move(start: int) -> None:
@@ -174,7 +202,8 @@ class ScratchFile:
         try:
             return action()
         except OSError as error:
-            error.filename = str(self.folder / "(a file without a name)")  # the system knows only a descriptor
+            # the system knows only a descriptor
+            error.filename = str(self.folder / "(a file without a name)")
             raise
 
 
@@ -195,12 +224,16 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """An optimizer state tensor at `offset` in this rank's file. `layout`: the parameter, sharded alike.
+    """An optimizer state tensor at `offset` in this rank's file.
+
+    `layout`: the parameter, sharded alike.
 
     A checkpoint treats it as the rank's tensor, but for its values, which come in `chunks`.
     """
 
-    def __init__(self, file: ScratchFile, offset: int, layout: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(
+        self, file: ScratchFile, offset: int, layout: nn.Parameter, dtype: torch.dtype
+    ) -> None:
         self.layout: Any = layout
         self.dtype = dtype
         self.shape = local_part(layout.detach()).shape
@@ -230,7 +263,9 @@ class OffloadedTensor:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Replaces this rank's part by `values`; of a master weight also what the model computes with."""
+        """Replaces this rank's part by `values`; of a master weight also what the model computes
+        with.
+        """
         flat = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
@@ -245,7 +280,8 @@ class MasterWeight(OffloadedTensor):
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
         super().copy_(values)
-        local_part(self.layout).copy_(values)  # rounded as FSDP2 would round the fp32 weight to gather it
+        # rounded as FSDP2 would round the fp32 weight to gather it
+        local_part(self.layout).copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +291,8 @@ class ParameterState:
     name: str
     parameter: nn.Parameter
     group: int
-    tensors: Mapping[str, OffloadedTensor]  # MASTER, where the model computes in another dtype, FIRST and SECOND
+    # MASTER, where the model computes in another dtype, FIRST and SECOND
+    tensors: Mapping[str, OffloadedTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +305,10 @@ class StateWindow:
 
 
 class StateLayout:
-    """How the state of a sharded model's trained parameters lies in the file of this rank: in the order of the
-    optimizer's `groups`. `moment_dtype`: None for that of the parameter; `compute_dtype`: what the model computes in.
+    """How the state of a sharded model's trained parameters lies in the file of this rank: in the
+    order of the optimizer's `groups`.
+
+    `moment_dtype`: None for that of the parameter; `compute_dtype`: what the model computes in.
     """
 
     def __init__(
@@ -279,7 +318,9 @@ class StateLayout:
         moment_dtype: torch.dtype | None,
         compute_dtype: torch.dtype,
     ) -> None:
-        self._names = {parameter: clean_tensor_name(name) for name, parameter in model.named_parameters()}
+        self._names = {
+            parameter: clean_tensor_name(name) for name, parameter in model.named_parameters()
+        }
         units = _find_layers(model)
         by_unit = dict[str, int]()
         self._placed: list[tuple[nn.Parameter, int, dict[str, torch.dtype], int]] = []
@@ -297,7 +338,9 @@ class StateLayout:
         self.capacity = max(by_unit.values())
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
-        """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter outside of one."""
+        """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter
+        outside of one.
+        """
         windows: list[StateWindow] = []
         entries: list[ParameterState] = []
         begin = offset = 0
@@ -332,12 +375,16 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer that `make` makes, over the trained parameters of an FSDP2 `model`. All ranks call it alike.
+    """The optimizer that `make` makes, over the trained parameters of an FSDP2 `model`.
 
-    `groups`: its parameter groups. Trained parameters are from here on in the compute dtype. State in memory of each:
-    `step` (fp32 scalar). The rest is in the rank's file, which ends with the process: only a checkpoint outlives it.
+    All ranks call it alike.
 
-    Raises `UserError` on all ranks where `offload_dir` of one cannot be written, or its disk has too little space.
+    `groups`: its parameter groups. Trained parameters are from here on in the compute dtype. State
+    in memory of each: `step` (fp32 scalar). The rest is in the rank's file, which ends with the
+    process: only a checkpoint outlives it.
+
+    Raises `UserError` on all ranks where `offload_dir` of one cannot be written, or its disk has
+    too little space.
     """
 
     def __init__(
@@ -352,13 +399,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ranks = RankGroup(world)
         self._inner = make([group | {"params": [nn.Parameter(torch.empty(0))]} for group in groups])
         for group in self._inner.param_groups:
-            if "foreach" in group:  # in memory torch does not choose it for sharded tensors, but would for these
+            # in memory torch does not choose it for sharded tensors, but would for these
+            if "foreach" in group:
                 group["foreach"] = False
         self._settings = self._inner.param_groups
         trained = groups[0]["params"][0]
         mixed = world.sharding.mixed_precision
         compute_dtype = trained.dtype if mixed == "no" else getattr(torch, COMPUTE_DTYPE[mixed])
-        moment_dtype = torch.bfloat16 if OPTIMIZERS[optimization.optim].moment_itemsize == 2 else None
+        moment_dtype = (
+            torch.bfloat16 if OPTIMIZERS[optimization.optim].moment_itemsize == 2 else None
+        )
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
         opened: list[ScratchFile] = []
         folder = Path(optimization.offload_dir or "")
@@ -367,31 +417,49 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.windows = layout.windows(self.file)
         self.capacity = layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
-        # A GPU's parameters are updated there, as they are in memory: another processor rounds otherwise.
+        # A GPU's parameters are updated there, as they are in memory: another processor rounds
+        # otherwise.
         on_gpu = trained.device.type != "cpu"
-        self._staging = torch.empty(self.capacity, dtype=torch.uint8, device=trained.device) if on_gpu else None
+        self._staging = (
+            torch.empty(self.capacity, dtype=torch.uint8, device=trained.device) if on_gpu else None
+        )
         # One thread: a buffer is written before the next window is read into it.
         self._io = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         entries = [entry for window in self.windows for entry in window.entries]
-        masters = {entry.parameter: entry.tensors[MASTER] for entry in entries if MASTER in entry.tensors}
+        masters = {
+            entry.parameter: entry.tensors[MASTER] for entry in entries if MASTER in entry.tensors
+        }
         self._ranks.on_all(
-            lambda: take_master_weights(model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight)))
+            lambda: take_master_weights(
+                model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight))
+            )
         )
         step_device = trained.device if self._inner.defaults.get("fused") else torch.device("cpu")
         for entry in entries:
-            self.state[entry.parameter]["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+            self.state[entry.parameter]["step"] = torch.zeros(
+                (), dtype=torch.float32, device=step_device
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. Raises `UserError` on all ranks where the disk of one fails."""
+        """Updates every parameter that has a gradient.
+
+        Raises `UserError` on all ranks where the disk of one fails.
+        """
         assert closure is None, "closures are not supported"
         self._ranks.on_all(self._update_all)
 
     def master_weights(self) -> dict[str, OffloadedTensor]:
-        """The fp32 weights behind the parameters, by the parameters' names; empty where these are their own."""
-        return self._list_tensors(lambda entry: {entry.name: entry.tensors[MASTER]} if MASTER in entry.tensors else {})
+        """The fp32 weights behind the parameters, by the parameters' names; empty where these are
+        their own.
+        """
+        return self._list_tensors(
+            lambda entry: {entry.name: entry.tensors[MASTER]} if MASTER in entry.tensors else {}
+        )
 
     def moments(self) -> dict[str, OffloadedTensor | Tensor]:
-        """The rest of the state, named as torch's flat optimizer state: `state.<parameter>.exp_avg` and so on."""
+        """The rest of the state, named as torch's flat optimizer state: `state.<parameter>.exp_avg`
+        and so on.
+        """
         return self._list_tensors(
             lambda entry: {
                 **{f"state.{entry.name}.{name}": entry.tensors[name] for name in (FIRST, SECOND)},
@@ -401,12 +469,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _list_tensors(self, of: Callable[[ParameterState], dict[str, Any]]) -> dict[str, Any]:
         return {
-            name: tensor for window in self.windows for entry in window.entries for name, tensor in of(entry).items()
+            name: tensor
+            for window in self.windows
+            for entry in window.entries
+            for name, tensor in of(entry).items()
         }
 
     @torch.no_grad()
     def _update_all(self) -> None:
-        """One pass over the file: while a window is updated, the one before it is written and the one after it read."""
+        """One pass over the file: while a window is updated, the one before it is written and the
+        one after it read.
+        """
         following = self._io.submit(self._read, 0)
         written: list[Future[None]] = []
         try:
@@ -433,13 +506,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _update(self, window: StateWindow, buffer: Tensor) -> Any:
-        """Updates what `buffer` holds, and the parameters. Returns the event that ends it; None: it has ended."""
+        """Updates what `buffer` holds, and the parameters.
+
+        Returns the event that ends it; None: it has ended.
+        """
         memory = buffer[: window.nbytes]
         if self._staging is not None:
             memory = self._staging[: window.nbytes].copy_(memory, non_blocking=True)
         for index, group in enumerate(self.param_groups):
             self._update_group(
-                group, index, [entry for entry in window.entries if entry.group == index], memory, window
+                group,
+                index,
+                [entry for entry in window.entries if entry.group == index],
+                memory,
+                window,
             )
         if self._staging is None:
             return None
@@ -447,7 +527,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.cuda.current_stream(memory.device).record_event()
 
     def _update_group(
-        self, group: dict[str, Any], index: int, entries: list[ParameterState], memory: Tensor, window: StateWindow
+        self,
+        group: dict[str, Any],
+        index: int,
+        entries: list[ParameterState],
+        memory: Tensor,
+        window: StateWindow,
     ) -> None:
         """The inner optimizer's step over `entries`, whose state is in `memory`."""
         updated: list[tuple[Tensor, nn.Parameter]] = []
@@ -455,7 +540,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for entry in entries:
             if entry.parameter.grad is None:
                 continue
-            views = {name: tensor.within(memory, window.offset) for name, tensor in entry.tensors.items()}
+            views = {
+                name: tensor.within(memory, window.offset) for name, tensor in entry.tensors.items()
+            }
             weight = views.pop(MASTER, None)
             if weight is None:
                 weight = local_part(entry.parameter).detach()

@@ -1,5 +1,6 @@
 """What a run will need, calculated from its configs alone: memory by phase, disk, and time.
 
-Needs no torch and no weights, and answers in under two seconds on any machine. The numbers are tested against real
-tensors, traced activations and, on a GPU, the allocator's own peak (tests/plan, benchmarks/gpu.py).
+Needs no torch and no weights, and answers in under two seconds on any machine. The numbers are
+tested against real tensors, traced activations and, on a GPU, the allocator's own peak (tests/plan,
+benchmarks/gpu.py).
 """

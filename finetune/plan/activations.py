@@ -1,7 +1,9 @@
-"""Bytes per token that the forward saves for the backward: every tensor that autograd saves, by operation.
+"""Bytes per token that the forward saves for the backward: every tensor that autograd saves, by
+operation.
 
-Counted from the forward of transformers' models and tested against torch's saved tensors and allocations
-(tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way for GPT.
+Counted from the forward of transformers' models and tested against torch's saved tensors and
+allocations (tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way
+for GPT.
 """
 
 import math
@@ -19,7 +21,9 @@ KINDS = 2  # of layers that need masks: with a sliding window, and without
 
 
 def attends_by_document(run: "Computation") -> bool:
-    """Whether each document is attended to by itself, and their outputs are concatenated: no kernel has dropout."""
+    """Whether each document is attended to by itself, and their outputs are concatenated: no kernel
+    has dropout.
+    """
     return run.cpu or run.drops_attention
 
 
@@ -29,8 +33,12 @@ def materializes_scores(a: Architecture, run: "Computation") -> bool:
 
 
 def needs_masks(a: Architecture, run: "Computation") -> bool:
-    """Whether masks of blocks are made: while training with dropout too, which evaluation has not."""
-    return not run.cpu and (a.family.caps_scores or a.family.sinks or a.head_size > LARGEST_FLASH_HEAD)
+    """Whether masks of blocks are made: while training with dropout too, which evaluation has
+    not.
+    """
+    return not run.cpu and (
+        a.family.caps_scores or a.family.sinks or a.head_size > LARGEST_FLASH_HEAD
+    )
 
 
 def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
@@ -39,8 +47,10 @@ def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
 
 
 def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
-    """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of queries sees, and
-    which, and the same for keys, of blocks seen whole and in part; and the first token that each token sees."""
+    """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of
+    queries sees, and which, and the same for keys, of blocks seen whole and in part; and the first
+    token that each token sees.
+    """
     if not needs_masks(a, run):
         return 0
     tokens *= run.sequence_ranks
@@ -49,7 +59,8 @@ def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
 
 
 TOKEN_ID = 8  # bytes of an int64
-# Bytes of a token at one of its experts: which token, which of its choices, and how often each is saved
+# Bytes of a token at one of its experts: which token, which of its choices, and how often each is
+# saved
 PLACES = 5 * TOKEN_ID
 
 
@@ -58,36 +69,46 @@ class Computation:
     """The settings of a forward pass that affect its memory."""
 
     itemsize: int  # bytes of the compute dtype
-    # Parameters and the residual stream are fp32, cast at each matmul (DDP, single); else they have the compute dtype.
+    # Parameters and the residual stream are fp32, cast at each matmul (DDP, single); else they have
+    # the compute dtype.
     autocast: bool = False
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
-    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/decoder_layers.py
-    offloads: bool = False  # recomputed layers keep it in host memory: but for one, or two in the backward
+    # what a recomputed layer keeps beside its input; see models/decoder_layers.py
+    keeps: str = "nothing"
+    # recomputed layers keep it in host memory: but for one, or two in the backward
+    offloads: bool = False
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
     compiled: bool = False  # torch_compile
-    grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
+    # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
+    grouped_attention: bool = True
     sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
     drops_attention: bool = False  # attention_dropout is not 0
     masks_images: bool = False  # the tokens of an image see each other, by a mask of each document
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
-    expert_ranks: int = 1  # that divide a layer's experts between them, which get their inputs from other ranks
+    # that divide a layer's experts between them, which get their inputs from other ranks
+    expert_ranks: int = 1
 
     @property
     def drops_inputs(self) -> bool:
-        """Whether only the output of the adapter's dropout is saved, not the frozen layer's input."""
+        """Whether only the output of the adapter's dropout is saved, not the frozen layer's
+        input.
+        """
         return self.lora is not None and self.lora.lora_dropout > 0
 
     @property
     def fuses_adapters(self) -> bool:
-        """Whether an adapted layer keeps its input as it came, shared, and no cast copy (models/lora.py)."""
+        """Whether an adapted layer keeps its input as it came, shared, and no cast copy
+        (models/lora.py).
+        """
         return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
 
     @property
     def remakes(self) -> bool:
-        """Whether the backward makes again what a pointwise kernel makes of kept tensors: the compiler's choice, on
-        a GPU (models/decoder_layers.py)."""
+        """Whether the backward makes again what a pointwise kernel makes of kept tensors: the
+        compiler's choice, on a GPU (models/decoder_layers.py).
+        """
         return self.compiled and not self.cpu and not self.autocast
 
     @property
@@ -97,7 +118,8 @@ class Computation:
 
 
 def layer_bytes(a: Architecture, run: Computation, *, is_dense: bool = False) -> dict[str, int]:
-    """Bytes per token that one decoder layer saves, by module; of a traced model, the one with the most.
+    """Bytes per token that one decoder layer saves, by module; of a traced model, the one with the
+    most.
 
     is_dense: Without experts, of a mixture that has such layers.
     """
@@ -117,10 +139,19 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     every = run.checkpoint_every
     kept = [index for index in range(a.layers) if every is None or index % every]
     if (trace := a.trace(run)) is not None:
-        saved = [trace.layer_bytes("saved", run.document_length)[index] for index in kept if trace.failure is None]
+        saved = [
+            trace.layer_bytes("saved", run.document_length)[index]
+            for index in kept
+            if trace.failure is None
+        ]
         rest = round(trace.rest.per_token(run.document_length))
         checkpoints = _checkpoints(a, run, a.layers - len(kept))
-        return {"layers": sum(saved), "checkpoints": checkpoints, "ids and rotary": rest, "final norm": 0}
+        return {
+            "layers": sum(saved),
+            "checkpoints": checkpoints,
+            "ids and rotary": rest,
+            "final norm": 0,
+        }
     dense = sum(a.mixture is not None and not a.has_experts(index) for index in kept)
     layers = (len(kept) - dense) * sum(layer_bytes(a, run).values())
     layers += dense * sum(layer_bytes(a, run, is_dense=True).values())
@@ -138,21 +169,32 @@ def _checkpoints(a: Architecture, run: Computation, layers: int) -> int:
     tensors = checkpointed_tensors(a, run)
     if not run.offloads:
         return layers * sum(tensors)
-    # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its graph keeps.
+    # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its
+    # graph keeps.
     return sum(tensors) + (tensors[0] if run.lora is not None else 0)
 
 
 def checkpointed_tensors(a: Architecture, run: Computation) -> list[int]:
-    """Bytes per token of each tensor that a checkpointed layer keeps: its input, and those that are selected."""
+    """Bytes per token of each tensor that a checkpointed layer keeps: its input, and those that are
+    selected.
+    """
     return [a.hidden * run.residual_itemsize, *_selected_tensors(a, run)]
 
 
 def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
     if run.keeps == "nothing":
         return []
-    attended = [(max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width, FP32 * a.heads]
-    is_hidden = materializes_scores(a, run) or attends_in_blocks(a, run) or (a.latent is not None and run.cpu)
-    if is_hidden:  # written out, or in what torch.compile makes of flex_attention: no operator of its own
+    attended = [
+        (max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width,
+        FP32 * a.heads,
+    ]
+    is_hidden = (
+        materializes_scores(a, run)
+        or attends_in_blocks(a, run)
+        or (a.latent is not None and run.cpu)
+    )
+    # written out, or in what torch.compile makes of flex_attention: no operator of its own
+    if is_hidden:
         attended = []
     if run.keeps == "attention":
         return attended
@@ -168,26 +210,38 @@ def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
 
 
 def prefetched_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0 without offload."""
+    """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0
+    without offload.
+    """
     return sum(checkpointed_tensors(a, run)) if run.offloads and a.layers > 1 else 0
 
 
 def offloaded_bytes(a: Architecture, run: Computation, tokens: int) -> int:
-    """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a power of two."""
+    """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a
+    power of two.
+    """
     if not run.offloads or run.checkpoint_every is None:
         return 0
     layers = -(-a.layers // run.checkpoint_every)
-    return layers * sum(1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(a, run))
+    return layers * sum(
+        1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(a, run)
+    )
 
 
 def recomputed_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    return sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run)) if run.checkpoint_every is not None else 0
+    return (
+        sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run))
+        if run.checkpoint_every is not None
+        else 0
+    )
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate and up, their
-    product where it is made again, and the gradient of the residual stream twice (before and after the norm)."""
+    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate
+    and up, their product where it is made again, and the gradient of the residual stream twice
+    (before and after the norm).
+    """
     if (trace := a.trace(run)) is not None:
         return trace.largest("working", run.document_length)
     return (
@@ -198,23 +252,36 @@ def working_bytes(a: Architecture, run: Computation) -> int:
 
 
 def exchanged_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and what comes, both once
-    for each expert of a token. Where the router prefers the experts of one rank, more come to it, up to all."""
+    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and
+    what comes, both once for each expert of a token.
+
+    Where the router prefers the experts of one rank, more come to it, up to all.
+    """
     if a.mixture is None or run.expert_ranks == 1:
         return 0
     return 2 * a.mixture.chosen * a.hidden * run.itemsize
 
 
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
+    """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual
+    stream.
+    """
     if (trace := a.trace(run)) is not None:
         return trace.largest("forward", run.document_length)
-    return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
+    return (
+        3 * a.mlp_width * run.itemsize
+        + 3 * a.hidden * run.residual_itemsize
+        + exchanged_bytes(a, run)
+    )
 
 
-def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
-    """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32), the reciprocal root,
-    and the normalized input if the weight is trained (in fp32 if the weight is multiplied in fp32, as in Gemma)."""
+def _norm(
+    width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1
+) -> int:
+    """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32),
+    the reciprocal root, and the normalized input if the weight is trained (in fp32 if the weight is
+    multiplied in fp32, as in Gemma).
+    """
     if run.remakes:  # its input as it came
         return (itemsize or run.residual_itemsize) * width + FP32 * heads
     normalized = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
@@ -222,8 +289,8 @@ def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None
 
 
 def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
-    # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
-    # casts an fp32 input separately for each layer that reads it.
+    # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual
+    # stream. Autocast casts an fp32 input separately for each layer that reads it.
     inputs = 0 if run.drops_inputs else 2
     if run.remakes:
         inputs = 2 if a.family.norm_after else 0
@@ -232,13 +299,20 @@ def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     elif run.autocast and not a.family.fused and not run.drops_inputs:
         inputs = (3 if a.latent is None else 2) + _count_readers(mixture)
     total = len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
-    if mixture is not None and mixture.keys.routes_in_fp32 and run.lora is None and run.residual_itemsize < FP32:
+    if (
+        mixture is not None
+        and mixture.keys.routes_in_fp32
+        and run.lora is None
+        and run.residual_itemsize < FP32
+    ):
         total += FP32 * a.hidden  # the router's own copy of its input
     return total
 
 
 def _count_readers(mixture: Mixture | None) -> int:
-    """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared expert's."""
+    """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared
+    expert's.
+    """
     if mixture is None:
         return 2
     if not mixture.shared:
@@ -249,7 +323,8 @@ def _count_readers(mixture: Mixture | None) -> int:
 def _attention(a: Architecture, run: Computation) -> int:
     """Bytes a token that attention saves between its projections."""
     total = _attention_kernel(a, run)
-    # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output projection.
+    # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output
+    # projection.
     if (attends_by_document(run) or run.sequence_ranks > 1) and not run.drops_inputs:
         total += run.itemsize * (a.query_width if a.latent is None else a.heads * a.latent.value)
     if a.latent is not None:
@@ -263,7 +338,9 @@ def _attention(a: Architecture, run: Computation) -> int:
 
 
 def _attention_kernel(a: Architecture, run: Computation) -> int:
-    """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a kernel the scores."""
+    """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a
+    kernel the scores.
+    """
     itemsize = _kernel_itemsize(run)
     output = a.query_width
     if a.latent is not None and run.cpu:
@@ -274,7 +351,8 @@ def _attention_kernel(a: Architecture, run: Computation) -> int:
         total += a.heads * run.document_length * _score_bytes(a, itemsize)
     else:
         total += itemsize * output + FP32 * a.heads
-    if a.family.sinks and attends_in_blocks(a, run):  # their part of the sum, and the output that is left
+    # their part of the sum, and the output that is left
+    if a.family.sinks and attends_in_blocks(a, run):
         total += FP32 * a.heads + run.itemsize * a.query_width
     if run.masks_images:  # which the kernel adds to the scores
         total += itemsize * run.document_length
@@ -288,11 +366,12 @@ def _kernel_itemsize(run: Computation) -> int:
 
 def _keys_and_values_width(a: Architecture, run: Computation) -> int:
     """Features of a token's keys and values together, as the kernel reads them on one rank."""
-    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections
-    # made.
+    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not
+    # what the projections made.
     heads = math.lcm(a.key_value_heads, run.sequence_ranks)
     width = 2 * a.query_width
-    if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
+    # a key for each head, and narrower values, which the GPU's kernel takes padded
+    if a.latent is not None:
         heads = a.key_value_heads
         width = a.query_width + (a.heads * a.latent.value if run.cpu else a.query_width)
     elif (run.grouped_attention or attends_in_blocks(a, run)) and not materializes_scores(a, run):
@@ -305,11 +384,15 @@ def _keys_and_values_width(a: Architecture, run: Computation) -> int:
 def _query_key_norms(a: Architecture, run: Computation) -> int:
     by_head = a.family.query_key_norm == "head"
     query = _norm(a.query_width, a, run, itemsize=run.itemsize, heads=a.heads if by_head else 1)
-    return query + _norm(a.key_value_width, a, run, itemsize=run.itemsize, heads=a.key_value_heads if by_head else 1)
+    return query + _norm(
+        a.key_value_width, a, run, itemsize=run.itemsize, heads=a.key_value_heads if by_head else 1
+    )
 
 
 def _score_bytes(a: Architecture, inside: int) -> int:
-    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its cast."""
+    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its
+    cast.
+    """
     return (inside if a.family.caps_scores else 0) + FP32 + (inside if inside < FP32 else 0)
 
 
@@ -319,12 +402,15 @@ def _latents(a: Architecture, latent: LatentAttention, run: Computation) -> int:
     read = 0 if run.drops_inputs else run.itemsize * sum(ranks)
     total = read + sum(_norm(rank, a, run, itemsize=run.itemsize) for rank in ranks)
     if run.cpu and run.itemsize == FP32:
-        total += FP32 * a.heads * latent.plain  # value is a view of the keys' and values' common product
+        # value is a view of the keys' and values' common product
+        total += FP32 * a.heads * latent.plain
     return total
 
 
 def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
-    """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others are made again."""
+    """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others
+    are made again.
+    """
     saved = 3 if run.drops_inputs else 4
     if run.remakes:
         saved = 2
@@ -334,17 +420,23 @@ def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
 
 
 def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
-    """For each expert of a token: its input, gathered; what its gating saves, and the product; its output, which the
-    router weighs; and where it belongs. A frozen expert does not save what it multiplies. The router: logits, and
-    probabilities in fp32."""
+    """For each expert of a token: its input, gathered; what its gating saves, and the product; its
+    output, which the router weighs; and where it belongs.
+
+    A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32.
+    """
     inputs, products = _read_by_trained_experts(run)
     states = (inputs + 1) * a.hidden + (products + mixture.keys.gate_tensors) * mixture.intermediate
     states += sum(expert_adapter_rank(tensor.name, run)[1] for tensor in a.experts(a.widest_layer))
-    return mixture.chosen * (run.itemsize * states + PLACES) + mixture.experts * (run.itemsize + FP32)
+    return mixture.chosen * (run.itemsize * states + PLACES) + mixture.experts * (
+        run.itemsize + FP32
+    )
 
 
 def expert_adapter_rank(name: str, run: Computation) -> tuple[int, int]:
-    """The rank of the adapter of an expert's parameter, and that of the products, which is padded; 0 without one."""
+    """The rank of the adapter of an expert's parameter, and that of the products, which is padded;
+    0 without one.
+    """
     if run.lora is None or not is_parameter_named(name, run.lora.lora_target_parameters):
         return 0, 0
     rank = find_value(name, run.lora.rank_pattern, run.lora.lora_r)
@@ -352,16 +444,22 @@ def expert_adapter_rank(name: str, run: Computation) -> tuple[int, int]:
 
 
 def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
-    """Whether the inputs of gate, up and down are saved (1), for gradients of weights or adapters."""
+    """Whether the inputs of gate, up and down are saved (1), for gradients of weights or
+    adapters.
+    """
     if run.lora is None:
         return 1, 1
     targets = run.lora.lora_target_parameters
-    gate_up, down = (any(t.endswith(name) for t in targets) for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (
+        any(t.endswith(name) for t in targets) for name in ("gate_up_proj", "down_proj")
+    )
     return int(gate_up), int(down)
 
 
 def _adapters(a: Architecture, layer: int, run: Computation) -> int:
-    """What lies between A and B; with dropout also the dropped input and its mask, for each adapted layer."""
+    """What lies between A and B; with dropout also the dropped input and its mask, for each adapted
+    layer.
+    """
     if run.lora is None:
         return 0
     adapted = [linear for linear in a.linears(layer) if is_adapted(linear, run.lora)]
@@ -369,11 +467,19 @@ def _adapters(a: Architecture, layer: int, run: Computation) -> int:
     if run.drops_inputs:
         mask = run.itemsize if run.cpu else 1
         dropped = run.itemsize + mask
-    return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
+    return sum(
+        _largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped
+        for linear in adapted
+    )
 
 
 def _largest_rank(linear: str, a: Architecture, lora: Lora) -> int:
-    """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any layer."""
+    """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any
+    layer.
+    """
     name = linear.removesuffix(".weight")
-    names = (name.replace(".layers.0.", f".layers.{layer}.") for layer in range(a.layers if lora.rank_pattern else 1))
+    names = (
+        name.replace(".layers.0.", f".layers.{layer}.")
+        for layer in range(a.layers if lora.rank_pattern else 1)
+    )
     return max(find_value(name, lora.rank_pattern, lora.lora_r) for name in names)

@@ -30,14 +30,18 @@ class Change:
 
     @property
     def is_in_recipe(self) -> bool:
-        """Whether the change is of keys of the recipe alone, with values that suit every machine."""
+        """Whether the change is of keys of the recipe alone, with values that suit every
+        machine.
+        """
         return not self.is_in_file and A_FOLDER not in self.text
 
     @property
     def accelerate_config(self) -> str | None:
         """The shipped Accelerate file that it takes instead of the run's own."""
         words = self.text.split()
-        return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
+        return next(
+            (word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +87,24 @@ NeedAfter = Callable[[Sequence[Change]], Need]
 
 
 def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
-    """Whether the run `asked` for could start as `changed`: no rule refuses it that did not refuse `asked`."""
+    """Whether the run `asked` for could start as `changed`: no rule refuses it that did not refuse
+    `asked`.
+    """
     known = {problem.rule for problem in asked.find_problems()}
     return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """What can still be changed, the cheapest first: what costs little time, then time, then what is trained."""
+    """What can still be changed, the cheapest first: what costs little time, then time, then what
+    is trained.
+    """
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
 
 def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, list[Change]]:
-    """`spec` with one change after another, and the changes that cannot be combined with those before them."""
+    """`spec` with one change after another, and the changes that cannot be combined with those
+    before them.
+    """
     left_out = []
     for change in changes:
         changed = change.apply(spec)
@@ -106,14 +116,20 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
 
 
 def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
-    """Each change as it is made: appended to the command, or in an Accelerate file (a change's own, or `source`).
+    """Each change as it is made: appended to the command, or in an Accelerate file (a change's own,
+    or `source`).
 
-    has_config: the command names its Accelerate file by --config, which decides against the recipe's key.
+    has_config: the command names its Accelerate file by --config, which decides against the
+    recipe's key.
     """
-    file = next((change.accelerate_config for change in reversed(changes) if change.accelerate_config), source)
+    file = next(
+        (change.accelerate_config for change in reversed(changes) if change.accelerate_config),
+        source,
+    )
     key = "--config " if has_config else CONFIG_KEY
     return [
-        f"in {file}: {change.text}" if change.is_in_file else change.text.replace(CONFIG_KEY, key) for change in changes
+        f"in {file}: {change.text}" if change.is_in_file else change.text.replace(CONFIG_KEY, key)
+        for change in changes
     ]
 
 
@@ -121,15 +137,23 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
     recipe = spec.recipe
 
     def optimizers(with_package: bool) -> Iterator[Change]:
-        for name, cost in list_smaller(recipe.optimization.optim, with_package=with_package).items():
+        for name, cost in list_smaller(
+            recipe.optimization.optim, with_package=with_package
+        ).items():
             yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
     if spec.rows > 1:
         rows = spec.global_batch_size
         keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
-        batch = {"per_device_train_batch_size": 1, "global_batch_size": rows, "gradient_accumulation_steps": None}
+        batch = {
+            "per_device_train_batch_size": 1,
+            "global_batch_size": rows,
+            "gradient_accumulation_steps": None,
+        }
         yield Change(
-            f"per_device_train_batch_size=1{keep}", "more micro-batches, the same step", _set_keys("batch", **batch)
+            f"per_device_train_batch_size=1{keep}",
+            "more micro-batches, the same step",
+            _set_keys("batch", **batch),
         )
     yield from optimizers(False)
     yield from _list_layouts(spec)
@@ -165,9 +189,13 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         )
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
-        yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
+        yield Change(
+            f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half)
+        )
     if not recipe.lora.use_peft:
-        yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
+        yield Change(
+            "use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True)
+        )
         yield from _list_quantizations(spec)
 
 
@@ -177,12 +205,16 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
     a = spec.architecture
     if not sharding.activation_checkpointing:
         yield Change(
-            "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
+            "fsdp_activation_checkpointing: true"
+            if sharding.is_fsdp
+            else "accelerate_config=fsdp_full_shard",
             "about 30% more time",
             _set_sharding(activation_checkpointing=True),
             is_in_file=sharding.is_fsdp,
         )
-    if sharding.ranks_per_batch == 1 and (spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"):
+    if sharding.ranks_per_batch == 1 and (
+        spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"
+    ):
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
     if a.mixture is not None:
         size = gcd(a.mixture.experts, spec.shards, spec.ranks_per_node)
@@ -197,8 +229,11 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
 
 
 def _list_divisions(spec: RunSpec) -> Iterator[Change]:
-    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a node, then for tokens
-    more than a node's. An Accelerate file has sizes of a mesh for FSDP2 only."""
+    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a
+    node, then for tokens more than a node's.
+
+    An Accelerate file has sizes of a mesh for FSDP2 only.
+    """
     sharding = spec.sharding
     if sharding.strategy == "HYBRID_SHARD":
         return
@@ -206,9 +241,13 @@ def _list_divisions(spec: RunSpec) -> Iterator[Change]:
     for key, size in sharding.group_sizes.items():
         others = sharding.ranks_per_batch // size  # of a group already, by the other key
         larger = [each for each in GROUP_SIZES if each > size and spec.ranks % (each * others) == 0]
-        usable = [each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)]
+        usable = [
+            each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)
+        ]
         changes = {each: _divide(spec, key, each) for each in usable}
-        supported = [each for each, change in changes.items() if is_supported(change.apply(spec), spec)]
+        supported = [
+            each for each, change in changes.items() if is_supported(change.apply(spec), spec)
+        ]
         of_node = [each for each in supported if spec.ranks_per_node % (each * others) == 0]
         yield from (changes[each] for each in of_node[-1:])
         wide += (changes[each] for each in supported if each not in of_node and key == "cp_size")
@@ -221,7 +260,9 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
 
 
 def _divide(spec: RunSpec, key: str, size: int) -> Change:
-    """Groups of `size` ranks by this key of an Accelerate file; the other key and the rows of a step stay."""
+    """Groups of `size` ranks by this key of an Accelerate file; the other key and the rows of a
+    step stay.
+    """
     rows = spec.global_batch_size
     sharding = spec.sharding
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
@@ -231,19 +272,26 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     groups = spec.ranks // prod(group.values())
     sizes: dict[str, Any] = {field: size, "shard_size": groups}
     is_wide = spec.ranks_per_node % prod(group.values()) != 0
-    cost = f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
+    cost = (
+        f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
+    )
     if _is_shipped(key, size, spec):
         text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
         return Change(text, cost, lambda spec: _shard_fully(keep_rows(spec), **sizes))
     mesh = {name: size for name, size in group.items() if size > 1} | {"dp_shard_size": groups}
-    text = f"parallelism_config: {{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
+    text = (
+        "parallelism_config: "
+        f"{{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
+    )
     cost += f"; {keep} keeps the step" if keep else ""
 
     return Change(text, cost, lambda spec: _set_sharding(**sizes)(keep_rows(spec)), is_in_file=True)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
-    """A base in 8 bits, then in 4: fewer than it has now, and under adapters, which are added where there are none."""
+    """A base in 8 bits, then in 4: fewer than it has now, and under adapters, which are added where
+    there are none.
+    """
     if spec.sharding.layout == "fsdp1":
         return
     adapters = "" if spec.recipe.lora.use_peft else "use_peft=true "
@@ -255,8 +303,8 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
         adapt = _set_keys("lora", use_peft=True)
         yield Change(
             f"{adapters}load_in_{bits}bit=true",
-            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse "
-            "start; needs bitsandbytes",
+            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a "
+            "slightly worse start; needs bitsandbytes",
             lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
         )
 
@@ -294,8 +342,11 @@ RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`changes` make the run fit, which then needs `after`; None: not even all that were `tried` and go together do,
-    but on `ranks` ranks they would (None: on no number). `need`: of the run as it is."""
+    """`changes` make the run fit, which then needs `after`; None: not even all that were `tried`
+    and go together do, but on `ranks` ranks they would (None: on no number).
+
+    `need`: of the run as it is.
+    """
 
     fits: bool  # in all that is known of the room
     need: Need
@@ -306,7 +357,8 @@ class Advice:
 
 
 def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
-    """The cheapest changes that make `spec` fit the memory: the first that fits alone, or with those before it.
+    """The cheapest changes that make `spec` fit the memory: the first that fits alone, or with
+    those before it.
 
     No change is made for the disk's sake. `in_recipe`: only changes of keys of the recipe.
     """
@@ -319,21 +371,31 @@ def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
     best = None
     dearest = len(changes)  # the place of the dearest one of the best
     for order in orders:
-        enough = _find_enough(need_after, [change for change in order if changes.index(change) < dearest], room)
+        enough = _find_enough(
+            need_after, [change for change in order if changes.index(change) < dearest], room
+        )
         if enough is not None:
             best = enough
             dearest = max(map(changes.index, enough))
     if best is not None:
         return Advice(False, needed, best, need_after(best))
-    changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
-    wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0)
+    changed = min(
+        (apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total
+    )
+    wider = (
+        ranks
+        for ranks in RANKS_TO_TRY
+        if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0
+    )
     more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
     ranks = next((each.ranks for each in more_ranks if count_need(each).fits_memory(room)), None)
     return Advice(False, needed, None, count_need(changed), ranks=ranks, tried=tuple(changes))
 
 
 def _calculate_once(spec: RunSpec) -> NeedAfter:
-    """A function that gives the need of `spec` after changes, calculated once for each run that they make of it."""
+    """A function that gives the need of `spec` after changes, calculated once for each run that
+    they make of it.
+    """
     known: dict[str, Need] = {}
 
     def need_after(changes: Sequence[Change]) -> Need:
@@ -347,8 +409,9 @@ def _calculate_once(spec: RunSpec) -> NeedAfter:
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
-    """The `changes` as they are listed; and, since some do not go together, with those first that the ones before them
-    keep out, each and every two that go together."""
+    """The `changes` as they are listed; and, since some do not go together, with those first that
+    the ones before them keep out, each and every two that go together.
+    """
     left_out = apply_changes(spec, changes)[1]
     pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
     orders = []
@@ -358,8 +421,12 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
     return orders
 
 
-def _find_enough(need_after: NeedAfter, changes: Sequence[Change], room: Room) -> tuple[Change, ...] | None:
-    """The first of `changes` that fits, alone or with those before it, without the ones that are unnecessary."""
+def _find_enough(
+    need_after: NeedAfter, changes: Sequence[Change], room: Room
+) -> tuple[Change, ...] | None:
+    """The first of `changes` that fits, alone or with those before it, without the ones that are
+    unnecessary.
+    """
     taken: list[Change] = []
     for change in changes:
         if need_after([change]).fits_memory(room):

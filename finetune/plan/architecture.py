@@ -44,7 +44,11 @@ class TensorShape:
 def gated_linears(mlp: str, intermediate: int, hidden: int) -> dict[str, tuple[int, int]]:
     """The linear layers [out, in] of the MLP named `mlp`."""
     into = (intermediate, hidden)
-    return {f"{mlp}.gate_proj": into, f"{mlp}.up_proj": into, f"{mlp}.down_proj": (hidden, intermediate)}
+    return {
+        f"{mlp}.gate_proj": into,
+        f"{mlp}.up_proj": into,
+        f"{mlp}.down_proj": (hidden, intermediate),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +64,15 @@ class Mixture:
 
     def expert_weights(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
         """The weights of all routed experts of the layer whose MLP is named `mlp`."""
-        shapes = {"gate_up_proj": (2 * self.intermediate, hidden), "down_proj": (hidden, self.intermediate)}
+        shapes = {
+            "gate_up_proj": (2 * self.intermediate, hidden),
+            "down_proj": (hidden, self.intermediate),
+        }
         return tuple(
-            TensorShape(f"{mlp}.experts.{name}", (self.experts, *(shape[::-1] if self.keys.has_biases else shape)))
+            TensorShape(
+                f"{mlp}.experts.{name}",
+                (self.experts, *(shape[::-1] if self.keys.has_biases else shape)),
+            )
             for name, shape in shapes.items()
         )
 
@@ -71,7 +81,10 @@ class Mixture:
         if not self.keys.has_biases:
             return ()
         widths = {"gate_up_proj_bias": 2 * self.intermediate, "down_proj_bias": hidden}
-        return tuple(TensorShape(f"{mlp}.experts.{name}", (self.experts, width)) for name, width in widths.items())
+        return tuple(
+            TensorShape(f"{mlp}.experts.{name}", (self.experts, width))
+            for name, width in widths.items()
+        )
 
     def router(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
         """What chooses the experts of a token."""
@@ -90,8 +103,10 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): queries, keys and
-    values come out of narrow latents; a part of each query and key is rotated, the other is not."""
+    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1):
+    queries, keys and values come out of narrow latents; a part of each query and key is rotated,
+    the other is not.
+    """
 
     query_rank: int | None  # None: queries come from the hidden state
     key_value_rank: int
@@ -120,11 +135,17 @@ class LatentAttention:
     def norms(self, attention: str) -> tuple[TensorShape, ...]:
         """The norms of the latents."""
         ranks = {"q_a_layernorm": self.query_rank, "kv_a_layernorm": self.key_value_rank}
-        return tuple(TensorShape(f"{attention}.{name}.weight", (rank,)) for name, rank in ranks.items() if rank)
+        return tuple(
+            TensorShape(f"{attention}.{name}.weight", (rank,))
+            for name, rank in ranks.items()
+            if rank
+        )
 
 
 def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
-    """The routed experts of a config with these `sizes`; None where the family is dense, or no layer has any."""
+    """The routed experts of a config with these `sizes`; None where the family is dense, or no
+    layer has any.
+    """
     if family.mixture is None:
         return None
     keys = family.mixture
@@ -132,7 +153,9 @@ def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
     if keys.some_are_dense:
         dense = sizes.get("mlp_only_layers") or ()
         every = sizes.get("decoder_sparse_step") or 1
-        layers = frozenset(index for index in layers if index not in dense and (index + 1) % every == 0)
+        layers = frozenset(
+            index for index in layers if index not in dense and (index + 1) % every == 0
+        )
     if keys.first_are_dense:
         layers = frozenset(index for index in layers if index >= sizes["first_k_dense_replace"])
     if not layers or not sizes[keys.experts]:
@@ -153,7 +176,9 @@ def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
 def read_latent_attention(
     family: Family, config: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> LatentAttention | None:
-    """The latent attention of a `config` with these `sizes`, defaults included; None where the family's is not."""
+    """The latent attention of a `config` with these `sizes`, defaults included; None where the
+    family's is not.
+    """
     if not family.latent_attention:
         return None
     return LatentAttention(
@@ -165,7 +190,13 @@ def read_latent_attention(
     )
 
 
-REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+REQUIRED_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +223,10 @@ class Architecture:
     attention_dropout: float = 0.0
     beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
     prefix: str = "model"  # the name of the language model
-    predicting_layers: int = 0  # for multi-token prediction: they are no parameters, but the export has the base's
-    scores: int = 0  # of a document, where the output head computes these in place of a vocabulary's
+    # for multi-token prediction: they are no parameters, but the export has the base's
+    predicting_layers: int = 0
+    # of a document, where the output head computes these in place of a vocabulary's
+    scores: int = 0
 
     @property
     def is_uniform(self) -> bool:
@@ -221,7 +254,9 @@ class Architecture:
         return self.layers
 
     def trace(self, run: "Computation") -> "Trace | None":
-        """What the decoder layers hold, by their own code; None where the formulas of activations.py know them."""
+        """What the decoder layers hold, by their own code; None where the formulas of
+        activations.py know them.
+        """
         return None
 
     @property
@@ -231,13 +266,21 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together; but for latent attention also that of the attention's output."""
-        return self.heads * (self.latent.query_key_size if self.latent is not None else self.head_size)
+        """Width of all query heads together; but for latent attention also that of the attention's
+        output.
+        """
+        return self.heads * (
+            self.latent.query_key_size if self.latent is not None else self.head_size
+        )
 
     @property
     def mean_head_size(self) -> float:
         """The mean of a head's key and value."""
-        return (self.latent.query_key_size + self.latent.value) / 2 if self.latent is not None else self.head_size
+        return (
+            (self.latent.query_key_size + self.latent.value) / 2
+            if self.latent is not None
+            else self.head_size
+        )
 
     @property
     def rotated_size(self) -> int:
@@ -258,7 +301,11 @@ class Architecture:
     def tail(self) -> tuple[TensorShape, ...]:
         """The final norm, and the output head where it is a tensor of its own."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
-        return (norm,) if self.tied else (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
+        return (
+            (norm,)
+            if self.tied
+            else (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
+        )
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
@@ -267,9 +314,15 @@ class Architecture:
         if self.latent is not None:
             attended = self.latent.linears(attention, self.hidden, self.heads)
         else:
-            widths = {"q_proj": self.query_width, "k_proj": self.key_value_width, "v_proj": self.key_value_width}
+            widths = {
+                "q_proj": self.query_width,
+                "k_proj": self.key_value_width,
+                "v_proj": self.key_value_width,
+            }
             widths = {"qkv_proj": sum(widths.values())} if self.family.fused else widths
-            attended = {f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()}
+            attended = {
+                f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()
+            }
             attended |= {f"{attention}.o_proj": (self.hidden, self.query_width)}
         if self.mixture is not None and self.has_experts(layer):
             passed = self.mixture.shared_linears(mlp, self.hidden)
@@ -278,7 +331,9 @@ class Architecture:
             passed |= {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
         else:
             passed = gated_linears(mlp, self.intermediate, self.hidden)
-        return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items())
+        return tuple(
+            TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items()
+        )
 
     def adaptable(self) -> Mapping[str, tuple[TensorShape, ...]]:
         """The weights that all-linear adapts, by their FSDP unit."""
@@ -305,30 +360,43 @@ class Architecture:
         return self.mixture.expert_weights(f"{self.prefix}.layers.{layer}.mlp", self.hidden)
 
     def quantizable(self, layer: int) -> tuple[TensorShape, ...]:
-        """The weights of decoder layer `layer` that are kept in few bits: of linear layers and experts."""
+        """The weights of decoder layer `layer` that are kept in few bits: of linear layers and
+        experts.
+        """
         return (*self.linears(layer), *self.experts(layer))
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         """(out, in) of one expert's part of `weights`."""
         first, second = weights.shape[1:]
-        return (second, first) if self.mixture is not None and self.mixture.keys.has_biases else (first, second)
+        return (
+            (second, first)
+            if self.mixture is not None and self.mixture.keys.has_biases
+            else (first, second)
+        )
 
     def routed(self, layer: int) -> tuple[TensorShape, ...]:
         """All that belongs to the routed experts of decoder layer `layer`, biases too."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
-        return (*self.experts(layer), *self.mixture.expert_biases(f"{self.prefix}.layers.{layer}.mlp", self.hidden))
+        return (
+            *self.experts(layer),
+            *self.mixture.expert_biases(f"{self.prefix}.layers.{layer}.mlp", self.hidden),
+        )
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
-        attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
+        attention = (
+            [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
+        )
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
             (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
         if self.mixture is not None and self.has_experts(index):
             mlp += [*self.mixture.router(f"{layer}.mlp", self.hidden), *self.routed(index)]
-        norms = [TensorShape(f"{layer}.{norm}.weight", (self.hidden,)) for norm in self.family.norms]
+        norms = [
+            TensorShape(f"{layer}.{norm}.weight", (self.hidden,)) for norm in self.family.norms
+        ]
         return (*attention, *self._query_key_norms(f"{layer}.self_attn"), *mlp, *norms)
 
     def tensors(self) -> Iterator[TensorShape]:
@@ -371,8 +439,9 @@ class Architecture:
 
     @property
     def carried_parameters(self) -> int:
-        """Numbers that an export carries over from the base: of each layer for multi-token prediction a decoder layer,
-        its norms, its projection of two hidden states, and the copies of embedding and head that DeepSeek and GLM have.
+        """Numbers that an export carries over from the base: of each layer for multi-token
+        prediction a decoder layer, its norms, its projection of two hidden states, and the copies
+        of embedding and head that DeepSeek and GLM have.
         """
         layer = sum(tensor.numel for tensor in self.layer(self.widest_layer))
         projection = 2 * self.hidden**2
@@ -382,7 +451,9 @@ class Architecture:
 
     @property
     def idle_parameters(self) -> int:
-        """Numbers that do not work on a given token: of routed experts, and of what text does not reach."""
+        """Numbers that do not work on a given token: of routed experts, and of what text does not
+        reach.
+        """
         beside = sum(tensor.numel for part in self.beside for tensor in part)
         if self.mixture is None:
             return beside
@@ -398,7 +469,8 @@ class Architecture:
 
 
 def find_config(model: Model) -> tuple[dict[str, Any], str]:
-    """The model's config.json, and where it was found, for errors: inline, a local folder, or one file of the hub.
+    """The model's config.json, and where it was found, for errors: inline, a local folder, or one
+    file of the hub.
 
     Raises `UserError` where there is none.
     """
@@ -412,10 +484,12 @@ WHOLE = "vision_language_config"  # the key under which `split_config` keeps all
 
 
 def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
-    """The config of the language model alone, from a config.json. For a vision-language model the key WHOLE holds the
-    complete config, or None with `drop_vision`.
+    """The config of the language model alone, from a config.json.
 
-    >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"], "vision_config": {}}
+    For a vision-language model the key WHOLE holds the complete config, or None with `drop_vision`.
+
+    >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"],
+      "vision_config": {}}
     >>> split_config(config)["model_type"]
     'qwen2_5_vl_text'
     """
@@ -423,7 +497,8 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
     own = {**text} if isinstance(text, dict) else {**config}
     if not names_vision_language(config):
         return own
-    if not isinstance(text, dict) or "model_type" not in text:  # Qwen2.5-VL is published without a text_config
+    # Qwen2.5-VL is published without a text_config
+    if not isinstance(text, dict) or "model_type" not in text:
         own["model_type"] = f"{config.get('model_type')}_text"
     if "tie_word_embeddings" in config:
         own["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -431,10 +506,16 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
 
 
 def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, Any]:
-    """The `config` of a model whose head computes `scores`, by which transformers' class is built where no table is."""
+    """The `config` of a model whose head computes `scores`, by which transformers' class is built
+    where no table is.
+    """
     if not scores:
         return {**config}
-    head = {"architectures": [SCORING_CLASS], "num_labels": len(scores), "tie_word_embeddings": False}
+    head = {
+        "architectures": [SCORING_CLASS],
+        "num_labels": len(scores),
+        "tie_word_embeddings": False,
+    }
     return {**config, **head}
 
 
@@ -444,7 +525,10 @@ def read_scores(config: Mapping[str, Any]) -> int:
 
 
 def read_reward_model(name: str) -> Architecture:
-    """The architecture of a model that pays completions. Raises `UserError` where it is none, or gives no one score."""
+    """The architecture of a model that pays completions.
+
+    Raises `UserError` where it is none, or gives no one score.
+    """
     try:
         config, where = find_config(Model(model_name_or_path=name))
     except UserError as error:
@@ -452,41 +536,52 @@ def read_reward_model(name: str) -> Architecture:
     classes = config.get("architectures") or ()
     if not any(each.endswith(SCORING_CLASS) for each in classes):
         raise UserError(
-            f"rewards: {name}: is a {', '.join(classes) or config.get('model_type')}, which scores no text; name "
-            f"a model of one score (...{SCORING_CLASS}), as method: reward exports it"
+            f"rewards: {name}: is a {', '.join(classes) or config.get('model_type')}, which scores "
+            f"no text; name a model of one score (...{SCORING_CLASS}), as method: reward exports it"
         )
-    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))  # 2 is transformers' own default
+    # 2 is transformers' own default
+    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
     if labels != 1:
-        raise UserError(f"rewards: {name}: gives {labels} scores, those of classes; name a model of one score")
+        raise UserError(
+            f"rewards: {name}: gives {labels} scores, those of classes; name a model of one score"
+        )
     return read_architecture(set_scores(config, ("reward",)), where)
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
-    """The facts of a known family's model whose config.json is at hand: without torch or the network."""
+    """The facts of a known family's model whose config.json is at hand: without torch or the
+    network.
+    """
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
         return None
     try:
         config, where = find_config(model)
-        return _read_known_facts(_read_sizes(config, where), where) if _is_in_table(config) else None
+        return (
+            _read_known_facts(_read_sizes(config, where), where) if _is_in_table(config) else None
+        )
     except UserError:  # transformers may know the family, or says better what is wrong
         return None
 
 
 def _is_in_table(config: Mapping[str, Any]) -> bool:
     """Whether the table gives the layers of the language model, which all have the same sizes."""
-    has_lists = any(isinstance(config.get(key), list | tuple) for key in (*LARGEST_SIZES, *LARGEST_COUNTS))
+    has_lists = any(
+        isinstance(config.get(key), list | tuple) for key in (*LARGEST_SIZES, *LARGEST_COUNTS)
+    )
     return bool(find_family(str(config.get("model_type"))).defaults) and not has_lists
 
 
 def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The config with the family's defaults. Raises `UserError` where a size is missing."""
     defaults = find_family(str(config.get("model_type"))).defaults
-    given = {key: value for key, value in config.items() if value is not None or key == WHOLE}  # None: tower dropped
+    # None: tower dropped
+    given = {key: value for key, value in config.items() if value is not None or key == WHOLE}
     sizes = {**defaults, **given}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:
         raise UserError(
-            f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
+            f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a "
+            "transformers model"
         )
     return sizes
 
@@ -498,12 +593,13 @@ def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
-    Of a family in the table without torch; of others, and beside the language model of a vision-language one, by the
-    class of transformers.
+    Of a family in the table without torch; of others, and beside the language model of a
+    vision-language one, by the class of transformers.
 
     Raises `UserError` where a size is missing, or transformers cannot build the model.
 
-    >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5,
+    >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
+      "num_hidden_layers": 5,
     ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
     ...           "tie_word_embeddings": True}
     >>> read_architecture(config, "stories260k/config.json").parameters
@@ -543,7 +639,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         vocabulary=sizes["vocab_size"],
         tied=tied,
         query_key_value_bias=flag(family.query_key_value_bias),
-        output_bias=flag(family.query_key_value_bias if family.output_bias is None else family.output_bias),
+        output_bias=flag(
+            family.query_key_value_bias if family.output_bias is None else family.output_bias
+        ),
         mlp_bias=flag(family.mlp_bias),
         family=family,
         facts=facts,

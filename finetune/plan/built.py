@@ -1,4 +1,5 @@
-"""Architectures by transformers' own class, where no table gives the layers: `models/outline.py` has built it on meta.
+"""Architectures by transformers' own class, where no table gives the layers: `models/outline.py`
+has built it on meta.
 
 Imports torch where such a model is planned, and nowhere else.
 """
@@ -29,7 +30,8 @@ def list_tensors(shapes: "Shapes") -> tuple[TensorShape, ...]:
 def read_outline(config: str, where: str) -> "Outline":
     """The outline of the model of the JSON `config`, which is named `where` in errors.
 
-    Raises `UserError` where torch and transformers are not installed, or the latter cannot build it.
+    Raises `UserError` where torch and transformers are not installed, or the latter cannot build
+    it.
     """
     values = json.loads(config)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -116,7 +118,9 @@ class BuiltArchitecture(Architecture):
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         first, second = weights.shape[1:]
-        is_transposed = any(layer.is_transposed for layer in self.outline.layers if weights.name in layer.experts)
+        is_transposed = any(
+            layer.is_transposed for layer in self.outline.layers if weights.name in layer.experts
+        )
         return (second, first) if is_transposed else (first, second)
 
     @property
@@ -139,26 +143,39 @@ class BuiltArchitecture(Architecture):
 
 
 def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the head of its own that published files of the family hold, where it does not say."""
+    """The config with the head of its own that published files of the family hold, where it does
+    not say.
+    """
     says = "tie_word_embeddings" in config or "tie_word_embeddings" in config.get("text_config", {})
     if says or not find_family(config["model_type"]).untied_in_files:
         return config
     return {**config, "tie_word_embeddings": False}
 
 
-def read_parts(config: Mapping[str, Any], where: str) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
-    """Of a vision-language model's config.json: the name of its language model, the tensors of each part beside it, and
-    whether the output head is the embedding. Raises `UserError` as `read_outline` does."""
+def read_parts(
+    config: Mapping[str, Any], where: str
+) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
+    """Of a vision-language model's config.json: the name of its language model, the tensors of each
+    part beside it, and whether the output head is the embedding.
+
+    Raises `UserError` as `read_outline` does.
+    """
     outline = read_outline(json.dumps(_untie(config), sort_keys=True, default=str), where)
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
 
 
 def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchitecture:
-    """The architecture of a whole config.json. Raises `UserError` as `read_outline`, and where there are no layers."""
+    """The architecture of a whole config.json.
+
+    Raises `UserError` as `read_outline`, and where there are no layers.
+    """
     text = json.dumps(config, sort_keys=True, default=str)
     outline = read_outline(text, where)
     if not outline.layers:
-        raise UserError(f"{where}: {config.get('model_type')} cannot be planned: its class has no decoder layers")
+        raise UserError(
+            f"{where}: {config.get('model_type')} cannot be planned: its class has no decoder "
+            "layers"
+        )
     (rows, width), facts = outline.embedding[1], outline.facts
     return BuiltArchitecture(
         model_type=facts.model_type,

@@ -1,4 +1,6 @@
-"""`finetune plan`: memory by phase, disk, host memory and time of a run in one value, as text and as JSON."""
+"""`finetune plan`: memory by phase, disk, host memory and time of a run in one value, as text and
+as JSON.
+"""
 
 import argparse
 import json
@@ -23,8 +25,22 @@ from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
-from finetune.plan.architecture import Architecture, find_config, read_architecture, read_reward_model, set_scores
-from finetune.plan.run_spec import CPU_PROCESS_BYTES, Disk, Host, RunSpec, TeacherSpec, plan_disk, plan_host
+from finetune.plan.architecture import (
+    Architecture,
+    find_config,
+    read_architecture,
+    read_reward_model,
+    set_scores,
+)
+from finetune.plan.run_spec import (
+    CPU_PROCESS_BYTES,
+    Disk,
+    Host,
+    RunSpec,
+    TeacherSpec,
+    plan_disk,
+    plan_host,
+)
 from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import (
@@ -64,7 +80,9 @@ class Plan:
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of a rank's process on top of `peak_bytes` where ranks compute on the CPU; else 0."""
+        """Host memory of a rank's process on top of `peak_bytes` where ranks compute on the CPU;
+        else 0.
+        """
         return CPU_PROCESS_BYTES if self.spec.device == "cpu" else 0
 
 
@@ -79,10 +97,13 @@ def make_plan(
     links: Links | None = None,
     images: str | None = None,
 ) -> Plan:
-    """The plan of a run. `mfu`: the share of the device's peak, by default what was measured; `read`: an epoch's tokens
+    """The plan of a run.
+
+    `mfu`: the share of the device's peak, by default what was measured; `read`: an epoch's tokens
     and the run's steps, if known; `links`: other than the device's.
 
-    Raises `UserError` for a config.json that cannot be read or is of no known family, and an unsupported run.
+    Raises `UserError` for a config.json that cannot be read or is of no known family, and an
+    unsupported run.
     """
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
@@ -120,8 +141,15 @@ def make_plan(
 
 
 def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sharding:
-    """The layout of a run on `ranks` ranks, whatever a launcher has set. `config`: its file; None: the recipe's."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    """The layout of a run on `ranks` ranks, whatever a launcher has set.
+
+    `config`: its file; None: the recipe's.
+    """
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("ACCELERATE_", "FSDP_"))
+    }
     return read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
 
 
@@ -133,8 +161,9 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaled = "" if kind == "default" else f" with its {kind} RoPE"
     yield (
-        f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} "
-        "(max_position_embeddings of its config); a document longer than these trains positions that it has not seen"
+        f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made "
+        f"for{scaled} (max_position_embeddings of its config); a document longer than these trains "
+        "positions that it has not seen"
     )
 
 
@@ -142,36 +171,54 @@ def _describe_traces(spec: RunSpec) -> Iterator[str]:
     """How activations were counted where no formula is known, or that they were not."""
     packages = spec.architecture.family.recurrence and spec.architecture.family.recurrence.packages
     if spec.uncounted:
-        yield f"activations are not counted, so that memory is what is needed without them: {spec.uncounted}"
-    elif spec.architecture.trace(spec.computation) is not None and packages and spec.device == "cuda":
         yield (
-            "recurrent layers are counted as transformers' own code computes them, which runs without "
-            f"{' and '.join(packages)} and holds more than their kernels"
+            "activations are not counted, so that memory is what is needed without them: "
+            f"{spec.uncounted}"
+        )
+    elif (
+        spec.architecture.trace(spec.computation) is not None and packages and spec.device == "cuda"
+    ):
+        yield (
+            "recurrent layers are counted as transformers' own code computes them, which runs "
+            f"without {' and '.join(packages)} and holds more than their kernels"
         )
 
 
 def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterator[str]:
-    """Whether a pipeline waits much; or a stage on each node, where ranks would wait for the layers of all nodes."""
+    """Whether a pipeline waits much; or a stage on each node, where ranks would wait for the layers
+    of all nodes.
+    """
     nodes = spec.ranks // spec.ranks_per_node
     if spec.bubble > LARGE_BUBBLE:
         batches = counted(spec.accumulation, "micro-batch")
         yield (
-            f"ranks of the pipeline wait {spec.bubble:.0%} of a step, which has {batches} for {spec.stages} stages; a "
-            "smaller per_device_train_batch_size, or more rows in a step, make more of them"
+            f"ranks of the pipeline wait {spec.bubble:.0%} of a step, which has {batches} for "
+            f"{spec.stages} stages; a smaller per_device_train_batch_size, or more rows in a step, "
+            "make more of them"
         )
-    if spec.stages > 1 or nodes < 2 or spec.sharding.layout != "fsdp2" or nodes > spec.architecture.layers:
+    if (
+        spec.stages > 1
+        or nodes < 2
+        or spec.sharding.layout != "fsdp2"
+        or nodes > spec.architecture.layers
+    ):
         return
     model = replace(spec.recipe.model, pipeline_parallel_size=nodes)
     staged = replace(
-        spec, recipe=replace(spec.recipe, model=model), sharding=replace(spec.sharding, pipeline_parallel_size=nodes)
+        spec,
+        recipe=replace(spec.recipe, model=model),
+        sharding=replace(spec.sharding, pipeline_parallel_size=nodes),
     )
-    if staged.accumulation < nodes or any(not problem.is_note for problem in staged.find_problems()):
+    if staged.accumulation < nodes or any(
+        not problem.is_note for problem in staged.find_problems()
+    ):
         return
     other = estimate_speed(staged, speed.mfu, None, links)
     if _overlapped_seconds(other) < 0.9 * _overlapped_seconds(speed):
         yield (
-            f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers are gathered: a step "
-            f"sends for {_describe_sending(other)} of computing, instead of {_describe_sending(speed)}"
+            f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers "
+            f"are gathered: a step sends for {_describe_sending(other)} of computing, instead of "
+            f"{_describe_sending(speed)}"
         )
 
 
@@ -181,7 +228,10 @@ def _overlapped_seconds(speed: Speed) -> float:
 
 
 def _describe_sending(speed: Speed) -> str:
-    return f"{format_duration(speed.communication_seconds)} beside {format_duration(speed.seconds_per_step)}"
+    return (
+        f"{format_duration(speed.communication_seconds)} beside "
+        f"{format_duration(speed.seconds_per_step)}"
+    )
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:
@@ -194,8 +244,11 @@ def _read_teacher(model: Model, method: Method) -> TeacherSpec:
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
-    """The model grown by the recipe's `added_tokens`, which LoRA trains whole. A tokenizer is not read: no token is
-    taken to be known already, and every row of the embedding to be used, so that the plan is never too small."""
+    """The model grown by the recipe's `added_tokens`, which LoRA trains whole.
+
+    A tokenizer is not read: no token is taken to be known already, and every row of the embedding
+    to be used, so that the plan is never too small.
+    """
     keys = recipe.model
     if not keys.added_tokens:
         return architecture, recipe
@@ -208,7 +261,9 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
             "lm_head",
         )
         recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=saved))
-    return replace(architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)), recipe
+    return replace(
+        architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)
+    ), recipe
 
 
 def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
@@ -217,7 +272,9 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
     needs = [format_storage(plan.disk, plan.host)]
     if spec.device != "cpu":  # a CPU's MFU is unknown
         needs.append(format_speed(plan.speed, spec.ranks))
-    header = "\n".join([format_header(spec, ranks_assumed), *(f"remark     {remark}" for remark in plan.remarks)])
+    header = "\n".join(
+        [format_header(spec, ranks_assumed), *(f"remark     {remark}" for remark in plan.remarks)]
+    )
     rows = memory_rows(plan.phases)
     return "\n\n".join([header, align_columns(rows, left=(0, len(rows[0]) - 1)), "\n".join(needs)])
 
@@ -225,20 +282,26 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
 def to_dict(
     plan: Plan, advice: Advice | None = None, room: Room | None = None, *, has_config: bool = False
 ) -> dict[str, Any]:
-    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`. What is not compared with all of the
-    room has null for `fits`, unless it does not fit what is known of it."""
+    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`.
+
+    What is not compared with all of the room has null for `fits`, unless it does not fit what is
+    known of it.
+    """
     spec = plan.spec
     content: dict[str, Any] = {
         "parameters": spec.architecture.parameters,
         "active_parameters": spec.architecture.parameters - spec.architecture.idle_parameters,
         "trained_parameters": spec.trained_numel,
-        "teacher_parameters": None if spec.teacher is None else spec.teacher.architecture.parameters,
+        "teacher_parameters": None
+        if spec.teacher is None
+        else spec.teacher.architecture.parameters,
         "ranks": spec.ranks,
         "sharding": {key: value for key, value in asdict(spec.sharding).items() if key != "places"},
         "global_batch_size": spec.global_batch_size,
         "gradient_accumulation_steps": spec.accumulation,
         "memory_bytes": {
-            phase.name: asdict(phase.peak) | {"allocated": phase.peak.allocated, "total": phase.peak.total}
+            phase.name: asdict(phase.peak)
+            | {"allocated": phase.peak.allocated, "total": phase.peak.total}
             for phase in plan.phases
         },
         "peak_bytes": plan.peak_bytes,
@@ -247,19 +310,29 @@ def to_dict(
         "time": asdict(plan.speed),
         "remarks": list(plan.remarks),
         "peak_bytes_by_ranks": {
-            name: dict(zip(map(str, TABLE_RANKS), values, strict=True)) for name, values in compare_layouts(spec)
+            name: dict(zip(map(str, TABLE_RANKS), values, strict=True))
+            for name, values in compare_layouts(spec)
         },
     }
     if advice is not None:
         is_known = room is not None and room.is_known and not spec.uncounted
-        content["fits"], changes = advice.fits if is_known or not advice.fits else None, advice.changes
-        content["changes"] = changes and describe_changes(changes, spec.sharding.source, has_config=has_config)
+        content["fits"], changes = (
+            advice.fits if is_known or not advice.fits else None,
+            advice.changes,
+        )
+        content["changes"] = changes and describe_changes(
+            changes, spec.sharding.source, has_config=has_config
+        )
     return content
 
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
-    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible. The first
-    is that of `spec` itself, where its ranks divide rows, matrices or experts: in the others they do not."""
+    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is
+    impossible.
+
+    The first is that of `spec` itself, where its ranks divide rows, matrices or experts: in the
+    others they do not.
+    """
     plain = replace(
         spec.sharding,
         layout="fsdp2",
@@ -278,7 +351,9 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
     own = spec.sharding
-    sizes = own.group_sizes | {name: getattr(own, name) for name in ("expert_parallel_size", "pipeline_parallel_size")}
+    sizes = own.group_sizes | {
+        name: getattr(own, name) for name in ("expert_parallel_size", "pipeline_parallel_size")
+    }
     if named := ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1):
         layouts = {f"this run's: {named}": own} | layouts
 
@@ -288,11 +363,16 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
             return None
         return find_peak(replace(spec, sharding=sharding, ranks=ranks)).total
 
-    return [(name, [peak(name, sharding, ranks) for ranks in TABLE_RANKS]) for name, sharding in layouts.items()]
+    return [
+        (name, [peak(name, sharding, ranks) for ranks in TABLE_RANKS])
+        for name, sharding in layouts.items()
+    ]
 
 
 def _torch_version() -> tuple[int, int]:
-    """The installed torch's version without importing it; where there is none, the newest tested."""
+    """The installed torch's version without importing it; where there is none, the newest
+    tested.
+    """
     try:
         major, minor = version("torch").split(".")[:2]
     except PackageNotFoundError:
@@ -301,7 +381,10 @@ def _torch_version() -> tuple[int, int]:
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit what is given of a machine, else 0."""
+    """Prints the plan of `arguments.recipe`.
+
+    Returns 1 where it does not fit what is given of a machine, else 0.
+    """
     room = read_room(arguments.gpu_memory, arguments.host_memory, arguments.disk)
     mfu: float | None = arguments.mfu
     if mfu is not None and not 0 < mfu <= 1:
@@ -309,7 +392,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     if arguments.num_processes is not None and arguments.num_processes < 1:
         raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")
     if arguments.num_processes is not None and arguments.num_processes > 100_000:
-        raise UserError(f"--num-processes {arguments.num_processes}: a run has at most 100,000 ranks")
+        raise UserError(
+            f"--num-processes {arguments.num_processes}: a run has at most 100,000 ranks"
+        )
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     sharding = read_planned_sharding(recipe, arguments.config, ranks)
@@ -324,17 +409,28 @@ def plan_command(arguments: argparse.Namespace) -> int:
             print("\n" + format_layouts(compare_layouts(plan.spec), TABLE_RANKS, room.device))
         if advice is not None:
             is_uncounted = plan.spec.uncounted is not None
-            print("\n" + format_advice(advice, room, sharding.source, has_config=has_config, uncounted=is_uncounted))
+            print(
+                "\n"
+                + format_advice(
+                    advice, room, sharding.source, has_config=has_config, uncounted=is_uncounted
+                )
+            )
     return 0 if advice is None or advice.fits else 1
 
 
-def read_room(gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None) -> Room:
+def read_room(
+    gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None
+) -> Room:
     """What a machine has, by these flags. A bare number is read as GiB, which is said on stderr.
 
     Raises `UserError` for what is no size.
     """
     sizes: list[int | None] = []
-    for flag, text in (("--gpu-memory", gpu_memory), ("--host-memory", host_memory), ("--disk", disk)):
+    for flag, text in (
+        ("--gpu-memory", gpu_memory),
+        ("--host-memory", host_memory),
+        ("--disk", disk),
+    ):
         if text is None:
             sizes.append(None)
             continue
@@ -365,7 +461,9 @@ def _read_size(flag: str, text: str) -> int:
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """Without --num-processes: the product of the file's mesh, one rank for a single process, or a usual node."""
+    """Without --num-processes: the product of the file's mesh, one rank for a single process, or a
+    usual node.
+    """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:
         return prod(sharding.mesh_sizes.values())

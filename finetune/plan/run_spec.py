@@ -1,4 +1,6 @@
-"""What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks and hosts."""
+"""What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks
+and hosts.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +9,13 @@ from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.families import find_family
-from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8, split_layers
+from finetune.config.layout import (
+    Sharding,
+    compute_dtype,
+    gathers_fp8,
+    is_multiplied_in_fp8,
+    split_layers,
+)
 from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
@@ -27,8 +35,9 @@ from finetune.plan.state import (
 )
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
-# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
-# tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096 tokens (benchmarks/speed.py).
+# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured,
+# less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096
+# tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
 EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
 
@@ -49,8 +58,11 @@ class TeacherSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """A run to plan. `ranks_per_node` matters to hybrid sharding and to a host's memory; `stage` of a pipeline is the
-    one whose memory is planned."""
+    """A run to plan.
+
+    `ranks_per_node` matters to hybrid sharding and to a host's memory; `stage` of a pipeline is the
+    one whose memory is planned.
+    """
 
     architecture: Architecture
     recipe: Recipe
@@ -68,7 +80,9 @@ class RunSpec:
     def find_problems(self) -> list[Problem]:
         """What keeps the run from starting, as far as a plan knows, and notes."""
         teacher = None if self.teacher is None else self.teacher.architecture.facts
-        return find_problems(self.recipe, self.sharding, self.architecture.facts, self.ranks, teacher=teacher)
+        return find_problems(
+            self.recipe, self.sharding, self.architecture.facts, self.ranks, teacher=teacher
+        )
 
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -79,7 +93,9 @@ class RunSpec:
 
     @property
     def model_keys(self) -> Model:
-        """The recipe's on the model; an output head that nothing asks is frozen, unless it is the embedding."""
+        """The recipe's on the model; an output head that nothing asks is frozen, unless it is the
+        embedding.
+        """
         model = self.recipe.model
         if not self.recipe.method_facts.embeds or self.architecture.tied:
             return model
@@ -98,9 +114,13 @@ class RunSpec:
 
     @cached_property
     def layer_costs(self) -> list[int]:
-        """The numbers of each layer in matrix products, by which a pipeline is cut; the last with the output head."""
+        """The numbers of each layer in matrix products, by which a pipeline is cut; the last with
+        the output head.
+        """
         a = self.architecture
-        costs = [sum(t.numel for t in a.layer(index) if len(t.shape) > 1) for index in range(a.layers)]
+        costs = [
+            sum(t.numel for t in a.layer(index) if len(t.shape) > 1) for index in range(a.layers)
+        ]
         return [*costs[:-1], costs[-1] + a.head_rows * a.hidden]
 
     @cached_property
@@ -111,20 +131,26 @@ class RunSpec:
 
     @cached_property
     def part(self) -> Architecture:
-        """What one rank holds of the model, before FSDP shards it: the layers of its stage, and of a layer its share by
-        tensor parallelism. All of it where there is neither."""
+        """What one rank holds of the model, before FSDP shards it: the layers of its stage, and of
+        a layer its share by tensor parallelism.
+
+        All of it where there is neither.
+        """
         a = self.divided
         if self.stages == 1:
             return a
         own = self.own_layers
         mixture = a.mixture and replace(
-            a.mixture, layers=frozenset(index for index, layer in enumerate(own) if layer in a.mixture.layers)
+            a.mixture,
+            layers=frozenset(index for index, layer in enumerate(own) if layer in a.mixture.layers),
         )
         return replace(a, layers=len(own), mixture=mixture, tied=a.tied and self.is_last_stage)
 
     @cached_property
     def divided(self) -> Architecture:
-        """What one rank of a tensor-parallel group holds of the model; all of it where there is none."""
+        """What one rank of a tensor-parallel group holds of the model; all of it where there is
+        none.
+        """
         ranks = self.tensor_ranks
         a = self.architecture
         if ranks == 1:
@@ -139,7 +165,9 @@ class RunSpec:
 
     @cached_property
     def computed(self) -> Architecture:
-        """What it computes of the model: as `part`, but for the products that transformers' plan gathers."""
+        """What it computes of the model: as `part`, but for the products that transformers' plan
+        gathers.
+        """
         a = self.architecture
         part = self.part
         if a.family.tensor_parallel != "products":
@@ -160,22 +188,36 @@ class RunSpec:
             units["embedding"] = "embedding"
         if self.is_last_stage:
             units["tail"] = "tail"
-        return tuple(replace(tensor, unit=units[tensor.unit]) for tensor in tensors if tensor.unit in units)
+        return tuple(
+            replace(tensor, unit=units[tensor.unit]) for tensor in tensors if tensor.unit in units
+        )
 
     @cached_property
     def teacher_tensors(self) -> tuple[StateTensor, ...]:
-        """Every parameter of the teacher, frozen in the compute dtype; none where there is no teacher."""
+        """Every parameter of the teacher, frozen in the compute dtype; none where there is no
+        teacher.
+        """
         if self.teacher is None:
             return ()
-        return list_frozen_tensors(self.teacher.architecture, ITEMSIZE[self.compute_dtype], self.teacher.quantization)
+        return list_frozen_tensors(
+            self.teacher.architecture, ITEMSIZE[self.compute_dtype], self.teacher.quantization
+        )
 
     @cached_property
     def fp8_weights(self) -> Mapping[str, int]:
         """The weights that are multiplied in FP8 (models/fp8.py), by name, with their numbers."""
         if self.sharding.fp8 is None:
             return {}
-        linears = [tensor for layer in range(self.architecture.layers) for tensor in self.architecture.linears(layer)]
-        return {tensor.name: tensor.numel for tensor in linears[1:] if is_multiplied_in_fp8(tensor.shape)}
+        linears = [
+            tensor
+            for layer in range(self.architecture.layers)
+            for tensor in self.architecture.linears(layer)
+        ]
+        return {
+            tensor.name: tensor.numel
+            for tensor in linears[1:]
+            if is_multiplied_in_fp8(tensor.shape)
+        }
 
     @property
     def fp8_gathered(self) -> frozenset[str]:
@@ -190,16 +232,22 @@ class RunSpec:
     @property
     def reward_bytes(self) -> int:
         """Bytes of the parameters of reward models, all of which every rank holds on its device."""
-        return ITEMSIZE[self.compute_dtype] * sum(architecture.parameters for architecture in self.reward_models)
+        return ITEMSIZE[self.compute_dtype] * sum(
+            architecture.parameters for architecture in self.reward_models
+        )
 
     @property
     def shards(self) -> int:
-        """The number of ranks that FSDP splits a parameter over, or one rank's part of it under tensor parallelism."""
+        """The number of ranks that FSDP splits a parameter over, or one rank's part of it under
+        tensor parallelism.
+        """
         return self.sharding.tensor_group_of(self.state_ranks)
 
     @property
     def state_ranks(self) -> int:
-        """The number of ranks that hold one replica of the model, or of a stage's layers, between them."""
+        """The number of ranks that hold one replica of the model, or of a stage's layers, between
+        them.
+        """
         return self.sharding.count_replica_ranks(self.ranks // self.stages, self.ranks_per_node)
 
     @property
@@ -213,16 +261,23 @@ class RunSpec:
         files = self.files(rank)
         if files is None:
             return state
-        # Parameters in the compute dtype, gradients, and buffers: both on a CPU, on a GPU the one of its own.
+        # Parameters in the compute dtype, gradients, and buffers: both on a CPU, on a GPU the one
+        # of its own.
         trained = state.trained // ITEMSIZE[self.trained_dtype] * ITEMSIZE[self.compute_dtype]
         buffers = files.buffer * (2 if self.device == "cpu" else 1)
         return replace(state, trained=trained, optimizer=buffers + files.counters)
 
     def loaded_state(self, rank: int = 0) -> State:
-        """As `state`, but all of it in memory, as its parameters are when they have just been read."""
+        """As `state`, but all of it in memory, as its parameters are when they have just been
+        read.
+        """
         keys = self.recipe.optimization
         return count_state(
-            self.part_tensors, self.sharding, self.shards, keys.optim, self.sharding.tensor_group_of(rank)
+            self.part_tensors,
+            self.sharding,
+            self.shards,
+            keys.optim,
+            self.sharding.tensor_group_of(rank),
         )
 
     def files(self, rank: int = 0) -> Files | None:
@@ -231,7 +286,9 @@ class RunSpec:
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
         dtypes = self.trained_dtype, self.compute_dtype
-        return count_files(self.part_tensors, self.shards, keys.optim, *dtypes, self.sharding.tensor_group_of(rank))
+        return count_files(
+            self.part_tensors, self.shards, keys.optim, *dtypes, self.sharding.tensor_group_of(rank)
+        )
 
     @property
     def trained_numel(self) -> int:
@@ -240,7 +297,9 @@ class RunSpec:
 
     @property
     def trained_dtype(self) -> str:
-        """The dtype of the trained parameters: adapters are float32, all others have the recipe's `dtype`."""
+        """The dtype of the trained parameters: adapters are float32, all others have the recipe's
+        `dtype`.
+        """
         return "float32" if self.recipe.lora.use_peft else self.recipe.model.dtype
 
     @property
@@ -250,7 +309,9 @@ class RunSpec:
 
     @property
     def reduced_dtype(self) -> str:
-        """The dtype in which gradients are summed over ranks: float32 by FSDP's policy, their own under DDP."""
+        """The dtype in which gradients are summed over ranks: float32 by FSDP's policy, their own
+        under DDP.
+        """
         mixed = self.sharding.is_fsdp and self.sharding.mixed_precision != "no"
         return "float32" if mixed else self.trained_dtype
 
@@ -262,10 +323,13 @@ class RunSpec:
             itemsize=itemsize,
             autocast=not self.sharding.is_fsdp and itemsize < 4 and not self.recipe.lora.is_fused,
             checkpoint_every=(
-                self.recipe.model.activation_checkpointing_every if self.sharding.activation_checkpointing else None
+                self.recipe.model.activation_checkpointing_every
+                if self.sharding.activation_checkpointing
+                else None
             ),
             keeps=self.recipe.model.activation_checkpointing_keeps,
-            offloads=self.recipe.model.activation_offload and self.sharding.activation_checkpointing,
+            offloads=self.recipe.model.activation_offload
+            and self.sharding.activation_checkpointing,
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
             document_length=self.recipe.data.max_length,
             cpu=self.device == "cpu",
@@ -280,10 +344,18 @@ class RunSpec:
 
     @property
     def uncounted(self) -> str | None:
-        """Why the activations of the model, or of its teacher, cannot be counted; None where they are."""
-        models = [self.architecture] if self.teacher is None else [self.architecture, self.teacher.architecture]
+        """Why the activations of the model, or of its teacher, cannot be counted; None where they
+        are.
+        """
+        models = (
+            [self.architecture]
+            if self.teacher is None
+            else [self.architecture, self.teacher.architecture]
+        )
         traces = [a.trace(self.computation) for a in models]
-        return next((trace.failure for trace in traces if trace is not None and trace.failure), None)
+        return next(
+            (trace.failure for trace in traces if trace is not None and trace.failure), None
+        )
 
     @property
     def drops_attention(self) -> bool:
@@ -293,17 +365,25 @@ class RunSpec:
 
     @property
     def weighs_documents(self) -> bool:
-        """Whether the loss weighs log-probabilities one by one or by document, and does not take their sum."""
+        """Whether the loss weighs log-probabilities one by one or by document, and does not take
+        their sum.
+        """
         facts = self.recipe.method_facts
         return facts.documents > 1 or facts.samples or facts.scores
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the method's reference comes from: the model without its new adapters, or numbers computed before."""
+        """Where the method's reference comes from: the model without its new adapters, or numbers
+        computed before.
+        """
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
-        is_new = lora.use_peft and lora.adapter_name_or_path is None and self.sharding.pipeline_parallel_size == 1
+        is_new = (
+            lora.use_peft
+            and lora.adapter_name_or_path is None
+            and self.sharding.pipeline_parallel_size == 1
+        )
         return "adapters off" if is_new and not lora.modules_to_save else "stored"
 
     @property
@@ -318,7 +398,9 @@ class RunSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank if every row is full; ranks of a sequence share them."""
+        """Tokens of a micro-batch on one rank if every row is full; ranks of a sequence share
+        them.
+        """
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:
@@ -336,7 +418,9 @@ class RunSpec:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows in an optimizer step over all ranks: of sampled completions, as many as there are at most."""
+        """Rows in an optimizer step over all ranks: of sampled completions, as many as there are at
+        most.
+        """
         sampled = self.recipe.rollout.num_generations if self.recipe.method_facts.samples else 1
         return self.global_batch_size * sampled
 
@@ -347,19 +431,23 @@ class RunSpec:
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """Of how many micro-batches a rank keeps the activations of all its layers at once: under 1F1B of one for each
-        stage from its own to the last."""
+        """Of how many micro-batches a rank keeps the activations of all its layers at once: under
+        1F1B of one for each stage from its own to the last.
+        """
         behind = self.stages - self.stage
         chunks = self.sharding.pipeline_chunks // self.stages
         if chunks == 1:
             return min(self.accumulation, behind)
-        # Interleaved: as many forwards of a group of layers before the first backward, and one more.
+        # Interleaved: as many forwards of a group of layers before the first backward, and one
+        # more.
         forwards = 2 * (behind - 1) + (chunks - 1) * self.stages + 1
         return min(self.accumulation, forwards / chunks)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a rank of the pipeline waits for others (Narayanan et al. 2021, section 2.2)."""
+        """The share of a step in which a rank of the pipeline waits for others (Narayanan et al.
+        2021, section 2.2).
+        """
         waits = self.stages - 1
         chunks = self.sharding.pipeline_chunks // self.stages
         return waits / (waits + chunks * self.accumulation)
@@ -381,7 +469,9 @@ class RunSpec:
 
 
 def count_multiplied(architecture: Architecture) -> int:
-    """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input embedding."""
+    """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input
+    embedding.
+    """
     a = architecture
     return a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel)
 
@@ -396,7 +486,8 @@ class Disk:
     export: int
     adapter: int
     offload: int = 0  # of one node, in offload_dir while it trains
-    rollouts: int = 0  # weights for a server that samples: the ranks' shards, what is made of them, and those before
+    # weights for a server that samples: the ranks' shards, what is made of them, and those before
+    rollouts: int = 0
 
     @property
     def total(self) -> int:
@@ -416,17 +507,28 @@ class Host:
 
     @property
     def total(self) -> int:
-        return self.processes + self.offloaded + self.activations + self.buffers + max(self.saving, self.export)
+        return (
+            self.processes
+            + self.offloaded
+            + self.activations
+            + self.buffers
+            + max(self.saving, self.export)
+        )
 
 
 def plan_disk(spec: RunSpec) -> Disk:
-    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else that of the base's files."""
+    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else that of
+    the base's files.
+    """
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     lora = spec.recipe.lora.use_peft
     recipe = spec.recipe.checkpoint
     files = spec.files()
     optim = spec.recipe.optimization.optim
-    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
+    moments = sum(
+        count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True)
+        for t in trained
+    )
     # A full model's checkpoint is complete, also where some is frozen.
     stored = trained if lora else spec.tensors
     weights = sum(t.numel * t.itemsize for t in stored)
@@ -436,10 +538,13 @@ def plan_disk(spec: RunSpec) -> Disk:
         checkpoint=checkpoint,
         checkpoints_kept=recipe.save_total_limit,
         checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
-        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or spec.base_dtype]) if recipe.export_at_end else 0,
+        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or spec.base_dtype])
+        if recipe.export_at_end
+        else 0,
         adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
         offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
-        rollouts=is_handed_over * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
+        rollouts=is_handed_over
+        * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
     )
 
 
@@ -455,7 +560,9 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     if name is not None:
         group = aware.qat_group_size if name == aware.quantization_aware_training else None
         weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
-        quantized = unquantized - int(weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group)))
+        quantized = unquantized - int(
+            weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group))
+        )
     sizes = {"compressed-tensors": quantized + carried, "safetensors": unquantized + carried}
     return sum(sizes.get(each, unquantized) for each in keys.export_formats)
 
@@ -473,7 +580,9 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     optim = spec.recipe.optimization.optim
     if files is None:
         state = _count_bytes(trained)
-        state += sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
+        state += sum(
+            count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
+        )
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
     gradients = _count_bytes(trained)
@@ -481,10 +590,14 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     frozen = _count_bytes([tensor for tensor in spec.tensors if not tensor.trainable])
     share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     saved = state + (0 if spec.recipe.lora.use_peft else frozen)
-    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)
+    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(
+        t.numel for t in spec.tensors
+    )
     return Host(
         processes=ranks * (CPU_PROCESS_BYTES + peak_bytes if on_cpu else PROCESS_BYTES),
-        offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
+        offloaded=int((state + frozen + gradients + teacher) * share)
+        if spec.sharding.cpu_offload
+        else 0,
         activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
         saving=int(saved * min(share, 1)) if files is None and not on_cpu else 0,
         export=exported if spec.recipe.checkpoint.export_at_end else 0,

@@ -1,8 +1,9 @@
-"""The time of a step: computation at an assumed MFU, offload, and what ranks send each other; and the steps of a run.
+"""The time of a step: computation at an assumed MFU, offload, and what ranks send each other; and
+the steps of a run.
 
 Collectives are counted as the layouts make them; tests/test_layouts_benchmark.py holds them to what
-`benchmarks/layouts.py` measures. Left out are sums of a few numbers (norms, losses), those of adapters under tensor
-parallelism, and a teacher's units.
+`benchmarks/layouts.py` measures. Left out are sums of a few numbers (norms, losses), those of
+adapters under tensor parallelism, and a teacher's units.
 """
 
 import math
@@ -28,7 +29,9 @@ BUCKET = 25 << 20  # bytes of its others
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second in one direction: of a GPU to the others of its node, and of a node to the others."""
+    """Bytes per second in one direction: of a GPU to the others of its node, and of a node to the
+    others.
+    """
 
     within_node: float = 450e9  # NVLink 4 of an H100 or H200, by their data sheets
     between_nodes: float = 400e9  # 8 adapters of 400 Gbit/s, as in a DGX H100
@@ -36,27 +39,34 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """All calls of one kind that a rank makes in a step. `bytes` is their sum: a call counts its input or its output,
-    whichever is larger. Ranks of the group are `stride` apart."""
+    """All calls of one kind that a rank makes in a step.
+
+    `bytes` is their sum: a call counts its input or its output, whichever is larger. Ranks of the
+    group are `stride` apart.
+    """
 
     kind: Kind
     calls: int
     bytes: int
     ranks: int
     stride: int = 1
-    is_awaited: bool = False  # a layer needs the result at once; else it can run beside the computation
+    # a layer needs the result at once; else it can run beside the computation
+    is_awaited: bool = False
 
     def seconds(self, links: Links, ranks_per_node: int) -> float:
-        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what leaves a node
-        shares its network with the node's other groups.
+        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what
+        leaves a node shares its network with the node's other groups.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
-        >>> Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8), Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8)
+        >>> Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8),
+          Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8)
         (0.0175, 0.1)
-        """  # noqa: E501
+        """
         here = max(1, min(self.ranks, ranks_per_node // self.stride))
         if self.kind == "send":  # to a neighbor, beside the sends of all ranks of the node
-            return self.bytes / (links.within_node if here == self.ranks else links.between_nodes / ranks_per_node)
+            return self.bytes / (
+                links.within_node if here == self.ranks else links.between_nodes / ranks_per_node
+            )
         of_rank = links.between_nodes / ranks_per_node
         sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
         if here == self.ranks:
@@ -83,9 +93,10 @@ def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_units(spec: RunSpec) -> Iterator[Collective]:
-    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it was freed; it
-    reduces the gradients that the unit has, under hybrid sharding over the replicas too: FSDP2 in the last micro-batch
-    only."""
+    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it
+    was freed; it reduces the gradients that the unit has, under hybrid sharding over the replicas
+    too: FSDP2 in the last micro-batch only.
+    """
     if not spec.sharding.is_fsdp:
         return
     times = spec.accumulation
@@ -95,35 +106,53 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
         stride = spec.tensor_ranks
         shards = spec.shards // divided
         unit_bytes = sum(
-            _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize) for t in tensors
+            _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize)
+            for t in tensors
         )
-        reduced = sum(_padded(t, shards) for t in tensors if t.trainable) * ITEMSIZE[spec.reduced_dtype]
-        yield Collective("all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided)
+        reduced = (
+            sum(_padded(t, shards) for t in tensors if t.trainable) * ITEMSIZE[spec.reduced_dtype]
+        )
+        yield Collective(
+            "all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided
+        )
         yield Collective("reduce-scatter", times, times * reduced, shards, stride * divided)
         meetings = 1 if spec.sharding.layout == "fsdp2" else times
-        yield Collective("all-reduce", meetings, meetings * reduced // shards, replicas, spec.state_ranks)
+        yield Collective(
+            "all-reduce", meetings, meetings * reduced // shards, replicas, spec.state_ranks
+        )
 
 
 def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
-    """The tensors of each unit, and how often a micro-batch gathers it. Divided experts are units of their own."""
+    """The tensors of each unit, and how often a micro-batch gathers it.
+
+    Divided experts are units of their own.
+    """
     u = split_into_units(spec.part, spec.part_tensors, spec.sharding)
     forwards = 2 if spec.reference == "adapters off" else 1
     units: dict[str, list[StateTensor]] = {}
     for tensor in spec.part_tensors:
         is_layer = tensor.unit.startswith("layer")
         name = "layers" if is_layer and u.layer == u.layers else tensor.unit
-        if (name == "embedding" and u.embedding.numel == 0) or (name == "layers" and spec.sharding.layout == "fsdp1"):
+        if (name == "embedding" and u.embedding.numel == 0) or (
+            name == "layers" and spec.sharding.layout == "fsdp1"
+        ):
             name = "tail"
         units.setdefault(f"{name}, divided" if tensor.divided > 1 else name, []).append(tensor)
     for name, tensors in units.items():
         stays = name == "tail" or u.stay_gathered
         # Nothing asks for the gradient of a frozen embedding's output but activation checkpointing.
-        is_passed = name != "embedding" or any(t.trainable for t in tensors) or spec.sharding.activation_checkpointing
+        is_passed = (
+            name != "embedding"
+            or any(t.trainable for t in tensors)
+            or spec.sharding.activation_checkpointing
+        )
         yield tensors, 1 if stays else forwards + is_passed
 
 
 def _padded(tensor: StateTensor, shards: int) -> int:
-    """Numbers of what FSDP gathers of a tensor: rows padded to a multiple of the shards; experts divide evenly."""
+    """Numbers of what FSDP gathers of a tensor: rows padded to a multiple of the shards; experts
+    divide evenly.
+    """
     if tensor.divided > 1:
         return tensor.numel // tensor.divided
     rows = tensor.shape[0]
@@ -148,7 +177,9 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
-    """How often a step computes a layer forward (reference and recomputation included), and backward."""
+    """How often a step computes a layer forward (reference and recomputation included), and
+    backward.
+    """
     every = spec.computation.checkpoint_every
     reference = spec.reference == "adapters off"
     layers = spec.part.layers
@@ -157,9 +188,11 @@ def _count_passes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
-    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
-    plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
-    the embedding's output, the softmax's numbers and the gradient of what enters the head."""
+    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs;
+    where transformers' plan gathers products, these in the forward and the gradients of the next
+    layer's input in the backward; at the ends the embedding's output, the softmax's numbers and the
+    gradient of what enters the head.
+    """
     ranks = spec.tensor_ranks
     a = replace(spec.architecture, layers=spec.part.layers)
     run = spec.computation
@@ -168,15 +201,21 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     forward, backward = _count_passes(spec)
     size = spec.tokens * a.hidden * run.itemsize
     recomputed = forward - backward * (2 if spec.reference else 1)
-    # The recomputed forward ends with the last tensor that its backward reads: before the sum of the MLP's outputs.
+    # The recomputed forward ends with the last tensor that its backward reads: before the sum of
+    # the MLP's outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
     if a.family.tensor_parallel == "products":
-        products = a.query_width + 2 * a.key_value_width + (2 * a.intermediate if a.family.fused else 0)
+        products = (
+            a.query_width + 2 * a.key_value_width + (2 * a.intermediate if a.family.fused else 0)
+        )
         inputs = a.query_width + (a.intermediate if a.family.fused else 0)
         moved = spec.tokens * run.itemsize * (forward * products + backward * inputs)
         yield Collective(
-            "all-gather", forward * (2 if a.family.fused else 3) + backward * (2 if a.family.fused else 1), moved, ranks
+            "all-gather",
+            forward * (2 if a.family.fused else 3) + backward * (2 if a.family.fused else 1),
+            moved,
+            ranks,
         )
     forwards = spec.accumulation * (2 if spec.reference == "adapters off" else 1)
     yield Collective("all-reduce", forwards, forwards * size, ranks)  # the embedding
@@ -184,17 +223,26 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
-    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the backward. More ranks than
-    heads gather keys and values, and reduce their gradients."""
+    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the
+    backward.
+
+    More ranks than heads gather keys and values, and reduce their gradients.
+    """
     ranks = spec.sharding.sequence_parallel_size
     a = spec.computed
     if not divides_heads(a.heads, ranks):
         forward, _ = _count_passes(spec)
         layers = a.layers * spec.accumulation
         row = spec.tokens * ranks * spec.computation.itemsize
-        width = a.query_width + a.heads * a.latent.value if a.latent is not None else 2 * a.key_value_width
+        width = (
+            a.query_width + a.heads * a.latent.value
+            if a.latent is not None
+            else 2 * a.key_value_width
+        )
         yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
-        yield Collective("reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks)
+        yield Collective(
+            "reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks
+        )
         return
     repeated = math.lcm(a.key_value_heads, ranks) // a.key_value_heads
     key_value = 2 * a.key_value_width * repeated
@@ -209,7 +257,9 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_experts(spec: RunSpec) -> Iterator[Collective]:
-    """Tokens to their experts and back, once for each expert of a token; first, how many come to each."""
+    """Tokens to their experts and back, once for each expert of a token; first, how many come to
+    each.
+    """
     ranks = spec.sharding.expert_parallel_size
     mixture = spec.architecture.mixture
     if mixture is None or ranks == 1:
@@ -217,7 +267,9 @@ def _of_experts(spec: RunSpec) -> Iterator[Collective]:
     share = len(mixture.layers) / spec.architecture.layers
     forward, backward = (round(passes * share) for passes in _count_passes(spec))
     states = spec.tokens * mixture.chosen * spec.architecture.hidden * spec.computation.itemsize
-    yield Collective("all-to-all", 2 * (forward + backward), 2 * (forward + backward) * states, ranks)
+    yield Collective(
+        "all-to-all", 2 * (forward + backward), 2 * (forward + backward) * states, ranks
+    )
     yield Collective("all-to-all", forward, forward * 8 * mixture.experts, ranks)
 
 
@@ -233,7 +285,8 @@ DEVICE_BYTES_PER_SECOND = 3.35e12  # the assumed device's memory
 PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
 NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
 HOST_BYTES_PER_SECOND = 100e9  # of a node's memory, as AdamW on its CPUs reaches it
-BYTES_PER_TOKEN = 4  # of English text in a large vocabulary; only to guess the length of an epoch from the files' size
+# of English text in a large vocabulary; only to guess the length of an epoch from the files' size
+BYTES_PER_TOKEN = 4
 ANSWERS = ("chosen", "rejected", "response_w", "response_l")
 SAMPLE_BYTES = 1 << 16  # read of a file of JSON lines, to estimate how much of it is text
 MIN_MICRO_BATCH_SECONDS = 0.01  # below it, launching kernels takes longer than computing them
@@ -256,15 +309,20 @@ class Speed:
     micro_batch_seconds: float
     offload_seconds: float  # of a step
     files_seconds: float  # of a step: state in files, read and written
-    bubble: float  # the share of a step in which ranks of a pipeline wait; counted in seconds_per_step
-    imbalance: float  # the operations of a pipeline's stage with the most, over the mean; counted in too
+    # the share of a step in which ranks of a pipeline wait; counted in seconds_per_step
+    bubble: float
+    # the operations of a pipeline's stage with the most, over the mean; counted in too
+    imbalance: float
     links: Links  # the rates at which ranks send
     communication: tuple[Collective, ...]  # of a step
-    communication_seconds: float  # of a step, if the computation hid nothing of it; not in seconds_per_step
+    # of a step, if the computation hid nothing of it; not in seconds_per_step
+    communication_seconds: float
     awaited_seconds: float  # of these, what layers wait for, so that nothing hides it
-    reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
+    # of a step's operations: the reference's forward, where adapters are switched off for it
+    reference_share: float
     rollout_seconds: float  # of a step: completions of full length
-    reference_seconds: float | None  # before training, where it is computed once; None: unknown, or not needed
+    # before training, where it is computed once; None: unknown, or not needed
+    reference_seconds: float | None
 
     @property
     def is_meaningful(self) -> bool:
@@ -284,8 +342,11 @@ def assume_mfu(spec: RunSpec) -> float:
     return share if spec.recipe.model.torch_compile else share * UNCOMPILED
 
 
-def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None) -> Speed:
-    """The speed at `mfu` of the device's peak on every rank; `links` are by default those of its data sheet.
+def estimate_speed(
+    spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None
+) -> Speed:
+    """The speed at `mfu` of the device's peak on every rank; `links` are by default those of its
+    data sheet.
 
     `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
     """
@@ -300,17 +361,26 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         length=spec.recipe.data.max_length,
         frozen=_count_frozen(spec) - (0 if a.tied else unasked),
     )
-    forward = (flops + 2 * _count_frozen(spec)) / 3  # the backward takes twice as many, but for frozen weights
+    # the backward takes twice as many, but for frozen weights
+    forward = (flops + 2 * _count_frozen(spec)) / 3
     again = forward if embeds or spec.reference == "adapters off" else 0.0
     flops += again
-    asked = 0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
+    asked = (
+        0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
+    )
     is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
     flops += 0.0 if is_stored else asked
     offload = offload_seconds(spec)
     files = files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
     rollout = rollout_seconds(spec, mfu, forward)
-    computing = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) * spec.imbalance / (1 - spec.bubble)
+    computing = (
+        spec.tokens_per_step
+        * flops
+        / (mfu * peak * spec.ranks)
+        * spec.imbalance
+        / (1 - spec.bubble)
+    )
     seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     epoch_tokens, steps = read or _estimate_steps(spec)
@@ -324,7 +394,10 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
         reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
     communication = count_communication(spec)
-    seconds = [(each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited) for each in communication]
+    seconds = [
+        (each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited)
+        for each in communication
+    ]
     return Speed(
         flop_per_token=flops,
         peak_flops=peak,
@@ -385,9 +458,10 @@ def _count_frozen(spec: RunSpec) -> int:
 def offload_seconds(spec: RunSpec) -> float:
     """Seconds that CPU offload adds to a step, at the assumed rates; 0 without it.
 
-    A micro-batch copies the rank's parameters to the device for the forward, once more for the backward if they were
-    freed, and its gradients back. The update reads and writes the parameters and moments, and reads the gradients, in
-    memory that all ranks of a node share. No overlap with the computation is assumed.
+    A micro-batch copies the rank's parameters to the device for the forward, once more for the
+    backward if they were freed, and its gradients back. The update reads and writes the parameters
+    and moments, and reads the gradients, in memory that all ranks of a node share. No overlap with
+    the computation is assumed.
     """
     if not spec.sharding.cpu_offload:
         return 0.0
@@ -397,39 +471,55 @@ def offload_seconds(spec: RunSpec) -> float:
     files = spec.files()
     moments = state.optimizer if files is None else files.size
     touched = 2 * state.trained + state.gradients + 2 * moments
-    return moved / PCIE_BYTES_PER_SECOND + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
+    return (
+        moved / PCIE_BYTES_PER_SECOND
+        + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
+    )
 
 
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
-    """Seconds of a step in which a rank samples completions, each of full length; 0 where it samples none itself.
+    """Seconds of a step in which a rank samples completions, each of full length; 0 where it
+    samples none itself.
 
-    A token of all rows reads all weights and half of a full cache, or computes. `forward`: FLOP of a token.
+    A token of all rows reads all weights and half of a full cache, or computes. `forward`: FLOP of
+    a token.
     """
     if not spec.recipe.samples_itself:
         return 0.0
     keys = spec.recipe.rollout
     per_rank = -(-spec.rows_per_step // spec.data_ranks)
     rows = min(keys.per_device_generation_batch_size, per_rank)
-    weights = sum(t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors)
+    weights = sum(
+        t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors
+    )
     read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
     speed = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
     token = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
-    prompts = per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
+    prompts = (
+        per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
+    )
     seconds = -(-per_rank // rows) * keys.max_completion_length * token + prompts * forward / speed
     return seconds / keys.num_iterations
 
 
 def files_seconds(spec: RunSpec) -> float:
-    """Seconds in which a step reads and writes the state files of a node, at the assumed rate; 0 without.
+    """Seconds in which a step reads and writes the state files of a node, at the assumed rate; 0
+    without.
 
     Only within the update does one overlap with another: nothing of it with forward and backward.
     """
     files = spec.files()
-    return 0.0 if files is None else 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
+    return (
+        0.0
+        if files is None
+        else 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
+    )
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
-    """Tokens of an epoch, from the size of the local files; None where some are not local or not read whole."""
+    """Tokens of an epoch, from the size of the local files; None where some are not local or not
+    read whole.
+    """
     total = 0.0
     for source in data.datasets:
         path = Path(source.path)
@@ -440,12 +530,15 @@ def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
 
 
 def _text_share(path: Path, rows: RowKind) -> float:
-    """The share of a JSON Lines file that is text, from its first lines; what is read twice counts twice."""
+    """The share of a JSON Lines file that is text, from its first lines; what is read twice counts
+    twice.
+    """
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:
         text = file.read(SAMPLE_BYTES)
-    lines = text.split(b"\n")[: -1 if len(text) == SAMPLE_BYTES else None]  # without the last, where it may be cut
+    # without the last, where it may be cut
+    lines = text.split(b"\n")[: -1 if len(text) == SAMPLE_BYTES else None]
     try:
         read = [parse_json(line) for line in lines if line.strip()]
     except ValueError:  # reported where the data is read
@@ -455,7 +548,8 @@ def _text_share(path: Path, rows: RowKind) -> float:
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """What a row holds once and is read twice: a pair's prompt (unless of whole conversations); a rated row.
+    """What a row holds once and is read twice: a pair's prompt (unless of whole conversations); a
+    rated row.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}
@@ -465,7 +559,11 @@ def _find_repeated(row: Any, rows: RowKind) -> Any:
     answers = {key: value for key, value in row.items() if key in ANSWERS}
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers.values()):
         return None
-    return row if rows == "ratings" else {key: value for key, value in row.items() if key not in answers}
+    return (
+        row
+        if rows == "ratings"
+        else {key: value for key, value in row.items() if key not in answers}
+    )
 
 
 def _text_bytes(value: Any) -> int:

@@ -1,4 +1,6 @@
-"""Parameters, gradients and optimizer state: the exact bytes that one rank holds under each layout."""
+"""Parameters, gradients and optimizer state: the exact bytes that one rank holds under each
+layout.
+"""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +18,26 @@ from finetune.config.module_names import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
-from finetune.config.optimization import count_offloaded_bytes, count_optimizer_bytes, list_offloaded_itemsizes
+from finetune.config.optimization import (
+    count_offloaded_bytes,
+    count_optimizer_bytes,
+    list_offloaded_itemsizes,
+)
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
 from finetune.plan.architecture import Architecture, TensorShape
 
 BESIDE = "beside"  # begins the units of what is beside a language model
-FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
+# bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
+FLAT_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One parameter in memory: its FSDP unit, the bytes of one number, and whether it is trained."""
+    """One parameter in memory: its FSDP unit, the bytes of one number, and whether it is
+    trained.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +45,9 @@ class StateTensor:
     itemsize: int
     trainable: bool
     divided: int = (
-        1  # expert parallelism: ranks that divide its experts between them, before FSDP shards it over the others
+        # expert parallelism: ranks that divide its experts between them, before FSDP shards it over
+        # the others
+        1
     )
 
     @property
@@ -44,11 +55,17 @@ class StateTensor:
         return prod(self.shape)
 
     def shard(self, shards: int, rank: int) -> tuple[int, ...]:
-        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for
-        the last ones; of divided experts an equal part, and of their codes a block."""
+        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as
+        all others but for the last ones; of divided experts an equal part, and of their codes a
+        block.
+        """
         own = self.shape[0] // self.divided
         others = shards // self.divided
-        held = shard_experts(self.shape, self.divided, others) if self.divided > 1 and len(self.shape) > 1 else None
+        held = (
+            shard_experts(self.shape, self.divided, others)
+            if self.divided > 1 and len(self.shape) > 1
+            else None
+        )
         block = -(-own // others)
         return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
 
@@ -68,12 +85,17 @@ class State:
 
 
 def list_state_tensors(
-    architecture: Architecture, model: Model, lora: Lora, sharding: Sharding, quantization: Quantization
+    architecture: Architecture,
+    model: Model,
+    lora: Lora,
+    sharding: Sharding,
+    quantization: Quantization,
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base, which may be quantized,
-    with fp32 adapters and the modules that are trained whole beside them.
+    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base,
+    which may be quantized, with fp32 adapters and the modules that are trained whole beside them.
 
-    Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
+    Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the
+    output head.
     """
     units = _list_units(architecture)
     names = _name_tensors(architecture)
@@ -82,7 +104,9 @@ def list_state_tensors(
     if lora.use_peft:
         _refuse_wrong_targets(architecture, names, lora)
     trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
-    routed = {tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)}
+    routed = {
+        tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)
+    }
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     adapters = _list_adapters(architecture, units, lora) if lora.use_peft else {}
     state: list[StateTensor] = []
@@ -95,8 +119,13 @@ def list_state_tensors(
             elif tensor in quantizable:
                 state += _list_quantized(tensor, unit, itemsize, quantization, ranks)
             else:
-                state.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, tensor.name in trained, ranks))
-            state += adapters.pop(tensor.name, ())  # in the order of the modules, in which FSDP1 lays them out
+                state.append(
+                    StateTensor(
+                        tensor.name, tensor.shape, unit, itemsize, tensor.name in trained, ranks
+                    )
+                )
+            # in the order of the modules, in which FSDP1 lays them out
+            state += adapters.pop(tensor.name, ())
         state += adapters.pop(unit, ())
     for of_tied_weight in adapters.values():
         state += of_tied_weight
@@ -104,26 +133,40 @@ def list_state_tensors(
 
 
 def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
-    """All names of each tensor, by its first: the embedding has the head's too where they are tied."""
+    """All names of each tensor, by its first: the embedding has the head's too where they are
+    tied.
+    """
     names = {tensor.name: [tensor.name] for tensor in architecture.tensors()}
     if architecture.tied:
         names[architecture.embedding.name].append(architecture.head_name)
     return names
 
 
-def _refuse_wrong_targets(architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora) -> None:
-    """Raises `UserError` where the recipe adapts what the model does not have, or the output head."""
+def _refuse_wrong_targets(
+    architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
+) -> None:
+    """Raises `UserError` where the recipe adapts what the model does not have, or the output
+    head.
+    """
     head = architecture.head_name.removesuffix(".weight")
-    head_names = next(tensor_names for tensor_names in names.values() if architecture.head_name in tensor_names)
+    head_names = next(
+        tensor_names for tensor_names in names.values() if architecture.head_name in tensor_names
+    )
     refuse_adapted_head(head, head_names, lora)
     linears = [linear.name for unit in architecture.adaptable().values() for linear in unit]
-    experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
+    experts = [
+        tensor.name
+        for index in range(architecture.layers)
+        for tensor in architecture.experts(index)
+    ]
     layers = [head, *(name.removesuffix(".weight") for name in linears)]
     refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
     refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
 
 
-def _list_quantizable(architecture: Architecture, unit: str, quantization: Quantization) -> tuple[TensorShape, ...]:
+def _list_quantizable(
+    architecture: Architecture, unit: str, quantization: Quantization
+) -> tuple[TensorShape, ...]:
     """The weights of a unit that the recipe quantizes."""
     if quantization.bits is None or not unit.startswith("layer"):
         return ()
@@ -133,7 +176,8 @@ def _list_quantizable(architecture: Architecture, unit: str, quantization: Quant
 def _list_adapters(
     architecture: Architecture, units: Iterable[tuple[str, tuple[TensorShape, ...]]], lora: Lora
 ) -> dict[str, list[StateTensor]]:
-    """The adapters of each linear layer, by the name of its weight, and those on the experts of each unit, by its name.
+    """The adapters of each linear layer, by the name of its weight, and those on the experts of
+    each unit, by its name.
 
     Raises `UserError` where there are none.
     """
@@ -142,7 +186,11 @@ def _list_adapters(
     adapted: list[str] = []
     for unit, tensors in units:
         linears = [linear for linear in adaptable.get(unit, ()) if is_adapted(linear, lora)]
-        experts = [tensor for tensor in tensors if is_parameter_named(tensor.name, lora.lora_target_parameters)]
+        experts = [
+            tensor
+            for tensor in tensors
+            if is_parameter_named(tensor.name, lora.lora_target_parameters)
+        ]
         for linear in linears:
             adapters[linear.name] = [*_list_adapter(linear, unit, lora)]
         adapters[unit] = [*_list_expert_adapters(experts, unit, lora, architecture)]
@@ -155,7 +203,9 @@ def _list_adapters(
 def list_frozen_tensors(
     architecture: Architecture, itemsize: int, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of a model that is not trained, a teacher, whose linear layers and experts may be quantized."""
+    """Every parameter of a model that is not trained, a teacher, whose linear layers and experts
+    may be quantized.
+    """
     frozen: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
         quantizable = _list_quantizable(architecture, unit, quantization)
@@ -177,8 +227,9 @@ def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape
 def _list_quantized(
     weight: TensorShape, unit: str, itemsize: int, quantization: Quantization, ranks: int = 1
 ) -> Iterator[StateTensor]:
-    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the compute dtype, by each of
-    the `ranks` that divide its experts for its own."""
+    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the
+    compute dtype, by each of the `ranks` that divide its experts for its own.
+    """
     if ranks > 1:
         quantization = divide_quantization(weight.numel // ranks, quantization)
     held = quantized_bytes(prod(weight.shape[:-1]) // ranks, weight.shape[-1], quantization)
@@ -188,28 +239,37 @@ def _list_quantized(
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:
-    """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained whole."""
+    """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained
+    whole.
+    """
     targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
-    return targets == "all-linear" or is_parameter_named(linear.name.removesuffix(".weight"), targets)
+    return targets == "all-linear" or is_parameter_named(
+        linear.name.removesuffix(".weight"), targets
+    )
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
-    """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu et al. 2024)."""
+    """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu
+    et al. 2024).
+    """
     name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
     rank = find_value(name, lora.rank_pattern, lora.lora_r)
     yield StateTensor(f"{name}.lora_A.default.weight", (rank, width_in), unit, FP32, True)
     yield StateTensor(f"{name}.lora_B.default.weight", (width_out, rank), unit, FP32, True)
     if lora.use_dora:
-        yield StateTensor(f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True)
+        yield StateTensor(
+            f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True
+        )
 
 
 def _list_expert_adapters(
     weights: Sequence[TensorShape], unit: str, lora: Lora, architecture: Architecture
 ) -> Iterator[StateTensor]:
-    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank]; peft nests the
-    adapters of several weights, the last one's outermost."""
+    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank];
+    peft nests the adapters of several weights, the last one's outermost.
+    """
     for depth, tensor in enumerate(reversed(weights)):
         width_out, width_in = architecture.expert_widths(tensor)
         width = tensor.shape[0] * find_value(tensor.name, lora.rank_pattern, lora.lora_r)
@@ -219,12 +279,19 @@ def _list_expert_adapters(
 
 
 def count_state(
-    tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str | None, rank: int = 0
+    tensors: Sequence[StateTensor],
+    sharding: Sharding,
+    shards: int,
+    optim: str | None,
+    rank: int = 0,
 ) -> State:
-    """Bytes that `rank` holds of parameters in `shards`; rank 0 holds the most. `optim`: None for no optimizer.
+    """Bytes that `rank` holds of parameters in `shards`; rank 0 holds the most.
 
-    Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 + 4 + 4 bytes a
-    parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies), here without a bf16 copy.
+    `optim`: None for no optimizer.
+
+    Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 +
+    4 + 4 bytes a parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies),
+    here without a bf16 copy.
     """
     held = list(
         _split_flat(tensors, shards, rank % shards, sharding, optim)
@@ -248,19 +315,28 @@ class _Part:
     optimizer: int  # bytes of the optimizer's state, padding not included
 
 
-def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str | None) -> Iterator[_Part]:
-    """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size of the first."""
+def _split_by_rows(
+    tensors: Iterable[StateTensor], shards: int, rank: int, optim: str | None
+) -> Iterator[_Part]:
+    """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size
+    of the first.
+    """
     for tensor in tensors:
         real = tensor.shard(shards, rank)
         stored = prod(tensor.shard(shards, 0))
-        state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name) if tensor.trainable else 0
+        state = (
+            count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
+            if tensor.trainable
+            else 0
+        )
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 
 def _split_flat(
     tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding, optim: str | None
 ) -> Iterator[_Part]:
-    """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole into equal parts.
+    """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole
+    into equal parts.
 
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
     """
@@ -269,22 +345,35 @@ def _split_flat(
     # (config.layout.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
-    has_saved_layers = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)
+    has_saved_layers = adapted and any(
+        tensor.trainable and ".default." not in tensor.name for tensor in tensors
+    )
     units: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not (dora or has_saved_layers)), []).append(tensor)
+        units.setdefault(
+            _name_flat_unit(tensor, adapters_are_units=not (dora or has_saved_layers)), []
+        ).append(tensor)
     for unit in units.values():
         mixed = sharding.mixed_precision
         spans = []
         end = 0
-        align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]])
+        align = FLAT_ALIGNMENT // (
+            unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]]
+        )
         for tensor in unit:
             start = -(-end // align) * align
             end = start + tensor.numel
             spans.append((start, end, tensor.trainable))
         share = -(-end // shards)
-        mine = [max(0, min(stop, (rank + 1) * share) - max(start, rank * share)) for start, stop, _ in spans]
-        trained = [numel for numel, (_, _, trainable) in zip(mine, spans, strict=True) if trainable and numel]
+        mine = [
+            max(0, min(stop, (rank + 1) * share) - max(start, rank * share))
+            for start, stop, _ in spans
+        ]
+        trained = [
+            numel
+            for numel, (_, _, trainable) in zip(mine, spans, strict=True)
+            if trainable and numel
+        ]
         any_trained = any(trainable for _, _, trainable in spans)
         itemsize = unit[0].itemsize
         state = sum(count_optimizer_bytes(optim, (numel,), itemsize) for numel in trained)
@@ -292,7 +381,9 @@ def _split_flat(
 
 
 def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
-    """A layer is a unit, an adapter's matrix is its own (not with DoRA), and the rest belongs to the root."""
+    """A layer is a unit, an adapter's matrix is its own (not with DoRA), and the rest belongs to
+    the root.
+    """
     if adapters_are_units and ".default." in tensor.name:
         return tensor.name
     return tensor.unit if tensor.unit.startswith(("layer", BESIDE)) else "root"
@@ -308,10 +399,17 @@ class Files:
 
 
 def count_files(
-    tensors: Iterable[StateTensor], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
+    tensors: Iterable[StateTensor],
+    shards: int,
+    optim: str,
+    dtype: str,
+    compute_dtype: str,
+    rank: int = 0,
 ) -> Files:
-    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
-    largest decoder layer, or parameter that is in none (optim/offload.py)."""
+    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`.
+
+    A buffer holds the largest decoder layer, or parameter that is in none (optim/offload.py).
+    """
     itemsizes = list_offloaded_itemsizes(optim, dtype, compute_dtype)
     units = dict[str, int]()
     count = 0
@@ -326,7 +424,9 @@ def count_files(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Numbers in one FSDP unit, gathered and freed together: all, the trained ones, and those in 8 bits."""
+    """Numbers in one FSDP unit, gathered and freed together: all, the trained ones, and those in 8
+    bits.
+    """
 
     numel: int
     trained: int
@@ -344,8 +444,8 @@ class Unit:
 class FsdpUnits:
     """The units of FSDP: the embedding, one decoder layer, and the tail (final norm and head).
 
-    Where the head is tied (FSDP2) or in FSDP1's root, the embedding belongs to the tail and its own unit is empty.
-    Where layers are not units of their own, `layer` is all of them together.
+    Where the head is tied (FSDP2) or in FSDP1's root, the embedding belongs to the tail and its own
+    unit is empty. Where layers are not units of their own, `layer` is all of them together.
     """
 
     embedding: Unit
@@ -353,7 +453,8 @@ class FsdpUnits:
     tail: Unit
     layers: Unit  # all decoder layers
     stay_gathered: bool  # layers remain gathered from forward to backward
-    unshared: int = 0  # numbers of the layer's experts that no other rank has, so that no all-gather is needed
+    # numbers of the layer's experts that no other rank has, so that no all-gather is needed
+    unshared: int = 0
 
 
 def split_into_units(
@@ -368,7 +469,9 @@ def split_into_units(
     `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
     widest = architecture.widest_layer
     layers = Unit(0, 0)
-    embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
+    embedding, one, tail = (
+        _unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail")
+    )
     if architecture.is_uniform:
         count = architecture.layers
         layers = Unit(one.numel * count, one.trained * count, one.fp8 * count)
@@ -376,7 +479,9 @@ def split_into_units(
         for index in range(architecture.layers):
             layers += _unit(tensors, f"layer {index}", fp8)
     if sharding.wrapping == "SIZE_BASED_WRAP":
-        separate = sum(tensor.numel for tensor in architecture.layer(widest)) > sharding.min_num_params
+        separate = (
+            sum(tensor.numel for tensor in architecture.layer(widest)) > sharding.min_num_params
+        )
     else:
         separate = sharding.wrapping != "NO_WRAP"
     if architecture.tied or sharding.layout == "fsdp1":
@@ -387,7 +492,11 @@ def split_into_units(
         tail=tail,
         layers=layers,
         stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
-        unshared=sum(t.numel // t.divided for t in tensors if t.unit == f"layer {widest}" and t.divided == shards > 1),
+        unshared=sum(
+            t.numel // t.divided
+            for t in tensors
+            if t.unit == f"layer {widest}" and t.divided == shards > 1
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""The peak memory of one rank in every phase of a run, from snapshots at the points where memory could be highest.
+"""The peak memory of one rank in every phase of a run, from snapshots at the points where memory
+could be highest.
 
 The points of a step follow torch's order of events; the backward's are in `temporary_memory.py`.
 """
@@ -46,7 +47,8 @@ def kept_for_backward(spec: RunSpec) -> int:
     run = spec.computation
     masks = mask_bytes(a, run, spec.tokens)
     kept = _kept_per_token(spec)
-    factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept  # then made again
+    # then made again
+    factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept
     return spec.tokens * sum(kept.values()) + factors + masks + vector_bytes(spec)
 
 
@@ -60,8 +62,9 @@ def _kept_per_token(spec: RunSpec) -> dict[str, int]:
 class ShardedBackward:
     """How far a backward under FSDP is.
 
-    The gradients of a unit are whole until its backward ends. Then they are reduced to this rank's shard, which under
-    `optim_in_backward` is freed once it has been used. Amounts are bytes of this rank.
+    The gradients of a unit are whole until its backward ends. Then they are reduced to this rank's
+    shard, which under `optim_in_backward` is freed once it has been used. Amounts are bytes of this
+    rank.
     """
 
     spec: RunSpec
@@ -69,14 +72,19 @@ class ShardedBackward:
     before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
     at_layer: int  # temporaries of a layer's backward
     gradients: int  # shards that wait for the update
-    reducing_before: int = 0  # the reduce-scatter of the unit before, which the next backward runs beside
+    # the reduce-scatter of the unit before, which the next backward runs beside
+    reducing_before: int = 0
     waiting_gradient: int = 0  # the tail's, whole, where the embedding's is added to it (tied)
 
     @property
     def adds_up(self) -> bool:
-        """Whether each unit adds a shard to `gradients`; else there is room for it already, or it is freed."""
+        """Whether each unit adds a shard to `gradients`; else there is room for it already, or it
+        is freed.
+        """
         in_backward = self.spec.recipe.optimization.optim_in_backward
-        return not in_backward and not self.spec.sharding.cpu_offload and self.spec.accumulation == 1
+        return (
+            not in_backward and not self.spec.sharding.cpu_offload and self.spec.accumulation == 1
+        )
 
     def end_unit(self, unit: UnitMemory) -> None:
         """Counts a unit as reduced."""
@@ -85,8 +93,11 @@ class ShardedBackward:
         self.reducing_before = unit.reducing
 
 
-def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
-    """The points of a backward under FSDP, by its units: the head, the layers from the last, the embedding.
+def sharded_points(
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int
+) -> Iterator[Snapshot]:
+    """The points of a backward under FSDP, by its units: the head, the layers from the last, the
+    embedding.
 
     Args:
         spec: The run.
@@ -98,7 +109,14 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
     if memory.tail_waits:
         backward.waiting_gradient = memory.tail.unreduced
     else:
-        yield from _reduce(backward, "head", "the head", memory.tail, kept_for_backward(spec), memory.layer.arriving)
+        yield from _reduce(
+            backward,
+            "head",
+            "the head",
+            memory.tail,
+            kept_for_backward(spec),
+            memory.layer.arriving,
+        )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
         if _name_layer(done, memory.layers):
@@ -133,7 +151,9 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
-    """The backward of the embedding, and its reduction, with the tail's gradient where that has waited for it."""
+    """The backward of the embedding, and its reduction, with the tail's gradient where that has
+    waited for it.
+    """
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_waits else memory.embedding
@@ -151,9 +171,15 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
 
 
 def _reduce(
-    backward: ShardedBackward, part: str, name: str, unit: UnitMemory, activations: int, gathered: int
+    backward: ShardedBackward,
+    part: str,
+    name: str,
+    unit: UnitMemory,
+    activations: int,
+    gathered: int,
 ) -> Iterator[Snapshot]:
-    """The input of a unit's reduce-scatter beside the gradients that it is made of, then beside what comes out of it.
+    """The input of a unit's reduce-scatter beside the gradients that it is made of, then beside
+    what comes out of it.
 
     `part`: of the model, as in `plan_updates_in_backward`; `name`: of the unit.
     """
@@ -170,15 +196,21 @@ def _reduce(
     if backward.spec.recipe.optimization.optim_in_backward:
         temporaries = plan_updates_in_backward(backward.spec)[part].temporaries
     yield replace(
-        point, gradients=backward.gradients + unit.shard, temporaries=temporaries, communication=waiting + unit.reducing
+        point,
+        gradients=backward.gradients + unit.shard,
+        temporaries=temporaries,
+        communication=waiting + unit.reducing,
     )
 
 
 def whole_points(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, at_layer: int
 ) -> Iterator[Snapshot]:
-    """Where nothing is sharded: each gradient is whole on this rank, and under `optim_in_backward` freed once it has
-    been used. `full`: with the gradients of the whole step."""
+    """Where nothing is sharded: each gradient is whole on this rank, and under `optim_in_backward`
+    freed once it has been used.
+
+    `full`: with the gradients of the whole step.
+    """
     updates = plan_updates_in_backward(spec) if spec.recipe.optimization.optim_in_backward else {}
     if updates and updates["head"].gradients:
         head = updates["head"]
@@ -196,28 +228,44 @@ def whole_points(
         earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
         gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
         name = f"backward of {_name_layer(done, memory.layers)}"
-        point = replace(before, name=name, gathered=gathered, communication=memory.buckets, temporaries=at_layer)
+        point = replace(
+            before, name=name, gathered=gathered, communication=memory.buckets, temporaries=at_layer
+        )
         for moment in _within_layer(spec, done):
             activations = moment.activations
-            gradients = 0 if updates else max(before.gradients, earlier + trained * moment.gradient_elements)
+            gradients = (
+                0
+                if updates
+                else max(before.gradients, earlier + trained * moment.gradient_elements)
+            )
             yield replace(point, gradients=gradients, activations=activations)
             if updates:  # before gate and up have gradients
                 layer = updates["layer"]
                 freed = 2 * spec.tokens * width * spec.computation.itemsize
                 temporaries = at_layer + layer.temporaries
                 activations -= freed
-                yield replace(point, gradients=layer.gradients, activations=activations, temporaries=temporaries)
+                yield replace(
+                    point,
+                    gradients=layer.gradients,
+                    activations=activations,
+                    temporaries=temporaries,
+                )
     gradients = full.gradients + memory.waiting_gradient
     temporaries = 0
     if updates:
         gradients = updates["embedding"].gradients
         temporaries = updates["embedding"].temporaries
-    point = replace(before, name="backward of the embedding", gradients=gradients, temporaries=temporaries)
-    yield replace(point, activations=_after_layers(spec, memory.layers), communication=memory.buckets)
+    point = replace(
+        before, name="backward of the embedding", gradients=gradients, temporaries=temporaries
+    )
+    yield replace(
+        point, activations=_after_layers(spec, memory.layers), communication=memory.buckets
+    )
 
 
 def _name_layer(done: int, layers: int) -> str:
-    """The decoder layer that follows in the backward where so many are done; empty for those in between.
+    """The decoder layer that follows in the backward where so many are done; empty for those in
+    between.
 
     >>> [_name_layer(done, 5) for done in range(5)]
     ['the last layer', 'the last layer but one', '', 'the second layer', 'the first layer']
@@ -232,7 +280,9 @@ def _name_layer(done: int, layers: int) -> str:
 
 
 def _after_layers(spec: RunSpec, done: int) -> int:
-    """Bytes of activations once the backward has passed the head and so many layers, with its gradient."""
+    """Bytes of activations once the backward has passed the head and so many layers, with its
+    gradient.
+    """
     a = spec.computed
     run = spec.computation
     kept = _kept_per_token(spec)
@@ -251,7 +301,9 @@ class LayerMoment:
 
 
 def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
-    """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before it."""
+    """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before
+    it.
+    """
     a = spec.computed
     run = spec.computation
     activations = _at_layer(spec, done)
@@ -262,11 +314,16 @@ def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
     freed = spec.tokens * (layer_bytes(a, run)["mlp"] + a.mlp_width * run.itemsize)
-    return [LayerMoment(activations, _count_elements(down)), LayerMoment(activations - freed, _count_elements(mlp))]
+    return [
+        LayerMoment(activations, _count_elements(down)),
+        LayerMoment(activations - freed, _count_elements(mlp)),
+    ]
 
 
 def _at_layer(spec: RunSpec, done: int) -> int:
-    """Bytes of activations where the backward of the layer after `done` others begins, with what it computes again."""
+    """Bytes of activations where the backward of the layer after `done` others begins, with what it
+    computes again.
+    """
     a = spec.computed
     run = spec.computation
     computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
@@ -281,7 +338,8 @@ def _count_elements(tensors: Iterable[StateTensor]) -> int:
     return sum(tensor.numel // tensor.divided for tensor in tensors)
 
 
-SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+# of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+SLACK = 0.06
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
@@ -300,7 +358,9 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
         loading, *training = plan_phases(replace(spec, teacher=None))
         return (loading, _plan_asking(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
-    return tuple(max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True))
+    return tuple(
+        max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True)
+    )
 
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
@@ -309,16 +369,23 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     in_files = spec.files() is not None
     weights = Snapshot(
-        "weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher, rewards=spec.reward_bytes
+        "weights in place",
+        parameters=on_device.trained + on_device.frozen,
+        teacher=teacher,
+        rewards=spec.reward_bytes,
     )
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     if in_files:  # buffers are there from the start
         weights = replace(at_rest, name=weights.name)
     read = spec.loaded_state()
-    loaded = replace(weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen)
+    loaded = replace(
+        weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen
+    )
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
     step = [replace(point, activations=point.activations + pipeline_bytes(spec)) for point in step]
-    largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
+    largest_shard = (
+        max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
+    )
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
     rollout = plan_rollout(spec, at_rest)
@@ -336,7 +403,10 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
         "export": [at_rest],
     }
     return tuple(
-        Phase(name, max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
+        Phase(
+            name,
+            max((_with_overhead(spec, point) for point in points), key=lambda point: point.total),
+        )
         for name, points in by_name.items()
     )
 
@@ -347,19 +417,28 @@ def _plan_asking(spec: RunSpec) -> Phase:
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     weights = Snapshot("", parameters=state.trained + state.frozen, teacher=teacher)
     scores = replace(
-        weights, name="its likeliest tokens", loss=meeting_bytes(spec, spec.tokens), gathered=teachers_tail(spec)
+        weights,
+        name="its likeliest tokens",
+        loss=meeting_bytes(spec, spec.tokens),
+        gathered=teachers_tail(spec),
     )
     points = [*_teacher_first(spec, weights, spec.tokens), scores]
-    return Phase("teacher", max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
+    return Phase(
+        "teacher",
+        max((_with_overhead(spec, point) for point in points), key=lambda point: point.total),
+    )
 
 
-SAMPLED_BYTES = 28  # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
+# of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
+SAMPLED_BYTES = 28
 
 
 def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
-    """While completions are sampled, with all parameters gathered; None where none are, or a server samples them.
+    """While completions are sampled, with all parameters gathered; None where none are, or a server
+    samples them.
 
-    Of its moments the largest: a token is drawn, or computed, prompts move into the last layer's cache, or are read.
+    Of its moments the largest: a token is drawn, or computed, prompts move into the last layer's
+    cache, or are read.
     """
     if not spec.recipe.samples_itself:
         return None
@@ -370,14 +449,19 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
     prompts = -(-rows // keys.num_generations)
     tokens = length - keys.max_completion_length
-    if keys.tools:  # a turn reads all before it as a prompt of its own, of any length beside that of the others
+    # a turn reads all before it as a prompt of its own, of any length beside that of the others
+    if keys.tools:
         prompts = rows
         tokens = length
         length = length + keys.max_completion_length
     some = min(prompts, PROMPTS_AT_ONCE)
     forward = _forward(spec, at_rest, "completions sampled", some * tokens)
     # Which tokens see each other, and as numbers that are added; none where prompts are packed.
-    masks = 0 if spec.recipe.model.attn_implementation == "auto" else some * tokens**2 * (1 + run.itemsize)
+    masks = (
+        0
+        if spec.recipe.model.attn_implementation == "auto"
+        else some * tokens**2 * (1 + run.itemsize)
+    )
     scores = 2 * FP32 * rows * a.heads * length
     cache = kv_cache_bytes(spec, rows * length)
     logits = rows * a.vocabulary * FP32
@@ -385,7 +469,10 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
         (cache, rows * a.vocabulary * SAMPLED_BYTES),
         (cache + rows * evaluation_bytes(a, run) + scores, logits),
         (cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // a.layers, logits),
-        (kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks, some * a.vocabulary * FP32),
+        (
+            kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
+            some * a.vocabulary * FP32,
+        ),
     )
     activations, loss = max(moments, key=sum)
     gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
@@ -398,14 +485,25 @@ def _score_completions(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     run = replace(spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False)
     tokens = spec.rows * spec.recipe.data.max_length
     for architecture in spec.reward_models:
-        activations = tokens * evaluation_bytes(architecture, run) + mask_bytes(architecture, run, tokens)
+        activations = tokens * evaluation_bytes(architecture, run) + mask_bytes(
+            architecture, run, tokens
+        )
         yield replace(at_rest, name="completions scored", activations=activations)
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its document."""
+    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its
+    document.
+    """
     a = spec.computed
-    return int(2 * tokens * a.attending_layers * a.key_value_heads * a.mean_head_size * spec.computation.itemsize)
+    return int(
+        2
+        * tokens
+        * a.attending_layers
+        * a.key_value_heads
+        * a.mean_head_size
+        * spec.computation.itemsize
+    )
 
 
 def find_peak(spec: RunSpec) -> Snapshot:
@@ -414,8 +512,10 @@ def find_peak(spec: RunSpec) -> Snapshot:
 
 
 def pipeline_bytes(spec: RunSpec) -> int:
-    """What a rank of a pipeline keeps of the micro-batches before the one that it computes, and the buffers of what it
-    gets from its neighbors in a step: the states that enter each of its groups of layers, and their gradients."""
+    """What a rank of a pipeline keeps of the micro-batches before the one that it computes, and the
+    buffers of what it gets from its neighbors in a step: the states that enter each of its groups
+    of layers, and their gradients.
+    """
     if spec.stages == 1:
         return 0
     state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
@@ -430,17 +530,27 @@ def pipeline_bytes(spec: RunSpec) -> int:
 
 
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
-    """The points of a step before which there is no optimizer's state: it is made by the first update."""
+    """The points of a step before which there is no optimizer's state: it is made by the first
+    update.
+    """
     last = "backward of the head"
-    made = [point.name for point in step].index(last) if spec.recipe.optimization.optim_in_backward else len(step) - 2
+    made = (
+        [point.name for point in step].index(last)
+        if spec.recipe.optimization.optim_in_backward
+        else len(step) - 2
+    )
     return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
 
 
 def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
-    """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
+    """The points of an optimizer step that could be its peak.
+
+    `full` has the whole state, gradients included.
+    """
     layout = plan_layout_memory(spec)
     all_kept = kept_for_backward(spec)
-    before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
+    # of earlier micro-batches
+    before = full if spec.accumulation > 1 else replace(full, gradients=0)
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
@@ -449,12 +559,16 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     tail = layout.tail.gathered
     layers = layout.kept_in_forward
     at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
-    of_loss, of_backward = (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
+    of_loss, of_backward = (
+        (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
+    )
     yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
     following = layout.layer.arriving if not layout.layer_staying else 0
     at_backward = tail + layout.layers * layout.layer_staying + following
     yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
-    at_layer = dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
+    at_layer = dequantized_bytes(
+        spec, recomputes_layer=spec.computation.checkpoint_every is not None
+    )
     at_layer += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, at_layer)
@@ -469,7 +583,9 @@ VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the
 
 
 def vector_bytes(spec: RunSpec) -> int:
-    """The vectors of all documents of a step, in fp64, or their gradients; 0 where none are compared."""
+    """The vectors of all documents of a step, in fp64, or their gradients; 0 where none are
+    compared.
+    """
     if not spec.recipe.method_facts.embeds:
         return 0
     return FP64 * spec.rows_per_step * spec.recipe.group_size * spec.computed.hidden
@@ -488,15 +604,24 @@ def _compare_vectors(spec: RunSpec, before: Snapshot) -> Iterator[Snapshot]:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """One chunk of logits, and the gradients that the loss computes in its forward: of head and hidden states."""
+    """One chunk of logits, and the gradients that the loss computes in its forward: of head and
+    hidden states.
+    """
     a = spec.computed
     run = spec.computation
     if spec.recipe.method_facts.embeds:
-        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens  # states that are pooled, cast, their gradient
+        # states that are pooled, cast, their gradient
+        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
     cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
-    head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
-    hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
-    product = weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run) if head_gradient else 0
+    # else it is computed in the backward
+    head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)
+    # a copy of the trained positions, and its gradient
+    hidden = 2 * run.itemsize * a.hidden * spec.tokens
+    product = (
+        weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run)
+        if head_gradient
+        else 0
+    )
     return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
 
 
@@ -506,7 +631,9 @@ def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
         return meeting_bytes(spec, tokens)
     if method.distill_top_k is not None:
         vocabulary = spec.architecture.vocabulary
-        return divergence_chunk_bytes(vocabulary, tokens, spec.computation, method.distill_beta, method.temperature)
+        return divergence_chunk_bytes(
+            vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
+        )
     return loss_chunk_bytes(spec.part.head_rows, tokens, spec.computation)
 
 
@@ -517,7 +644,9 @@ def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
-    """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
+    """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in
+    between.
+    """
     a = spec.computed
     run = spec.computation
     if spec.recipe.method_facts.embeds:
@@ -537,9 +666,12 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
-    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight, or all experts of a
-    layer. `recomputes_layer`: those of a layer, which under activation checkpointing its recomputed forward keeps for
-    its backward."""
+    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight, or
+    all experts of a layer.
+
+    `recomputes_layer`: those of a layer, which under activation checkpointing its recomputed
+    forward keeps for its backward.
+    """
     if spec.recipe.quantization.bits is None:
         return 0
     a = spec.architecture
@@ -547,7 +679,9 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     experts = {weight.name for weight in a.experts(a.widest_layer)}
     weights = a.quantizable(a.widest_layer)
     numbers = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
-    return spec.computation.itemsize * (numbers if recomputes_layer else dequantized_at_once(a, ranks))
+    return spec.computation.itemsize * (
+        numbers if recomputes_layer else dequantized_at_once(a, ranks)
+    )
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
@@ -561,14 +695,19 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
         name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
         loss=_chunk_bytes(spec, tokens),
-        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + rounded_bytes(spec, tokens) + factors,
+        temporaries=dequantized_bytes(spec)
+        + fp8_bytes(spec, tokens)
+        + rounded_bytes(spec, tokens)
+        + factors,
         gathered=_gathered_in_forward(spec),
         communication=plan_layout_memory(spec).buckets,
     )
 
 
 def _gathered_in_forward(spec: RunSpec) -> int:
-    """A layer with the buffers of its all-gather and of the next one's, or the tail with its own."""
+    """A layer with the buffers of its all-gather and of the next one's, or the tail with its
+    own.
+    """
     layout = plan_layout_memory(spec)
     layer = 0 if layout.layer_staying else layout.layer.gathered + 2 * layout.layer.arriving
     waiting = layout.tail.gathered if layout.tail_waits else 0

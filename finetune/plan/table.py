@@ -67,7 +67,11 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         checkpointing += ", offloaded" if recipe.model.activation_offload else ""
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
     group = sharding.ranks_per_batch
-    data_ranks = counted(spec.ranks, "rank") if group == 1 else f"{counted(spec.data_ranks, 'group')} of {group} ranks"
+    data_ranks = (
+        counted(spec.ranks, "rank")
+        if group == 1
+        else f"{counted(spec.data_ranks, 'group')} of {group} ranks"
+    )
     in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
@@ -78,21 +82,33 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
     if scheme := recipe.quantization_aware.quantization_aware_training:
         computed += f" of what {scheme} rounds"
-    assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
+    assumed = (
+        f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows "
+        "others"
+    )
     return "\n".join(
         [
-            f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
-            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layer_names}",
+            f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, "
+            f"{active}{count(trained)} trained{' (LoRA)' if recipe.lora.use_peft else ''}, "
+            f"{a.layer_names}",
             *_describe_teacher(spec),
             *_describe_reward_models(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
-            *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
+            *(
+                f"           {line}"
+                for line in (sharding.describe_sequences(spec.ranks), *sharding.translated)
+                if line
+            ),
             f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
             f"{spec.reduced_dtype}; activation checkpointing {checkpointing}",
-            *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
+            *(
+                ["update     each parameter in the backward, its gradient freed at once"]
+                * in_backward
+            ),
             *_describe_method(spec),
-            f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
-            f"{data_ranks} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
+            f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = "
+            f"{tokens:,} tokens: {data_ranks} x {counted(spec.accumulation, 'micro-batch')} x "
+            f"{counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
     )
@@ -106,9 +122,14 @@ def _describe_method(spec: RunSpec) -> list[str]:
         keys = spec.recipe.rollout
         return [
             f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
-            f"{counted(spec.global_batch_size, 'prompt')} a step, of up to {keys.max_completion_length:,} tokens each, "
-            f"{keys.per_device_generation_batch_size} at once on a rank; as if each filled a row",
-            *(["           tools answer in between, whose time is not planned"] if keys.tools else []),
+            f"{counted(spec.global_batch_size, 'prompt')} a step, of up to "
+            f"{keys.max_completion_length:,} tokens each, {keys.per_device_generation_batch_size} "
+            "at once on a rank; as if each filled a row",
+            *(
+                ["           tools answer in between, whose time is not planned"]
+                if keys.tools
+                else []
+            ),
             *(
                 []
                 if spec.recipe.samples_itself
@@ -124,17 +145,24 @@ def _describe_method(spec: RunSpec) -> list[str]:
     if spec.recipe.method_facts.embeds:
         documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
         return [
-            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'pair')} a step, each query among "
-            f"{documents}; one more forward of each micro-batch, without gradients"
+            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'pair')} a "
+            f"step, each query among {documents}; one more forward of each micro-batch, without "
+            "gradients"
         ]
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     references = {
-        "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",
-        "stored": "log-probabilities, computed once before training and stored; no second copy of the weights",
+        "adapters off": (
+            "the model with its adapters off: one more forward of each micro-batch, without "
+            "gradients"
+        ),
+        "stored": (
+            "log-probabilities, computed once before training and stored; no second copy of the "
+            "weights"
+        ),
     }
     return [
-        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} tokens "
-        "each; log-probabilities by document",
+        f"method     {spec.recipe.method.method}: a row holds {rows} of up to "
+        f"{spec.recipe.data.max_length:,} tokens each; log-probabilities by document",
         *([f"reference  {references[spec.reference]}"] if spec.reference else []),
     ]
 
@@ -145,9 +173,15 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     a = spec.teacher.architecture
     quantization = spec.teacher.quantization
     model = spec.recipe.teacher
-    stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
+    stored = (
+        f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
+    )
     top_k = spec.recipe.method.distill_top_k
-    asked = f"; asked before training, its {top_k} likeliest of each token kept in files" if top_k is not None else ""
+    asked = (
+        f"; asked before training, its {top_k} likeliest of each token kept in files"
+        if top_k is not None
+        else ""
+    )
     return [
         f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
         f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
@@ -158,7 +192,10 @@ def _describe_reward_models(spec: RunSpec) -> list[str]:
     """The models that pay completions, all of which each rank holds."""
     lines = []
     for name, a in zip(spec.recipe.rollout.reward_models, spec.reward_models, strict=True):
-        sizes = f"{a.model_type}, {count(a.parameters)} parameters, in {spec.compute_dtype}, whole on each rank"
+        sizes = (
+            f"{a.model_type}, {count(a.parameters)} parameters, in {spec.compute_dtype}, whole on "
+            "each rank"
+        )
         lines.append(f"reward     {name}: {sizes}")
     return lines
 
@@ -167,11 +204,17 @@ def _name_frozen(spec: RunSpec) -> str:
     """The dtype of a frozen base, and how its linear layers are quantized."""
     quantization = spec.recipe.quantization
     dtype = frozen_dtype(spec.sharding, spec.recipe.lora)
-    return f"{dtype}, {describe_quantization(quantization)} in linear layers" if quantization.bits else dtype
+    return (
+        f"{dtype}, {describe_quantization(quantization)} in linear layers"
+        if quantization.bits
+        else dtype
+    )
 
 
 def memory_rows(phases: Sequence[Phase]) -> list[list[str]]:
-    """Each phase's peak on the fullest rank, by part: cells, headings first; in MiB if all are below 1 GiB."""
+    """Each phase's peak on the fullest rank, by part: cells, headings first; in MiB if all are
+    below 1 GiB.
+    """
     small = max(phase.peak.total for phase in phases) < GIB
     shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in phases)]
     parts = [SHORT.get(part, part) for part in shown]
@@ -181,14 +224,23 @@ def memory_rows(phases: Sequence[Phase]) -> list[list[str]]:
         return f"{bytes_ / MIB:.2f}" if small else gib(bytes_)
 
     rows = [
-        [phase.name, *(cell(getattr(phase.peak, part)) for part in shown), cell(phase.peak.total), phase.peak.name]
+        [
+            phase.name,
+            *(cell(getattr(phase.peak, part)) for part in shown),
+            cell(phase.peak.total),
+            phase.peak.name,
+        ]
         for phase in phases
     ]
     return [head, *rows]
 
 
-def format_layouts(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequence[int], limit: int | None) -> str:
-    """The peak of one rank for layouts (rows) and numbers of ranks (columns); above `limit` in brackets."""
+def format_layouts(
+    rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequence[int], limit: int | None
+) -> str:
+    """The peak of one rank for layouts (rows) and numbers of ranks (columns); above `limit` in
+    brackets.
+    """
 
     def cell(value: int | None) -> str:
         if value is None:
@@ -196,7 +248,9 @@ def format_layouts(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequ
         return f"({gib(value)})" if limit is not None and value > limit else gib(value)
 
     head = ["GiB on one rank, by ranks", *(str(number) for number in ranks)]
-    return align_columns([head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,))
+    return align_columns(
+        [head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,)
+    )
 
 
 def format_speed(speed: Speed, ranks: int) -> str:
@@ -207,44 +261,56 @@ def format_speed(speed: Speed, ranks: int) -> str:
         steps = f"; {'about ' if by_size else ''}{counted(speed.steps, 'step')}{by_size}"
     if not speed.is_meaningful:
         return (
-            "time       no estimate: launching the kernels of so small a micro-batch takes longer than computing "
-            f"them{steps}"
+            "time       no estimate: launching the kernels of so small a micro-batch takes longer "
+            f"than computing them{steps}"
         )
-    steps += f": {format_duration(speed.steps * speed.seconds_per_step)}" if speed.steps is not None else ""
+    steps += (
+        f": {format_duration(speed.steps * speed.seconds_per_step)}"
+        if speed.steps is not None
+        else ""
+    )
     epoch = "the length of an epoch is known once the data has been read"
     if speed.seconds_per_epoch is not None and speed.epoch_tokens is not None:
-        epoch = f"an epoch of about {count(speed.epoch_tokens)} tokens: {format_duration(speed.seconds_per_epoch)}"
+        epoch = (
+            f"an epoch of about {count(speed.epoch_tokens)} tokens: "
+            f"{format_duration(speed.seconds_per_epoch)}"
+        )
     lines = [
-        f"{format_duration(speed.seconds_per_step)} a step, {speed.tokens_per_second:,.0f} tokens/s on "
-        f"{counted(ranks, 'rank')}{steps}; {epoch}",
+        f"{format_duration(speed.seconds_per_step)} a step, {speed.tokens_per_second:,.0f} "
+        f"tokens/s on {counted(ranks, 'rank')}{steps}; {epoch}",
         f"at {speed.mfu:.0%} of {speed.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
         f"{speed.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu",
     ]
     if speed.rollout_seconds:
         lines.append(
-            f"of a step, {format_duration(speed.rollout_seconds)} are completions of full length, as fast as memory is "
-            "read or tokens are computed"
+            f"of a step, {format_duration(speed.rollout_seconds)} are completions of full length, "
+            "as fast as memory is read or tokens are computed"
         )
     if speed.bubble:
         lines.append(
-            f"of a step, {speed.bubble:.0%} is the pipeline's bubble; its largest stage computes {speed.imbalance:.2f} "
-            "times the mean"
+            f"of a step, {speed.bubble:.0%} is the pipeline's bubble; its largest stage computes "
+            f"{speed.imbalance:.2f} times the mean"
         )
     if speed.reference_share:
-        lines.append(f"of a step, {speed.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
+        lines.append(
+            f"of a step, {speed.reference_share:.0%} is the reference's forward (2N + 4LHQT, "
+            "counted in)"
+        )
     if speed.reference_seconds is not None:
         seconds = format_duration(speed.reference_seconds)
-        lines.append(f"before training {seconds} for the reference or the teacher: a forward of the data")
+        lines.append(
+            f"before training {seconds} for the reference or the teacher: a forward of the data"
+        )
     if speed.offload_seconds:
         lines.append(
-            f"of a step, {format_duration(speed.offload_seconds)} are offload: state and gradients over PCIe at "
-            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
+            f"of a step, {format_duration(speed.offload_seconds)} are offload: state and gradients "
+            f"over PCIe at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
             f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
         )
     if speed.files_seconds:
         lines.append(
-            f"of a step, {format_duration(speed.files_seconds)} are the state in offload_dir, read and written at "
-            f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
+            f"of a step, {format_duration(speed.files_seconds)} are the state in offload_dir, read "
+            f"and written at {NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
         )
     return "time       " + f"\n{'':11}".join([*lines, *_describe_communication(speed)])
 
@@ -258,44 +324,69 @@ def _describe_communication(speed: Speed) -> list[str]:
     for each in speed.communication:
         calls[each.kind] += each.calls
         moved[each.kind] += each.bytes
-    listed = ", ".join(f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls)
+    listed = ", ".join(
+        f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls
+    )
     seconds = format_duration(speed.communication_seconds)
     awaited = ""
     if speed.awaited_seconds:
         awaited = f", of which layers wait for {format_duration(speed.awaited_seconds)}"
-    within, between = (f"{disk_size(round(rate))}/s" for rate in (speed.links.within_node, speed.links.between_nodes))
+    within, between = (
+        f"{disk_size(round(rate))}/s"
+        for rate in (speed.links.within_node, speed.links.between_nodes)
+    )
     lines = [
         f"not counted in: {seconds} a step of communication if nothing hides it{awaited}",
         f"a rank's {listed};",
-        f"at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and --network change these",
+        (
+            f"at {within} between GPUs of a node and {between} a node between nodes: --gpu-link "
+            "and --network change these"
+        ),
     ]
     if speed.communication_seconds - speed.awaited_seconds > speed.seconds_per_step:
-        lines.append("that is longer than the computation, which cannot hide it: a step takes at least as long")
+        lines.append(
+            "that is longer than the computation, which cannot hide it: a step takes at least as "
+            "long"
+        )
     return lines
 
 
 def format_storage(room: Disk, node: Host) -> str:
     """Disk, and the memory of a node."""
-    kept = "all are kept" if room.checkpoints_kept is None else f"{room.checkpoints_kept} kept, 1 being written"
+    kept = (
+        "all are kept"
+        if room.checkpoints_kept is None
+        else f"{room.checkpoints_kept} kept, 1 being written"
+    )
     adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
     adapter += f", weights for the server {gib(room.rollouts)}" if room.rollouts else ""
     lines = [
-        f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), export "
-        f"{gib(room.export)}{adapter}"
+        f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), "
+        f"export {gib(room.export)}{adapter}"
     ]
     if room.offload:
-        lines.append(f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every step")
-    parts = {"offloaded state": node.offloaded, "buffers": node.buffers, "offloaded activations": node.activations}
+        lines.append(
+            f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every "
+            "step"
+        )
+    parts = {
+        "offloaded state": node.offloaded,
+        "buffers": node.buffers,
+        "offloaded activations": node.activations,
+    }
     shown = "".join(f", {name} {gib(size)}" for name, size in parts.items() if size)
     lines.append(
-        f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}{shown}, while saving "
-        f"{gib(node.saving)}, while exporting {gib(node.export)}"
+        f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}{shown}, while "
+        f"saving {gib(node.saving)}, while exporting {gib(node.export)}"
     )
     return "\n".join(lines)
 
 
-def format_advice(advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False) -> str:
-    """Whether it fits, and if not, what to change; `source` and `has_config` as in `describe_changes`.
+def format_advice(
+    advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False
+) -> str:
+    """Whether it fits, and if not, what to change; `source` and `has_config` as in
+    `describe_changes`.
 
     Where something is not known of the room, or not counted, it says what is required instead.
     """
@@ -306,7 +397,11 @@ def format_advice(advice: Advice, room: Room, source: str, *, has_config: bool, 
     first = f"too large  {compare_need(advice.need, room)}"
     if advice.changes is None:
         ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
-        tried = [text for each in advice.tried for text in describe_changes([each], source, has_config=has_config)]
+        tried = [
+            text
+            for each in advice.tried
+            for text in describe_changes([each], source, has_config=has_config)
+        ]
         assert advice.after is not None, "what all changes leave"
         after = f"even with all changes that go together {compare_need(advice.after, room)}{ranks}"
         return f"{first}\n           {after}\n           tried: {', '.join(tried)}"
@@ -315,7 +410,10 @@ def format_advice(advice: Advice, room: Room, source: str, *, has_config: bool, 
         return f"{first}\n           less disk: {less}"
     lines = [first, f"           with this {compare_need(advice.after, room)}{name_unknown(room)}:"]
     texts = describe_changes(advice.changes, source, has_config=has_config)
-    lines += [f"           {text}   ({change.cost})" for text, change in zip(texts, advice.changes, strict=True)]
+    lines += [
+        f"           {text}   ({change.cost})"
+        for text, change in zip(texts, advice.changes, strict=True)
+    ]
     return "\n".join(lines)
 
 
@@ -330,7 +428,10 @@ def compare_need(need: Need, room: Room) -> str:
         (need.host, room.host, "of host memory"),
         (need.disk, room.disk, "of disk"),
     )
-    shown = (f"{gib(needed)}{'' if has is None else f' of {gib(has)}'} GiB {what}" for needed, has, what in parts)
+    shown = (
+        f"{gib(needed)}{'' if has is None else f' of {gib(has)}'} GiB {what}"
+        for needed, has, what in parts
+    )
     return ", ".join(shown)
 
 
@@ -344,5 +445,8 @@ def name_unknown(room: Room) -> str:
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     """Rows as lines of aligned columns: right-aligned, except those in `left`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [[row[i].ljust(w) if i in left else row[i].rjust(w) for i, w in enumerate(widths)] for row in rows]
+    cells = [
+        [row[i].ljust(w) if i in left else row[i].rjust(w) for i, w in enumerate(widths)]
+        for row in rows
+    ]
     return "\n".join("  ".join(row).rstrip() for row in cells)

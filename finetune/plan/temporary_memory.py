@@ -1,9 +1,10 @@
 """What a layout itself holds during a step: gathered units, and gradients until they are reduced.
 
-The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit begins with the
-all-gather of the one before it; at its end it is freed, its gradients are copied into the input of a reduce-scatter,
-and that input is held until the next unit's. Units are the embedding, every decoder layer, and the tail (final norm and
-head), which stays gathered from forward to backward (Accelerate's fsdp2_prepare_model).
+The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit
+begins with the all-gather of the one before it; at its end it is freed, its gradients are copied
+into the input of a reduce-scatter, and that input is held until the next unit's. Units are the
+embedding, every decoder layer, and the tail (final norm and head), which stays gathered from
+forward to backward (Accelerate's fsdp2_prepare_model).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,15 +48,19 @@ class Snapshot:
         return self.allocated + self.slack + self.context
 
 
-ALLOCATED = tuple(part.name for part in fields(Snapshot) if part.name not in ("name", "slack", "context"))
+ALLOCATED = tuple(
+    part.name for part in fields(Snapshot) if part.name not in ("name", "slack", "context")
+)
 CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
-# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a number of input,
-# output, weight.
+# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a
+# number of input, output, weight.
 CPU_PRODUCT = (18, 12, 18)
 
 
 def fp8_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the layer with the most holds for `tokens` tokens; 0 where nothing is multiplied in FP8."""
+    """Bytes that the layer with the most holds for `tokens` tokens; 0 where nothing is multiplied
+    in FP8.
+    """
     return max(_of_each_linear(spec, tokens), default=0)
 
 
@@ -69,7 +74,8 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
         inputs = tokens * width_in
         outputs = tokens * width_out
         weight = linear.numel
-        copies = inputs + 2 * outputs + 2 * weight  # in 8 bits: of the gradient and the weight by rows and by columns
+        # in 8 bits: of the gradient and the weight by rows and by columns
+        copies = inputs + 2 * outputs + 2 * weight
         if spec.device == "cpu":
             parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)
             yield copies + max(size * numbers for size, numbers in parts)
@@ -79,11 +85,14 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
             yield copies + CAST * max(inputs, outputs, 0 if linear.name in gathered else weight)
 
 
-ROUNDED = 5  # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
+# tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
+ROUNDED = 5
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds it; else 0."""
+    """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds
+    it; else 0.
+    """
     if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
         return 0
     rounds_inputs = SCHEMES[name].input_bits is not None
@@ -97,8 +106,10 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFactors:
-    """Bytes, whatever the number of tokens, of the copies of experts' adapters that grouped products take: of B, with
-    each expert's in one piece, and of A where it is cast or its rank is padded."""
+    """Bytes, whatever the number of tokens, of the copies of experts' adapters that grouped
+    products take: of B, with each expert's in one piece, and of A where it is cast or its rank is
+    padded.
+    """
 
     kept: int = 0  # between forward and backward
     layer: int = 0  # of the layer with the most
@@ -118,12 +129,15 @@ def expert_factor_bytes(a: Architecture, run: Computation) -> ExpertFactors:
             size += run.itemsize * tensor.shape[0] * padded * copied // run.expert_ranks
         sizes.append(size)
     every = run.checkpoint_every
-    return ExpertFactors(sum(size for i, size in enumerate(sizes) if every is None or i % every), max(sizes))
+    return ExpertFactors(
+        sum(size for i, size in enumerate(sizes) if every is None or i % every), max(sizes)
+    )
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back;
-    compiled, the scores and their gradient."""
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
+    gradient cast back; compiled, the scores and their gradient.
+    """
     if run.compiled:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
@@ -136,20 +150,28 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
 
 
 def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
-    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on a CPU of the fp32
-    copy that torch adds up; a GPU's kernel adds the product itself, and so does a CPU's in fp32."""
+    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on
+    a CPU of the fp32 copy that torch adds up; a GPU's kernel adds the product itself, and so does a
+    CPU's in fp32.
+    """
     if not run.cpu or run.itemsize == FP32:
         return 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
     return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
 
 
-def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
-    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more
-    tensors of their size for the divergence and its gradient, two for the forward KL; one more where a temperature
-    makes the student's log-probabilities others than those of the labels."""
+def divergence_chunk_bytes(
+    vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float
+) -> int:
+    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities,
+    and three more tensors of their size for the divergence and its gradient, two for the forward
+    KL; one more where a temperature makes the student's log-probabilities others than those of the
+    labels.
+    """
     tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
-    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    chunk = _balanced_chunk(
+        tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")
+    )
     return chunk * vocabulary * (run.itemsize + tensors * FP32)
 
 
@@ -158,10 +180,12 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
     return -(-tokens // max(-(-tokens // chunk_tokens), 1))
 
 
-def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py): first the hidden
-    states' gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's
-    in fp32.
+def log_probability_backward_bytes(
+    a: Architecture, tokens: int, run: Computation, head_gradient: int
+) -> int:
+    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
+    first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
+    are computed again for the weight's in fp32.
 
     head_gradient: bytes of the latter; 0 where the head is frozen.
     """
@@ -180,20 +204,27 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
 
 
 def dequantized_at_once(a: Architecture, expert_ranks: int = 1) -> int:
-    """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of a layer."""
+    """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of
+    a layer.
+    """
     layer = a.widest_layer
     experts = sum(weight.numel for weight in a.experts(layer)) // expert_ranks
     return max([experts, *(linear.numel for linear in a.linears(layer))])
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
-    """The bytes of its forward, by a snapshot's parts; None without a teacher. Only the head's input is kept."""
+    """The bytes of its forward, by a snapshot's parts; None without a teacher.
+
+    Only the head's input is kept.
+    """
     if spec.teacher is None:
         return None
     a = spec.teacher.architecture
     run = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
     inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
-    dequantized = run.itemsize * dequantized_at_once(a) if spec.teacher.quantization.bits is not None else 0
+    dequantized = (
+        run.itemsize * dequantized_at_once(a) if spec.teacher.quantization.bits is not None else 0
+    )
     return {
         "activations": tokens * inside + mask_bytes(a, run, tokens),
         "gathered": _gathered(spec)[0],
@@ -218,7 +249,10 @@ def meeting_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """What FSDP gathers of it in its forward, and of its tail. A tied tail holds the embedding, and stays gathered."""
+    """What FSDP gathers of it in its forward, and of its tail.
+
+    A tied tail holds the embedding, and stays gathered.
+    """
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
     a = spec.teacher.architecture
@@ -226,7 +260,9 @@ def _gathered(spec: RunSpec) -> tuple[int, int]:
     u = split_into_units(a, spec.teacher_tensors, spec.sharding)
     buffers = 2 if spec.shards > 1 else 1
     tail = size * u.tail.numel
-    return max(size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers), tail * buffers
+    return max(
+        size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers
+    ), tail * buffers
 
 
 FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
@@ -252,8 +288,11 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """What an update in the backward holds on the fullest rank: when it updates the head, a layer, and the embedding. A
-    tied head is updated with the embedding."""
+    """What an update in the backward holds on the fullest rank: when it updates the head, a layer,
+    and the embedding.
+
+    A tied head is updated with the embedding.
+    """
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.part.tied:
         embedding = [*embedding, *tail]
@@ -263,29 +302,45 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     if spec.sharding.is_fsdp:
         units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
         if units.layer != units.layers:
-            layer = [tensor for tensor in layers if tensor.unit == f"layer {spec.part.widest_layer}"]
-    elif spec.part.tied:  # the head's gradient waits for the embedding's, whole, as the loss computes it
+            layer = [
+                tensor for tensor in layers if tensor.unit == f"layer {spec.part.widest_layer}"
+            ]
+    elif (
+        spec.part.tied
+    ):  # the head's gradient waits for the embedding's, whole, as the loss computes it
         waiting = FP32 * sum(tensor.numel for tensor in embedding if tensor.unit == "embedding")
     memory_by_part = {}
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
         largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
         temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
-        memory_by_part[part] = InBackwardMemory(largest + (0 if part == "head" else waiting), temporaries)
+        memory_by_part[part] = InBackwardMemory(
+            largest + (0 if part == "head" else waiting), temporaries
+        )
     return memory_by_part
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """What the optimizer allocates while it updates these `tensors`, and what their norm does; `at_once`: bytes of the
-    tensors it updates together; foreach AdamW allocates the roots of their second moments."""
+    """What the optimizer allocates while it updates these `tensors`, and what their norm does;
+    `at_once`: bytes of the tensors it updates together; foreach AdamW allocates the roots of their
+    second moments.
+    """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    of_matrix = facts.update_bytes * max((t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0)
-    return max(norm, facts.update_copies * FP32 * largest + of_matrix, at_once if facts.allocates_roots else 0)
+    of_matrix = facts.update_bytes * max(
+        (t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0
+    )
+    return max(
+        norm,
+        facts.update_copies * FP32 * largest + of_matrix,
+        at_once if facts.allocates_roots else 0,
+    )
 
 
 def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:
-    return [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)]
+    return [
+        tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +356,11 @@ class UnitMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
-    """The units of a model, one of its decoder layers among them. A tied head, and FSDP1's, has the embedding in its
-    unit, which waits for the backward of the embedding."""
+    """The units of a model, one of its decoder layers among them.
+
+    A tied head, and FSDP1's, has the embedding in its unit, which waits for the backward of the
+    embedding.
+    """
 
     embedding: UnitMemory
     layer: UnitMemory
@@ -322,9 +380,16 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
     tensors = spec.part_tensors
-    if spec.shards == 1 and spec.sharding.layout == "fsdp2" and not (spec.sharding.cpu_offload or spec.fp8_gathered):
-        frozen = spec.computation.itemsize  # what is frozen in the dtype of the computation is not copied
-        tensors = tuple(tensor for tensor in tensors if tensor.trainable or tensor.itemsize != frozen)
+    if (
+        spec.shards == 1
+        and spec.sharding.layout == "fsdp2"
+        and not (spec.sharding.cpu_offload or spec.fp8_gathered)
+    ):
+        # what is frozen in the dtype of the computation is not copied
+        frozen = spec.computation.itemsize
+        tensors = tuple(
+            tensor for tensor in tensors if tensor.trainable or tensor.itemsize != frozen
+        )
     u = split_into_units(spec.part, tensors, spec.sharding, spec.fp8_gathered, spec.shards)
     size = spec.computation.itemsize
     reduced = ITEMSIZE[spec.reduced_dtype]
@@ -344,7 +409,11 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
     tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
     layers = spec.part.layers
     units = 1 if u.layer == u.layers else layers  # where they are not wrapped, all layers are one
-    named = [f"layer {spec.part.widest_layer}"] if units == layers else [f"layer {i}" for i in range(layers)]
+    named = (
+        [f"layer {spec.part.widest_layer}"]
+        if units == layers
+        else [f"layer {i}" for i in range(layers)]
+    )
     layer = unit(u.layer, named, u.unshared)
     return LayoutMemory(
         embedding=UnitMemory() if tail_waits else unit(u.embedding, ["embedding"]),
@@ -358,17 +427,28 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
 
 
 def _plan_whole(spec: RunSpec) -> LayoutMemory:
-    """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward ends, or until its
-    backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed)."""
+    """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward
+    ends, or until its backward has used it; DDP has a bucket beside every gradient
+    (torch.nn.parallel.distributed).
+    """
     run = spec.computation
     a = spec.architecture
-    multiplied = sum(tensor.numel for tensor in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
-    is_cast = run.autocast and run.lora is None and not spec.recipe.quantization_aware.quantization_aware_training
+    multiplied = sum(
+        tensor.numel for tensor in (*a.linears(a.widest_layer), *a.experts(a.widest_layer))
+    )
+    is_cast = (
+        run.autocast
+        and run.lora is None
+        and not spec.recipe.quantization_aware.quantization_aware_training
+    )
     cast = run.itemsize * multiplied if is_cast else 0
 
     def unit(name: str, gathered: int = 0) -> UnitMemory:
         return UnitMemory(
-            gathered, shard=sum(t.numel * t.itemsize for t in spec.part_tensors if t.unit == name and t.trainable)
+            gathered,
+            shard=sum(
+                t.numel * t.itemsize for t in spec.part_tensors if t.unit == name and t.trainable
+            ),
         )
 
     embedding = unit("embedding")

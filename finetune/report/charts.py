@@ -1,7 +1,8 @@
-"""The plots of a report: as SVG paths in a box of 1000 x 1000 with labels in percent, and the loss as a PNG.
+"""The plots of a report: as SVG paths in a box of 1000 x 1000 with labels in percent, and the loss
+as a PNG.
 
-The template stretches the box to any width but not its strokes and text, so that a plot is as legible on a phone as on
-a desktop.
+The template stretches the box to any width but not its strokes and text, so that a plot is as
+legible on a phone as on a desktop.
 """
 
 import math
@@ -19,7 +20,8 @@ Points = Sequence[tuple[float, float]]  # (step, value)
 
 def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
     """At most `most` points: the lowest and highest of every stretch, so that no spike is lost."""
-    finite = [point for point in points if abs(point[1]) < 1e300]  # so that their differences are finite too
+    # so that their differences are finite too
+    finite = [point for point in points if abs(point[1]) < 1e300]
     if len(finite) <= most:
         return finite
     stretch = math.ceil(len(finite) / (most // 2))
@@ -55,7 +57,8 @@ LOG_LEAST = 1e-30  # what is below it, or 0, has no place there
 
 
 def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers, each about as many times the one before, from at or below `low` to `high` or above.
+    """At most `most` round numbers, each about as many times the one before, from at or below `low`
+    to `high` or above.
 
     >>> choose_log_ticks(0.02, 4.0), choose_log_ticks(1e-7, 4.0)
     ([0.01, 0.1, 1.0, 10.0], [1e-07, 1e-05, 0.001, 0.1, 10.0])
@@ -75,9 +78,13 @@ def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def is_log(lines: Sequence["Line"]) -> bool:
-    """Whether a loss is drawn on a log scale: all of it is positive, and what is drawn strong falls to a small part."""
+    """Whether a loss is drawn on a log scale: all of it is positive, and what is drawn strong falls
+    to a small part.
+    """
     strong = [y for line in lines if not line.faint for _, y in line.points]
-    return all(y > LOG_LEAST for line in lines for _, y in line.points) and max(strong) >= LOG_FROM * min(strong)
+    return all(y > LOG_LEAST for line in lines for _, y in line.points) and max(
+        strong
+    ) >= LOG_FROM * min(strong)
 
 
 BOX = 1000
@@ -90,7 +97,8 @@ ROWS = {
     "classes": "document",
     "retrieval": "query",
 }
-COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
+# of the PNG; page.css's by light
+COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,10 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
-    """Every plot for which some run has a number. `planned_bytes`: each run's planned peak memory, where known."""
+    """Every plot for which some run has a number.
+
+    `planned_bytes`: each run's planned peak memory, where known.
+    """
     memory = _make_lines(runs, "peak_memory_bytes", lambda value: value / 2**30)
     memory += [
         Line(
@@ -155,7 +166,8 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
-        _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over the devices' peak, T the mean length of a token's " "document; 4N for LoRA", _make_lines(runs, "mfu", lambda v: 100 * v), zero=True),
+        _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over "
+        "the devices' peak, T the mean length of a token's " "document; 4N for LoRA", _make_lines(runs, "mfu", lambda v: 100 * v), zero=True),
         _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
         _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
         _make_chart("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", _make_lines(runs, "router_aux_loss")),
@@ -173,11 +185,16 @@ def _step_range(run: RunRecord) -> tuple[float, float]:
 
 
 def _make_lines(
-    runs: Sequence[RunRecord], key: str, scale: Callable[[float], float] = lambda value: value, dots: bool = False
+    runs: Sequence[RunRecord],
+    key: str,
+    scale: Callable[[float], float] = lambda value: value,
+    dots: bool = False,
 ) -> list[Line]:
     series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
-        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots) for index, run, points in series if points
+        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots)
+        for index, run, points in series
+        if points
     ]
 
 
@@ -187,20 +204,26 @@ def _smooth_lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
     strong = []
     for line in raw:
         values = smooth([y for _, y in line.points], smoothing_weight(len(line.points)))
-        strong.append(Line(line.label, line.run, list(zip((x for x, _ in line.points), values, strict=True))))
+        strong.append(
+            Line(line.label, line.run, list(zip((x for x, _ in line.points), values, strict=True)))
+        )
     return faint + strong
 
 
 def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
     held_out = [
-        Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _make_lines(runs, f"eval_{key}")
+        Line(f"{line.label} held-out", line.run, line.points, dots=True)
+        for line in _make_lines(runs, f"eval_{key}")
     ]
     return _smooth_lines(runs, key) + held_out
 
 
 def _loss_unit(runs: Sequence[RunRecord]) -> str:
     units = {
-        "nats per trained token" if run.rows == "answers" else f"of {run.method}, per {ROWS[run.rows]}" for run in runs
+        "nats per trained token"
+        if run.rows == "answers"
+        else f"of {run.method}, per {ROWS[run.rows]}"
+        for run in runs
     }
     return " or ".join(sorted(units))
 
@@ -208,7 +231,11 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
 def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
     """What preference training shows beside the loss, by TRL's names; points: held-out."""
     beta = "beta times the log-probability"
-    against = " above the reference's" if any(METHODS[run.method].needs_reference for run in runs) else " per token"
+    against = (
+        " above the reference's"
+        if any(METHODS[run.method].needs_reference for run in runs)
+        else " per token"
+    )
     both = "solid: chosen, dashed: rejected; points: held-out"
     percent = _preference_lines(runs, ("rewards/accuracies",), 100.0)
     return [
@@ -239,16 +266,26 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
 
 
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The title and the note of the plot of `kl`, logged by distillation and by methods that learn from ratings."""
+    """The title and the note of the plot of `kl`, logged by distillation and by methods that learn
+    from ratings.
+    """
     if any(METHODS[run.method].samples for run in runs):
-        return "KL divergence", "a token, from the reference or the teacher, estimated on what was sampled"
+        return (
+            "KL divergence",
+            "a token, from the reference or the teacher, estimated on what was sampled",
+        )
     rated = next((run.method for run in runs if METHODS[run.method].rows == "ratings"), None)
     if rated is None:
         return "Divergence from the teacher", "nats per trained token; points: held-out"
-    return "KL divergence", f"{rated}: from the reference, estimated on mismatched answers; points: held-out"
+    return (
+        "KL divergence",
+        f"{rated}: from the reference, estimated on mismatched answers; points: held-out",
+    )
 
 
-def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0) -> list[Line]:
+def _preference_lines(
+    runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0
+) -> list[Line]:
     """A line for each run and key, dashed from the second key on, with its held-out points."""
     lines = []
     for number, key in enumerate(keys):
@@ -276,10 +313,16 @@ class Axis:
 
 
 def _make_chart(
-    key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False, can_be_log: bool = False
+    key: str,
+    title: str,
+    note: str,
+    lines: Sequence[Line],
+    zero: bool = False,
+    can_be_log: bool = False,
 ) -> Chart | None:
-    """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for it and `can_be_log`;
-    None where there is nothing to draw."""
+    """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for
+    it and `can_be_log`; None where there is nothing to draw.
+    """
     lines = [replace(line, points=thin(line.points)) for line in lines]
     points = list(chain.from_iterable(line.points for line in lines))
     if not points:
@@ -324,7 +367,9 @@ def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
     return Axis(ticks, ticks[0], ticks[-1])
 
 
-def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[float], float]) -> DrawnLine:
+def _draw_line(
+    line: Line, across: Callable[[float], float], down: Callable[[float], float]
+) -> DrawnLine:
     placed = [(across(x), down(y), x, y) for x, y in line.points if math.isfinite(y)]
     if line.dots:  # a stroke of no length with round ends stays a dot when stretched
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
@@ -332,8 +377,12 @@ def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[flo
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
     if line.faint:
         return DrawnLine(line.label, line.run, path, _style(line), [], [])
-    points = [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
-    return DrawnLine(line.label, line.run, path, _style(line), points, [step for _, _, step, _ in placed])
+    points = [
+        (round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed
+    ]
+    return DrawnLine(
+        line.label, line.run, path, _style(line), points, [step for _, _, step, _ in placed]
+    )
 
 
 def _style(line: Line) -> str:
@@ -346,7 +395,9 @@ def _style(line: Line) -> str:
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
-    """Writes the loss of every run to `path`: as logged (faint), smoothed, and held-out (points)."""
+    """Writes the loss of every run to `path`: as logged (faint), smoothed, and held-out
+    (points).
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
@@ -357,9 +408,21 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
         steps = [x for x, _ in points]
         losses = [y for _, y in points]
         axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
-        axes.plot(steps, smooth(losses, smoothing_weight(len(losses))), color=color, linewidth=2, label=run.name)
+        axes.plot(
+            steps,
+            smooth(losses, smoothing_weight(len(losses))),
+            color=color,
+            linewidth=2,
+            label=run.name,
+        )
         if held_out := run.series("eval_loss"):
-            axes.plot(*zip(*held_out, strict=True), "o", color=color, markersize=5, label=f"{run.name}, held-out")
+            axes.plot(
+                *zip(*held_out, strict=True),
+                "o",
+                color=color,
+                markersize=5,
+                label=f"{run.name}, held-out",
+            )
     axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
     if (lines := _loss_lines(runs)) and is_log(lines):
         axes.set_yscale("log")

@@ -1,4 +1,6 @@
-"""`finetune report`: one HTML page of a run or of several, written with their losses as a PNG, or served."""
+"""`finetune report`: one HTML page of a run or of several, written with their losses as a PNG, or
+served.
+"""
 
 import argparse
 import hashlib
@@ -41,25 +43,48 @@ from finetune.units import counted
 HERE = Path(__file__).parent
 WAITING = "for the first line of metrics; this page then shows it"
 COLUMNS = (
-    "rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates",
-)  # fmt: skip
+    "rows_read",
+    "rows_skipped",
+    "examples",
+    "pairs",
+    "tokens",
+    "trained_tokens",
+    "overlong",
+    "duplicates",
+)
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
-NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")  # of the Accelerate file: ranks and device say it
+# of the Accelerate file: ranks and device say it
+NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")
 
 
 def render_page(
-    runs: Sequence[RunRecord], plans: Sequence[Plan | None], *, live: bool = False, notices: Sequence[str] = ()
+    runs: Sequence[RunRecord],
+    plans: Sequence[Plan | None],
+    *,
+    live: bool = False,
+    notices: Sequence[str] = (),
 ) -> str:
-    """The whole HTML of one run, or of several with their plots overlaid. `plans`: each run's, where known.
+    """The whole HTML of one run, or of several with their plots overlaid.
+
+    `plans`: each run's, where known.
 
     `live`: the page fetches itself again while it is open. `notices` are shown before all else.
     """
-    charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
-    columns = [name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
-    sections = [describe_run(run, plan, columns, live=live) for run, plan in zip(runs, plans, strict=True)]
+    charts = make_charts(
+        runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans]
+    )
+    columns = [
+        name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)
+    ]
+    sections = [
+        describe_run(run, plan, columns, live=live) for run, plan in zip(runs, plans, strict=True)
+    ]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
-        chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]
+        chart.key: [
+            {"label": n.label, "run": n.run, "points": n.points, "steps": n.steps}
+            for n in chart.lines
+        ]
         for chart in charts
     }
     page = _template().render(
@@ -80,7 +105,8 @@ def render_page(
         # `<` is escaped, so that no name of a run can end the script element.
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
-    return page.encode("utf-8", "replace").decode()  # a file of JSON may hold half of a surrogate pair
+    # a file of JSON may hold half of a surrogate pair
+    return page.encode("utf-8", "replace").decode()
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
@@ -106,15 +132,21 @@ def _style() -> Markup:
 
 
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe; of lists and
-    mappings only the entries that differ."""
+    """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe;
+    of lists and mappings only the entries that differ.
+    """
     settings = []
     for run in runs:
         machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
         spread = {key: value for key, value in run.sharding.items() if key not in NOT_COMPARED}
         settings.append(dict(leaves(machine | {"accelerate": spread} | run.recipe)))
-    keys = list(dict.fromkeys(key for of_run in settings for key in of_run if key not in ALWAYS_DIFFERENT))
-    values = [(key, [format_value(of_run[key]) if key in of_run else "–" for of_run in settings]) for key in keys]
+    keys = list(
+        dict.fromkeys(key for of_run in settings for key in of_run if key not in ALWAYS_DIFFERENT)
+    )
+    values = [
+        (key, [format_value(of_run[key]) if key in of_run else "–" for of_run in settings])
+        for key in keys
+    ]
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
 
 
@@ -143,7 +175,10 @@ class Plots:
 
         with suppress(UserError, OSError):  # it is only looked at
             page = html.escape(render_plots(read_run(folder)))
-            frame = HTML(f'<div><iframe srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe></div>')
+            frame = HTML(
+                f'<div><iframe srcdoc="{page}" '
+                f'style="width:100%;height:{HEIGHT}px;border:0"></iframe></div>'
+            )
             if self._shown is None:
                 self._shown = display(frame, display_id=True)
             else:
@@ -154,8 +189,8 @@ class Plots:
 ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
 DEFAULT_PORT = 8000
 PORTS_TRIED = 20
-# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header
-# shows it.
+# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own;
+# its Host header shows it.
 MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -181,13 +216,16 @@ class LivePage:
     folders: tuple[Path, ...]
     _state: str = ""
     _html: bytes = b""
-    _plans: dict[str, Plan | None] = field(default_factory=dict)  # by what they are made from: they take a while
+    # by what they are made from: they take a while
+    _plans: dict[str, Plan | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def current(self) -> tuple[str, bytes]:
         """(a name for the runs' state, the page)."""
         with self._lock:
-            state = _hash_state([path for folder in self.folders for path in _reported_files(folder)])
+            state = _hash_state(
+                [path for folder in self.folders for path in _reported_files(folder)]
+            )
             if state != self._state:
                 self._html = self._render()
                 self._state = state
@@ -201,7 +239,9 @@ class LivePage:
                 runs.append(read_run(folder))
             except UserError as error:  # it has not logged yet, or a file is damaged
                 notices.append(str(error))
-        return render_page(runs, [self._plan(run) for run in runs], live=True, notices=notices).encode()
+        return render_page(
+            runs, [self._plan(run) for run in runs], live=True, notices=notices
+        ).encode()
 
     def _plan(self, run: RunRecord) -> Plan | None:
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))[:1]
@@ -212,7 +252,10 @@ class LivePage:
 
 
 def _reported_files(folder: Path) -> list[Path]:
-    return [*(folder / name for name in REPORTED_FILES), *sorted(folder.glob("checkpoints/step-*/manifest.json"))]
+    return [
+        *(folder / name for name in REPORTED_FILES),
+        *sorted(folder.glob("checkpoints/step-*/manifest.json")),
+    ]
 
 
 def _hash_state(paths: Sequence[Path]) -> str:
@@ -221,7 +264,11 @@ def _hash_state(paths: Sequence[Path]) -> str:
     for path in paths:
         try:
             stat = os.stat(path)  # noqa: PTH116  # also of a path that cannot be a file's
-            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode(errors="replace"))
+            digest.update(
+                f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode(
+                    errors="replace"
+                )
+            )
         except OSError:
             digest.update(f"{path}\n".encode(errors="replace"))
     return digest.hexdigest()[:32]
@@ -251,7 +298,8 @@ class _Server(ThreadingHTTPServer):
         return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed meanwhile is no error
+        # a page that was closed meanwhile is no error
+        if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
@@ -262,7 +310,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if re.sub(r":\d+$", "", self.headers.get("Host", "")) not in HOSTS:
-            return self._answer(HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain")
+            return self._answer(
+                HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain"
+            )
         if self.path.partition("?")[0] != "/":
             return self._answer(HTTPStatus.NOT_FOUND, b"the report is at /\n", "text/plain")
         state, html = self.live_page.current()
@@ -285,7 +335,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Writes the report of `arguments.runs`, with the loss as a PNG, and prints both paths; or serves it.
+    """Writes the report of `arguments.runs`, with the loss as a PNG, and prints both paths; or
+    serves it.
 
     Returns the exit code.
     """
@@ -297,8 +348,8 @@ def report_command(arguments: argparse.Namespace) -> int:
         raise UserError("--port: has no effect without --serve; add it, or leave --port out")
     if arguments.output and Path(arguments.output).suffix.lower() not in (".html", ".htm"):
         raise UserError(
-            f"--output: {arguments.output}: the report is HTML and writes its PNG beside it; its name ends in .html, "
-            "for example --output report.html"
+            f"--output: {arguments.output}: the report is HTML and writes its PNG beside it; its "
+            "name ends in .html, for example --output report.html"
         )
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
@@ -306,7 +357,9 @@ def report_command(arguments: argparse.Namespace) -> int:
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))
         if find_spec("matplotlib") is not None:
-            written.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
+            written.append(
+                path.with_suffix(".png") if arguments.output else path.with_name("loss.png")
+            )
             draw_loss_png(runs, written[-1])
         else:
             command = install_command("plots")
@@ -326,6 +379,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     folders = [Path(name) for name in arguments.runs]
     for folder in folders:
         if not folder.is_dir():  # one that has not logged yet is waited for
-            raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
+            raise UserError(
+                f"{folder}: no such folder; name a run's folder, such as runs/quickstart"
+            )
     serve_report(folders, arguments.port)
     return 0

@@ -1,4 +1,6 @@
-"""What a run's folder holds, its plan, and what a report says of them; read without torch, also while it runs."""
+"""What a run's folder holds, its plan, and what a report says of them; read without torch, also
+while it runs.
+"""
 
 import json
 import math
@@ -42,10 +44,20 @@ RECIPE = "recipe.yaml"
 SHARDING = "accelerate.yaml"
 ENVIRONMENT = "environment.json"
 # Beside the checkpoints' manifests.
-REPORTED_FILES = (METRICS, SAMPLES, COMPLETIONS, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
+REPORTED_FILES = (
+    METRICS,
+    SAMPLES,
+    COMPLETIONS,
+    DATA_REPORT,
+    RECIPE,
+    SHARDING,
+    ENVIRONMENT,
+    BENCHMARKS,
+)
 CHANGED = "the file was changed after the run wrote it"
 
-# What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of one kind.
+# What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of
+# one kind.
 NUMBER = float
 OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
     "idle_expert_share_by_layer": [NUMBER]
@@ -56,7 +68,17 @@ OF_ENVIRONMENT = {"ranks": int}
 OF_SAMPLE = {"step": int}
 OF_COMPLETION = {"step": int, "rewards": {}, "advantage": NUMBER, "parts": [str]}
 OF_SOURCE = dict.fromkeys(
-    ("rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates"), int
+    (
+        "rows_read",
+        "rows_skipped",
+        "examples",
+        "pairs",
+        "tokens",
+        "trained_tokens",
+        "overlong",
+        "duplicates",
+    ),
+    int,
 )
 OF_DATA_REPORT = {
     "findings": [{"rows": int, "of": int, "where": [str]}],
@@ -79,7 +101,8 @@ class RunRecord:
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
     completions: tuple[dict[str, Any], ...]  # of completions.jsonl
-    checkpoints: tuple[dict[str, Any], ...]  # published ones, by their manifests: name, step, size, files
+    # published ones, by their manifests: name, step, size, files
+    checkpoints: tuple[dict[str, Any], ...]
     benchmarks: tuple[BenchmarkResult, ...]
 
     @property
@@ -121,11 +144,16 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads everything that a report shows of one run. Raises `UserError` where `folder` is not a run's."""
+    """Reads everything that a report shows of one run.
+
+    Raises `UserError` where `folder` is not a run's.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
     if not (folder / METRICS).is_file():
-        raise UserError(f"{folder}: no {METRICS}; it is not a run's folder, or the run has not logged yet")
+        raise UserError(
+            f"{folder}: no {METRICS}; it is not a run's folder, or the run has not logged yet"
+        )
     lines = []
     of_phases = []
     for line in _read_metrics(folder / METRICS):
@@ -143,14 +171,18 @@ def read_run(folder: Path) -> RunRecord:
         environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
         data_report=_keep_kinds(_read_mapping(folder / DATA_REPORT), OF_DATA_REPORT),
         samples=tuple(_keep_kinds(line, OF_SAMPLE) for line in _read_json_lines(folder / SAMPLES)),
-        completions=tuple(_keep_kinds(line, OF_COMPLETION) for line in _read_json_lines(folder / COMPLETIONS)),
+        completions=tuple(
+            _keep_kinds(line, OF_COMPLETION) for line in _read_json_lines(folder / COMPLETIONS)
+        ),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
         benchmarks=tuple(read_benchmarks(folder)),
     )
 
 
 def plan_run(run: RunRecord) -> Plan | None:
-    """The plan of `run`, made from its folder; None where its model, recipe or layout can no longer be read."""
+    """The plan of `run`, made from its folder; None where its model, recipe or layout can no longer
+    be read.
+    """
     ranks = run.environment.get("ranks")
     if not isinstance(ranks, int):
         return None
@@ -159,10 +191,14 @@ def plan_run(run: RunRecord) -> Plan | None:
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
         if configs:  # the trained model's own, which needs no hub
             config = _read_mapping(configs[-1])
-            model = replace(recipe.model, model_name_or_path=None, model_config=config, drop_vision=False)
+            model = replace(
+                recipe.model, model_name_or_path=None, model_config=config, drop_vision=False
+            )
             recipe = replace(recipe, model=model)
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
-        return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
+        return make_plan(
+            recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU")
+        )
     except UserError:
         return None
 
@@ -175,12 +211,17 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl. Raises `UserError` for one that is there twice: it would count twice."""
+    """The lines of metrics.jsonl.
+
+    Raises `UserError` for one that is there twice: it would count twice.
+    """
     seen: dict[str, int] = {}
     for number, line in enumerate(_read_json_lines(path), start=1):
         first = seen.setdefault(json.dumps(line, sort_keys=True), number)
         if first != number:
-            raise UserError(f"{path}:{number}: says again what line {first} says; {CHANGED}: remove the line")
+            raise UserError(
+                f"{path}:{number}: says again what line {first} says; {CHANGED}: remove the line"
+            )
         yield line
 
 
@@ -192,14 +233,21 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _keep_kinds(value: Any, kind: Any) -> Any:
-    """`value` without those parts of it that are of another kind than `kind` names; None where it is itself."""
+    """`value` without those parts of it that are of another kind than `kind` names; None where it
+    is itself.
+    """
     if isinstance(kind, dict):
         if not isinstance(value, dict):
             return None
-        kept = {key: _keep_kinds(inner, kind[key]) if key in kind else inner for key, inner in value.items()}
+        kept = {
+            key: _keep_kinds(inner, kind[key]) if key in kind else inner
+            for key, inner in value.items()
+        }
         return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
     if isinstance(kind, list):
-        inner_values = [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
+        inner_values = (
+            [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
+        )
         return [inner for inner in inner_values if inner is not None]
     wanted = int | float if kind is NUMBER else kind
     if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
@@ -211,13 +259,19 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         files = read_json_object(manifest).get("files")
-        if files is None:  # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
+        # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
+        if files is None:
             continue
         sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
         digits = manifest.parent.name.removeprefix("step-")
         if digits.isdecimal() and len(digits) < 16:
             size = disk_size(sum(sizes))
-            yield {"name": manifest.parent.name, "step": int(digits), "size": size, "files": len(sizes)}
+            yield {
+                "name": manifest.parent.name,
+                "step": int(digits),
+                "size": size,
+                "files": len(sizes),
+            }
 
 
 def _size_of(entry: Any) -> int:
@@ -227,7 +281,8 @@ def _size_of(entry: Any) -> int:
 
 MAX_SAMPLES = 20
 DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
-# Counts in a data report by other names; left out where they are 0, as most are under any one method.
+# Counts in a data report by other names; left out where they are 0, as most are under any one
+# method.
 COUNT_NAMES = {
     "pairs": "pairs",
     "desirable": "answers rated good",
@@ -247,11 +302,16 @@ class Tile(NamedTuple):
     note: str = ""
 
 
-def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False) -> dict[str, Any]:
-    """What the template shows of one run; `columns`: of the table of its sources; `live`: while it is watched."""
+def describe_run(
+    run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
+) -> dict[str, Any]:
+    """What the template shows of one run; `columns`: of the table of its sources; `live`: while it
+    is watched.
+    """
     tiles = list(_make_tiles(run, live=live))
     questions = [sample for sample in run.samples if sample.get("expected")]
-    asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
+    # the recipe's sample_prompts
+    asked = [sample for sample in run.samples if not sample.get("expected")]
     findings, facts = _describe_data(run.data_report)
     process = plan.process_bytes if plan else 0
     sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
@@ -269,12 +329,18 @@ def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str], *, l
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
         "data": facts,
-        "sources": [[Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)] for s in sources],
+        "sources": [
+            [Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)]
+            for s in sources
+        ],
         "time": _table_of_phases(run),
         "memory": memory_rows(plan.phases) if plan else [],
-        "memory_note": f"one rank; its process adds about {gib(process)} GiB" if process else "peak of each phase",
+        "memory_note": f"one rank; its process adds about {gib(process)} GiB"
+        if process
+        else "peak of each phase",
         "recipe": [
-            (key, format_value(value), format_value(default)) for key, (value, default) in run.changed_keys().items()
+            (key, format_value(value), format_value(default))
+            for key, (value, default) in run.changed_keys().items()
         ],
         "whole_recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True),
         "checkpoints": run.checkpoints,
@@ -284,7 +350,9 @@ def describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str], *, l
 
 def describe_in_one_line(run: RunRecord) -> str:
     """The model, layout and machine in one line."""
-    model = run.recipe.get("model_name_or_path") or (run.recipe.get("model_config") or {}).get("model_type")
+    model = run.recipe.get("model_name_or_path") or (run.recipe.get("model_config") or {}).get(
+        "model_type"
+    )
     ranks = run.environment.get("ranks")
     parts = [
         str(model) if model else None,
@@ -300,7 +368,10 @@ def describe_in_one_line(run: RunRecord) -> str:
 def _describe_trained(recipe: Mapping[str, Any]) -> str:
     if recipe.get("use_peft"):
         return "LoRA"
-    return f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} parameters trained"
+    return (
+        f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} "
+        "parameters trained"
+    )
 
 
 def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
@@ -318,10 +389,14 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
     yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
     yield from _change_tiles(run, {"eval_accuracy": "Held-out accuracy"}, "{:.1%}".format)
     yield from _change_tiles(run, {"eval_recall@1": "Held-out recall@1"}, "{:.1%}".format)
-    yield from _change_tiles(run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact)
+    yield from _change_tiles(
+        run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact
+    )
     if run.last("tokens"):
         trained = run.last("trained_tokens")
-        yield Tile("Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else "")
+        yield Tile(
+            "Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else ""
+        )
     speeds = [value for _, value in run.series("tokens_per_second")]
     if speeds:
         mfu = [value for _, value in run.series("mfu")]
@@ -333,13 +408,19 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
         busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
         yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
     if run.last("peak_memory_bytes"):
-        yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
+        yield Tile(
+            "Peak memory",
+            f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB",
+            "first rank",
+        )
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both sides.
+    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both
+    sides.
 
-    On both sides, so that the line does not lag behind a falling loss. Values that are not finite are ignored.
+    On both sides, so that the line does not lag behind a falling loss. Values that are not finite
+    are ignored.
 
     >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
@@ -347,7 +428,9 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     before = _running_sums(values, weight)
     after = _running_sums(values[::-1], weight)[::-1]
     smoothed = []
-    for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
+    for value, (left, left_weight), (right, right_weight) in zip(
+        values, before, after, strict=True
+    ):
         own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
         total = left_weight + right_weight - own
         counted_twice = value if own else 0.0
@@ -369,7 +452,9 @@ def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, f
 
 
 def smoothing_weight(count: int) -> float:
-    """The weight that averages about a fortieth of the line on each side, so that a short run keeps its shape."""
+    """The weight that averages about a fortieth of the line on each side, so that a short run keeps
+    its shape.
+    """
     return 1 - 1 / max(1.0, count / 40)
 
 
@@ -377,13 +462,20 @@ RATE_LINES = 20  # of metrics, from which the time left follows
 
 
 def _describe_progress(run: RunRecord, done: int, *, live: bool) -> Iterator[str]:
-    """The steps of the whole run, its epochs, and while it is watched the time left without evaluations and saves."""
+    """The steps of the whole run, its epochs, and while it is watched the time left without
+    evaluations and saves.
+    """
     steps = _count_steps(run)
     if steps is not None and steps >= done:
         yield f"of {steps:,}"
     if epoch := run.last("epoch"):
         yield f"{epoch:.2f} epochs"
-    if live and steps is not None and steps > done and (seconds := _seconds_of_step(run)) is not None:
+    if (
+        live
+        and steps is not None
+        and steps > done
+        and (seconds := _seconds_of_step(run)) is not None
+    ):
         yield f"{timedelta(seconds=round((steps - done) * seconds))} left"
 
 
@@ -405,19 +497,27 @@ def _seconds_of_step(run: RunRecord) -> float | None:
     keys = ("step", "tokens", "tokens_per_second")
     lines = [line for line in run.lines if all(line.get(key) for key in keys)][-RATE_LINES:]
     pairs = list(pairwise(lines))
-    seconds = sum((line["tokens"] - before["tokens"]) / line["tokens_per_second"] for before, line in pairs)
+    seconds = sum(
+        (line["tokens"] - before["tokens"]) / line["tokens_per_second"] for before, line in pairs
+    )
     return seconds / (lines[-1]["step"] - lines[0]["step"]) if pairs and seconds > 0 else None
 
 
-def _smoothed_tile(run: RunRecord, key: str, name: str, form: Callable[[float], str]) -> Iterator[Tile]:
-    """The end and the beginning of the line that the plot draws strong: single steps are too far apart to compare."""
+def _smoothed_tile(
+    run: RunRecord, key: str, name: str, form: Callable[[float], str]
+) -> Iterator[Tile]:
+    """The end and the beginning of the line that the plot draws strong: single steps are too far
+    apart to compare.
+    """
     values = [value for _, value in run.series(key)]
     if values:
         values = smooth(values, smoothing_weight(len(values)))
         yield Tile(name, form(values[-1]), f"from {form(values[0])}")
 
 
-def _change_tiles(run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]) -> Iterator[Tile]:
+def _change_tiles(
+    run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]
+) -> Iterator[Tile]:
     """The last value of each key that the run logged, under its name, and the first one."""
     for key, name in names.items():
         if (last := run.last(key)) is not None:
@@ -433,9 +533,15 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     for prompt, answers in list(by_prompt.items())[:MAX_SAMPLES]:
         expected = str(answers[-1].get("expected") or "")
         before = answers[0] if len(answers) > 1 or answers[0].get("step") == 0 else None
-        after = answers[-1] if answers[-1] is not before else None  # a run in progress may have answered once
+        # a run in progress may have answered once
+        after = answers[-1] if answers[-1] is not before else None
         shown.append(
-            {"prompt": prompt, "expected": expected, **_grade_answer("before", before), **_grade_answer("after", after)}
+            {
+                "prompt": prompt,
+                "expected": expected,
+                **_grade_answer("before", before),
+                **_grade_answer("after", after),
+            }
         )
     hidden = len(by_prompt) - len(shown)
     steps = sorted({sample.get("step", 0) for sample in samples})
@@ -445,8 +551,10 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
 
 
 def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(a range of probability ratios, the % of tokens in it in the first and last tenth of the run and in all of it,
-    each as a text and as the length of a bar); empty where the method samples nothing."""
+    """(a range of probability ratios, the % of tokens in it in the first and last tenth of the run
+    and in all of it, each as a text and as the length of a bar); empty where the method samples
+    nothing.
+    """
     series = [[value for _, value in run.series(name)] for name in RATIO_SHARES]
     count = min(map(len, series))
     tenth = max(1, count // 10)
@@ -462,14 +570,17 @@ SHOWN_STARTS = 3  # the newest
 
 
 def _table_of_phases(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The head, then a row for each phase: its name, and for each of the newest starts a text and a bar's length in
-    percent; empty where the run has no seconds of phases."""
+    """The head, then a row for each phase: its name, and for each of the newest starts a text and a
+    bar's length in percent; empty where the run has no seconds of phases.
+    """
     starts = {start: run.phases[start] for start in sorted(run.phases)[-SHOWN_STARTS:]}
     phases = [phase for phase in PHASES if any(phase in of_start for of_start in starts.values())]
     if not phases:
         return []
     head = [(f"Start {start}" if len(run.phases) > 1 else "Seconds", 0.0) for start in starts]
-    longest = max(sum(by_step.values()) for of_start in starts.values() for by_step in of_start.values())
+    longest = max(
+        sum(by_step.values()) for of_start in starts.values() for by_step in of_start.values()
+    )
     rows = []
     for phase in phases:
         by_start = [of_start.get(phase, {}) for of_start in starts.values()]
@@ -478,11 +589,15 @@ def _table_of_phases(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
 
 
 def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, float]:
-    """The seconds of a phase, at the steps where it was, as a text and as a bar's length in percent of `longest`."""
+    """The seconds of a phase, at the steps where it was, as a text and as a bar's length in percent
+    of `longest`.
+    """
     if not by_step:
         return "–", 0.0
     seconds = sum(by_step.values())
-    at_most = f" in {len(by_step)}, at most {duration(max(by_step.values()))}" if len(by_step) > 1 else ""
+    at_most = (
+        f" in {len(by_step)}, at most {duration(max(by_step.values()))}" if len(by_step) > 1 else ""
+    )
     share = 100 * seconds / longest if 0 < longest < math.inf else 0.0
     return duration(seconds) + at_most, round(share, 2)
 
@@ -494,21 +609,32 @@ def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[d
         by_step.setdefault(line.get("step", 0), []).append(line)
     steps = sorted(by_step)
     last = len(steps) - 1
-    shown = sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)}) if steps else []
+    shown = (
+        sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)})
+        if steps
+        else []
+    )
     return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
 
 
 def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
     rewards = ((name, value) for name, value in (line.get("rewards") or {}).items())
-    said = ", ".join(f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards)
+    said = ", ".join(
+        f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards
+    )
     advantage = line.get("advantage")
-    texts: dict[str, Any] = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
-    texts["parts"] = line.get("parts") or [texts["completion"]]  # of the model and of tools, in turn
+    texts: dict[str, Any] = {
+        key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")
+    }
+    # of the model and of tools, in turn
+    texts["parts"] = line.get("parts") or [texts["completion"]]
     return texts | {"rewards": said, "advantage": "" if advantage is None else f"{advantage:+.2f}"}
 
 
 def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
-    """An answer under `name`, and its CSS class: right, wrong, or none where no answer is expected."""
+    """An answer under `name`, and its CSS class: right, wrong, or none where no answer is
+    expected.
+    """
     if sample is None:
         return {name: "", f"{name}_class": ""}
     text = str(sample.get("answer", ""))
@@ -524,19 +650,26 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
     findings = [
         {
             "severity": str(finding.get("severity", "note")),
-            "text": f"in {finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')} {finding.get('what', '')}"
+            "text": (
+                f"in {finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')} "
+                f"{finding.get('what', '')}"
+            )
             + (f" ({', '.join(finding['where'])})" if finding.get("where") else ""),
         }
         for finding in report.get("findings", [])
     ]
     facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
     return findings, [
-        (COUNT_NAMES.get(name, name), value) for name, value in facts if name not in COUNT_NAMES or value != "0"
+        (COUNT_NAMES.get(name, name), value)
+        for name, value in facts
+        if name not in COUNT_NAMES or value != "0"
     ]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of nested mappings; an inner name follows its outer one: `lengths median`."""
+    """Names and values of nested mappings; an inner name follows its outer one: `lengths
+    median`.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flatten(inner, f"{name} {key}".strip().replace("_", " "))
@@ -555,9 +688,14 @@ def _format_number(value: Any) -> str:
 
 def format_value(value: Any) -> str:
     """A recipe's value as YAML, without the keys that are null."""
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
+    if isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    ):
         items = [value] if isinstance(value, dict) else value
-        given = [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in items]
+        given = [
+            {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
+            for item in items
+        ]
         plain = given[0] if isinstance(value, dict) else given
         return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
     if isinstance(value, str):
@@ -567,4 +705,8 @@ def format_value(value: Any) -> str:
 
 def list_metrics(runs: Sequence[RunRecord]) -> list[str]:
     """The keys of the recipes' own `metrics` in the lines of the runs."""
-    return list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key.startswith("metrics/")))
+    return list(
+        dict.fromkeys(
+            key for run in runs for line in run.lines for key in line if key.startswith("metrics/")
+        )
+    )

@@ -1,1 +1,3 @@
-"""Completions that the model in training samples, what they are worth, and the batches that are made of them."""
+"""Completions that the model in training samples, what they are worth, and the batches that are
+made of them.
+"""

@@ -1,8 +1,9 @@
-"""From prompts to a step batch: completions are sampled, rewarded and compared, and become the rows of a step.
+"""From prompts to a step batch: completions are sampled, rewarded and compared, and become the rows
+of a step.
 
-The rollouts of a step are a pure function of the seed, the step and the weights, on any number of ranks. A resumed run
-samples them again, unless the weights have moved since: a checkpoint between two updates on the same rollouts holds
-them.
+The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
+ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
+two updates on the same rollouts holds them.
 """
 
 import json
@@ -28,7 +29,12 @@ from finetune.data.packing import StoredBatches
 from finetune.data.tool_calls import ToolTurns
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
-from finetune.rollout.completion_rows import RowOptions, collect_by_completion, lay_out, make_step_batch
+from finetune.rollout.completion_rows import (
+    RowOptions,
+    collect_by_completion,
+    lay_out,
+    make_step_batch,
+)
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, find_advantages
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
@@ -37,7 +43,9 @@ from finetune.units import counted
 
 Record = Callable[[list[dict[str, Any]]], None]
 Score = Callable[[StepBatch], list[Tensor]]
-"""A step's batch -> fp32[positions] of each of its micro-batches: the labels' log-probabilities in training."""
+"""A step's batch -> fp32[positions] of each of its micro-batches: the labels' log-probabilities in
+training.
+"""
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 
 
@@ -70,19 +78,25 @@ class Sampler:
         greedy: bool = False,
         first_place: int = 0,
     ) -> Rollout:
-        """Completions of the prompts `example_ids`, sampled by all ranks, each a share. All ranks call it.
+        """Completions of the prompts `example_ids`, sampled by all ranks, each a share.
+
+        All ranks call it.
 
         `first_place`: of the prompts in the step, which is part of their completions' seeds.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
         keys = self.recipe.rollout
         sampling = Sampling(
-            max_tokens=keys.max_completion_length, temperature=self.recipe.method.temperature, greedy=greedy
+            max_tokens=keys.max_completion_length,
+            temperature=self.recipe.method.temperature,
+            greedy=greedy,
         )
         requests = []
         for place, example_id in enumerate(example_ids.tolist(), first_place):
             prompt = tuple(examples[example_id].input_ids.tolist())
-            seeds = ((self.recipe.run.seed, step, place, generation) for generation in range(generations))
+            seeds = (
+                (self.recipe.run.seed, step, place, generation) for generation in range(generations)
+            )
             requests += [Request(prompt, seed) for seed in seeds]
         completion_ids = np.repeat(example_ids, generations)
         ranks = RankGroup(self.world)
@@ -124,7 +138,9 @@ class Sampler:
         return RowOptions(self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts)
 
     def _sample(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """A completion of each request; each rank samples a share, those of a tensor parallel group the same."""
+        """A completion of each request; each rank samples a share, those of a tensor parallel group
+        the same.
+        """
         assert self.engine is not None
         groups = self.world.tensor_group_count
         index = self.world.tensor_group_index
@@ -143,7 +159,10 @@ class Sampler:
         messages: Sequence[list[Message]],
         step: int,
     ) -> Scores:
-        """What the functions give each completion. `messages`: of each, where tools were there to be called."""
+        """What the functions give each completion.
+
+        `messages`: of each, where tools were there to be called.
+        """
         if not self.rewards.names:
             return Scores([], 0)
         completions = self.read_completions(rows, sampled, messages)
@@ -156,17 +175,26 @@ class Sampler:
             "soft_punish_cache": self.recipe.rollout.soft_punish_cache,
         }
         token_ids = [s.token_ids for s in sampled]
-        return self.rewards.score([row["prompt"] for row in rows], completions, token_ids, columns, state)
+        return self.rewards.score(
+            [row["prompt"] for row in rows], completions, token_ids, columns, state
+        )
 
     def read_completions(
-        self, rows: Sequence[Mapping[str, Any]], sampled: Sequence[Sampled], messages: Sequence[list[Message]]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampled: Sequence[Sampled],
+        messages: Sequence[list[Message]],
     ) -> list[Any]:
         """Each completion as text, or as messages where its prompt is a conversation."""
-        texts = self.tokenizer.batch_decode([s.token_ids for s in sampled], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(
+            [s.token_ids for s in sampled], skip_special_tokens=True
+        )
         completions: list[Any] = []
         for row, said, text in zip(rows, messages, texts, strict=True):
             is_text = isinstance(row["prompt"], str)
-            completions.append(text if is_text else said or [{"role": "assistant", "content": text}])
+            completions.append(
+                text if is_text else said or [{"role": "assistant", "content": text}]
+            )
         return completions
 
     def _score_by(
@@ -176,10 +204,11 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> tuple[list[float], int]:
-        """(what a reward model gives each completion, how many got 0 in place of what is no number), by all ranks.
+        """(what a reward model gives each completion, how many got 0 in place of what is no
+        number), by all ranks.
 
-        `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no number, unless it
-        is counted, and for a conversation that the chat template rejects.
+        `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no
+        number, unless it is counted, and for a conversation that the chat template rejects.
         """
 
         def encode() -> list[list[int]]:
@@ -190,14 +219,16 @@ class Sampler:
         documents = RankGroup(self.world).on_main(encode)
         ranks = self.world.size
         scores = [0.0] * len(documents)
-        for rank, own in enumerate(self.world.gather(model.score(documents[self.world.rank :: ranks]))):
+        for rank, own in enumerate(
+            self.world.gather(model.score(documents[self.world.rank :: ranks]))
+        ):
             scores[rank::ranks] = own
         numbers = [score if math.isfinite(score) else 0.0 for score in scores]
         failures = sum(not math.isfinite(score) for score in scores)
         if failures and self.recipe.rollout.on_bad_reward == "error":
             raise UserError(
-                f"rewards: {model.text.name}: gave {counted(failures, 'completion')} a score that is no finite number "
-                "(on_bad_reward: zero counts such completions and continues)"
+                f"rewards: {model.text.name}: gave {counted(failures, 'completion')} a score that "
+                "is no finite number (on_bad_reward: zero counts such completions and continues)"
             )
         return numbers, failures
 
@@ -215,10 +246,15 @@ class Rollouts:
     sampler: Sampler
     prompts: StoredBatches
     score: Score | None = None  # None where the loss does not ask for them before its own forward
-    _held: dict[int, Rollout] = field(default_factory=dict)  # step of prompts -> what is still trained on
+    # step of prompts -> what is still trained on
+    _held: dict[int, Rollout] = field(default_factory=dict)
 
-    def batches(self, from_step: int = 0, record: Record = lambda lines: None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, each sampled when it is asked for. All ranks ask together.
+    def batches(
+        self, from_step: int = 0, record: Record = lambda lines: None
+    ) -> Iterator[StepBatch]:
+        """The step batches from `from_step` to the end, each sampled when it is asked for.
+
+        All ranks ask together.
 
         `record`: gets the lines of completions.jsonl of each step, on the main rank.
         """
@@ -245,15 +281,20 @@ class Rollouts:
         return step % self.sampler.recipe.rollout.updates_per_generation == 0
 
     def _place_of(self, step: int) -> tuple[int, int]:
-        """(the step of the prompts, how often they have been trained on before) of an optimizer step."""
+        """(the step of the prompts, how often they have been trained on before) of an optimizer
+        step.
+        """
         keys = self.sampler.recipe.rollout
         before, within = divmod(step, keys.updates_per_generation)
-        left = -(-(self.prompts.steps - step + within) // keys.num_iterations)  # at the end there may be fewer
+        # at the end there may be fewer
+        left = -(-(self.prompts.steps - step + within) // keys.num_iterations)
         iteration, number = divmod(within, min(keys.steps_per_generation, left))
         return before * keys.steps_per_generation + number, iteration
 
     def _sample(self, number: int, step: int) -> Rollout:
-        """The completions of the prompts of step `number`; groups without signal are replaced as the recipe says."""
+        """The completions of the prompts of step `number`; groups without signal are replaced as
+        the recipe says.
+        """
         recipe = self.sampler.recipe
         generations = recipe.rollout.num_generations
         example_ids = np.concatenate(self.prompts.rows_of(number))
@@ -265,17 +306,26 @@ class Rollouts:
             ids = np.fromiter(islice(others, int((rollout.deviations() == 0).sum())), np.int64)
             if not len(ids):
                 break
-            more = self.sampler.roll_out(examples, ids, step, generations, first_place=rollout.sampled_groups)
+            more = self.sampler.roll_out(
+                examples, ids, step, generations, first_place=rollout.sampled_groups
+            )
             rollout = rollout.join(more)
-            rollout = rollout.select(np.argsort(rollout.deviations() == 0, kind="stable")[: len(example_ids)])
+            rollout = rollout.select(
+                np.argsort(rollout.deviations() == 0, kind="stable")[: len(example_ids)]
+            )
         if recipe.rollout.max_num_gen_batches > 1 and (rollout.deviations() > 0).any():
             rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
-        return rollout if self.score is None else replace(rollout, old=self._score(self.score, rollout))
+        return (
+            rollout
+            if self.score is None
+            else replace(rollout, old=self._score(self.score, rollout))
+        )
 
     def _score(self, score: Score, rollout: Rollout) -> list[list[float]]:
         """[completions][trained tokens]: their log-probabilities in training, on every rank.
 
-        By completion: each later step deals the completions to ranks again, and a resumed run may have other ranks.
+        By completion: each later step deals the completions to ranks again, and a resumed run may
+        have other ranks.
         """
         batch = lay_out(rollout, self.sampler.row_options)
         own: list[list[Any]] = []
@@ -287,7 +337,9 @@ class Rollouts:
         return [by_completion[place] for place in range(len(rollout.sampled))]
 
     def describe_files(self, step: int) -> dict[str, bytes]:
-        """The files of a checkpoint after `step` steps: the rollouts that later steps are still to train on."""
+        """The files of a checkpoint after `step` steps: the rollouts that later steps are still to
+        train on.
+        """
         assert self.sampler.engine is not None
         self.sampler.engine.forget()
         if self._is_sampled_at(step) or step >= self.prompts.steps:
@@ -299,27 +351,37 @@ class Rollouts:
         return {ROLLOUTS: "".join(lines).encode()}
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Takes the rollouts of a verified checkpoint of `step` steps. Raises `UserError` where it lacks them."""
+        """Takes the rollouts of a verified checkpoint of `step` steps.
+
+        Raises `UserError` where it lacks them.
+        """
         self._held.clear()
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return
         path = checkpoint / ROLLOUTS
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        lines = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        )
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in lines:
             by_step.setdefault(line["prompts_step"], []).append(line)
-        self._held.update({number: Rollout.of_lines(own_lines) for number, own_lines in by_step.items()})
+        self._held.update(
+            {number: Rollout.of_lines(own_lines) for number, own_lines in by_step.items()}
+        )
         every = self.sampler.recipe.rollout.updates_per_generation
         sampled_at = step // every * every
         for each in range(step, min(sampled_at + every, self.prompts.steps)):
             if self._place_of(each)[0] not in self._held:
                 raise UserError(
-                    f"{checkpoint}: holds no completions for step {each + 1}, which trains on what step "
-                    f"{sampled_at + 1} sampled; set num_iterations, steps_per_generation and max_steps as they were"
+                    f"{checkpoint}: holds no completions for step {each + 1}, which trains on what "
+                    f"step {sampled_at + 1} sampled; set num_iterations, steps_per_generation and "
+                    "max_steps as they were"
                 )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
-        """A line of completions.jsonl for each completion of the first prompts; `step` is 0-based."""
+        """A line of completions.jsonl for each completion of the first prompts; `step` is
+        0-based.
+        """
         keys = self.sampler.recipe.rollout
         tokenizer = self.sampler.tokenizer
         names = self.sampler.reward_names
@@ -333,7 +395,11 @@ class Rollouts:
                 "completion": tokenizer.decode(each.token_ids),
                 "token_ids": each.token_ids,
                 "ended": each.ended.value,
-                **({"tool_mask": each.tool_mask, "parts": _split(each, tokenizer)} if each.tool_mask else {}),
+                **(
+                    {"tool_mask": each.tool_mask, "parts": _split(each, tokenizer)}
+                    if each.tool_mask
+                    else {}
+                ),
                 "rewards": dict(zip(names, scores, strict=True)),
                 "advantage": float(advantages[i]),
             }

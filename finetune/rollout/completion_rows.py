@@ -1,7 +1,8 @@
-"""Completions as the rows of a step: laid out behind their prompts, packed, dealt to ranks, with what the loss reads.
+"""Completions as the rows of a step: laid out behind their prompts, packed, dealt to ranks, with
+what the loss reads.
 
-A group's completions may continue one prompt that lies in the row once. Then the prompt is a document, and so is each
-completion from the prompt's last token on, which predicts its first.
+A group's completions may continue one prompt that lies in the row once. Then the prompt is a
+document, and so is each completion from the prompt's last token on, which predicts its first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +17,26 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Example
-from finetune.data.packing import BatchConfig, arrange_epoch, deal_rows, make_filler, pack_documents, pad_documents
+from finetune.data.packing import (
+    BatchConfig,
+    arrange_epoch,
+    deal_rows,
+    make_filler,
+    pack_documents,
+    pad_documents,
+)
 from finetune.distributed.world import DataParallelRank
 from finetune.rollout.engine import Ended, Rollout, find_advantages
 
-ROWS_OF_RANK = 4  # at least, of which each rank gets as many: longer ones would leave some ranks with much less
+# at least, of which each rank gets as many: longer ones would leave some ranks with much less
+ROWS_OF_RANK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens that lie together in a row: a prompt with its completion, or one of the two where a prompt is shared."""
+    """Tokens that lie together in a row: a prompt with its completion, or one of the two where a
+    prompt is shared.
+    """
 
     tokens: Example
     first: int  # the position of its first token; above 0, it continues the prompt before it
@@ -54,27 +65,38 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
     """This rank's share of the completions, with what the loss and the metrics read of them."""
     batch = lay_out(rollout, options)
     columns = _describe(rollout, options.recipe)
-    micro_batches = tuple(_attach(micro_batch, rollout, columns) for micro_batch in batch.micro_batches)
+    micro_batches = tuple(
+        _attach(micro_batch, rollout, columns) for micro_batch in batch.micro_batches
+    )
     return replace(batch, micro_batches=micro_batches)
 
 
 def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
-    """This rank's share of the completions as tokens alone; `example_ids` are places in the rollout."""
+    """This rank's share of the completions as tokens alone; `example_ids` are places in the
+    rollout.
+    """
     recipe = options.recipe
     rank = options.rank
     rows_together = _count_rows_together(rollout, options)
     row_tokens = rows_together * recipe.data.max_length
     groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)
-    pieces = [_make_piece(places, rollout, recipe.rollout.mask_truncated_completions) for places in groups]
+    pieces = [
+        _make_piece(places, rollout, recipe.rollout.mask_truncated_completions) for places in groups
+    ]
     lengths = np.array([sum(document.length for document in piece) for piece in pieces], np.int32)
     config = BatchConfig(
-        seed=recipe.run.seed, packing=recipe.data.packing, max_length=row_tokens, global_batch_size=len(pieces)
+        seed=recipe.run.seed,
+        packing=recipe.data.packing,
+        max_length=row_tokens,
+        global_batch_size=len(pieces),
     )
     rows = arrange_epoch(lengths, config, 1, 0)
     size = recipe.batch.per_device_train_batch_size // rows_together
     dealt = deal_rows([rows[row] for row in range(len(rows))], rank.rank, rank.size, size)
     documents = [document for piece in pieces for document in piece]
-    trained_tokens = sum(int((document.tokens.labels != IGNORE_INDEX).sum()) for document in documents)
+    trained_tokens = sum(
+        int((document.tokens.labels != IGNORE_INDEX).sum()) for document in documents
+    )
     return StepBatch(
         step=0,
         epoch=0.0,
@@ -88,24 +110,31 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
 
 
 def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
-    """How many rows of a micro-batch are packed as one, which holds more of a group, so that each rank has some."""
+    """How many rows of a micro-batch are packed as one, which holds more of a group, so that each
+    rank has some.
+    """
     if not options.shares_prompts:
         return 1
     recipe = options.recipe
     tokens = sum(len(completion.token_ids) for completion in rollout.sampled)
     size = recipe.batch.per_device_train_batch_size
     most = tokens // (ROWS_OF_RANK * options.rank.size * recipe.data.max_length)
-    return max(rows for rows in range(1, size + 1) if rows == 1 or (rows <= most and size % rows == 0))
+    return max(
+        rows for rows in range(1, size + 1) if rows == 1 or (rows <= most and size % rows == 0)
+    )
 
 
 def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
-    """The completions of each group by places, those together that fit into `most` tokens with their prompt once."""
+    """The completions of each group by places, those together that fit into `most` tokens with
+    their prompt once.
+    """
     for group in range(0, len(rollout.sampled), rollout.generations):
         prompt = len(rollout.prompts[group])
         together: list[int] = []
         tokens = 0
         for place in range(group, group + rollout.generations):
-            own = 1 + len(rollout.sampled[place].token_ids)  # with the prompt's last token, which predicts the first
+            # with the prompt's last token, which predicts the first
+            own = 1 + len(rollout.sampled[place].token_ids)
             if together and (prompt == 1 or tokens + own > most):
                 yield together
                 together = []
@@ -117,7 +146,9 @@ def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
 
 
 def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) -> Piece:
-    """The documents of completions at `places` with one prompt, which is a document of its own if they share it."""
+    """The documents of completions at `places` with one prompt, which is a document of its own if
+    they share it.
+    """
     *prompt, last = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
     is_shared = len(places) > 1
@@ -134,7 +165,9 @@ def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) 
     return piece
 
 
-def _make_document(ids: list[int], labels: list[int], first: int, completion: int | None) -> Document:
+def _make_document(
+    ids: list[int], labels: list[int], first: int, completion: int | None
+) -> Document:
     return Document(Example(np.array(ids, np.int32), np.array(labels, np.int32)), first, completion)
 
 
@@ -146,9 +179,15 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
     if not documents:
         return make_filler(packing).with_documents()
     micro_batch = pack_documents(tokens) if packing else pad_documents(tokens, options.pad_token_id)
-    completions = tuple(document.completion for document in documents if document.completion is not None)
+    completions = tuple(
+        document.completion for document in documents if document.completion is not None
+    )
     micro_batch = replace(micro_batch, example_ids=completions).with_documents()
-    return micro_batch if len(completions) == len(documents) else _continue_prompts(micro_batch, documents)
+    return (
+        micro_batch
+        if len(completions) == len(documents)
+        else _continue_prompts(micro_batch, documents)
+    )
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:
@@ -156,25 +195,32 @@ def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) ->
     assert micro_batch.packed_lengths is not None and micro_batch.trained_documents is not None
     padding = len(micro_batch.packed_lengths) - len(documents)  # a document of its own, or none
     firsts = np.array([document.first for document in documents] + [0] * padding)
-    positions = micro_batch.position_ids + torch.from_numpy(np.repeat(firsts, micro_batch.packed_lengths))
+    positions = micro_batch.position_ids + torch.from_numpy(
+        np.repeat(firsts, micro_batch.packed_lengths)
+    )
     continued: list[int | None] = []
     prompt = 0
     for place, first in enumerate(firsts.tolist()):
         prompt = prompt if first else place
         continued.append(prompt if first else None)
     is_completion = np.array([document.completion is not None for document in documents])
-    place_of_document = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))  # among the completions
+    # among the completions
+    place_of_document = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))
     return replace(
         micro_batch,
         position_ids=positions,
         continued=tuple(continued),
-        document_lengths=tuple(document.length for document in documents if document.completion is not None),
+        document_lengths=tuple(
+            document.length for document in documents if document.completion is not None
+        ),
         trained_documents=place_of_document[micro_batch.trained_documents],
     )
 
 
 def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """[completions] or [completions, functions]: what the loss and the metrics read of each completion."""
+    """[completions] or [completions, functions]: what the loss and the metrics read of each
+    completion.
+    """
     count = len(rollout.sampled)
     columns = {
         "advantages": find_advantages(rollout, recipe),
@@ -193,22 +239,30 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
     return {name: np.asarray(values, np.float32) for name, values in columns.items()}
 
 
-def _attach(micro_batch: MicroBatch, rollout: Rollout, columns: Mapping[str, NDArray[np.float32]]) -> MicroBatch:
+def _attach(
+    micro_batch: MicroBatch, rollout: Rollout, columns: Mapping[str, NDArray[np.float32]]
+) -> MicroBatch:
     """A micro-batch of `lay_out` with its `rollout`, and prompts as its examples.
 
-    `rollout` has fp32[positions] "sampled", each token's log-probability under the sampler, and "old", that in
-    training, where it is known; and `columns` of its completions.
+    `rollout` has fp32[positions] "sampled", each token's log-probability under the sampler, and
+    "old", that in training, where it is known; and `columns` of its completions.
     """
     places = list(micro_batch.example_ids)
-    tensors = {"sampled": _spread(micro_batch, [each.log_probabilities for each in rollout.sampled])}
+    tensors = {
+        "sampled": _spread(micro_batch, [each.log_probabilities for each in rollout.sampled])
+    }
     if rollout.old:
         tensors["old"] = _spread(micro_batch, rollout.old)
     tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
-    return replace(micro_batch, rollout=tensors, example_ids=tuple(rollout.example_ids[places].tolist()))
+    return replace(
+        micro_batch, rollout=tensors, example_ids=tuple(rollout.example_ids[places].tolist())
+    )
 
 
 def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -> Tensor:
-    """fp32[positions]: values of each completion's trained tokens where they stand in a micro-batch of `lay_out`."""
+    """fp32[positions]: values of each completion's trained tokens where they stand in a micro-batch
+    of `lay_out`.
+    """
     has_label, counts = _count_labels(micro_batch)
     values: list[float] = []
     for place, count in zip(micro_batch.example_ids, counts, strict=True):
@@ -217,15 +271,24 @@ def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -
 
 
 def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, list[float]]:
-    """Place in the rollout -> its trained tokens' `values` [positions] of a micro-batch of `lay_out`."""
+    """Place in the rollout -> its trained tokens' `values` [positions] of a micro-batch of
+    `lay_out`.
+    """
     has_label, counts = _count_labels(micro_batch)
     by_completion = torch.split(values[has_label], counts)
-    return {place: own.tolist() for place, own in zip(micro_batch.example_ids, by_completion, strict=True)}
+    return {
+        place: own.tolist()
+        for place, own in zip(micro_batch.example_ids, by_completion, strict=True)
+    }
 
 
 def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
-    """(bool[positions], which trained positions have a label; how many of each completion have one)."""
+    """(bool[positions], which trained positions have a label; how many of each completion have
+    one).
+    """
     assert micro_batch.trained_documents is not None
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    counts = torch.bincount(micro_batch.trained_documents[has_label], minlength=len(micro_batch.example_ids))
+    counts = torch.bincount(
+        micro_batch.trained_documents[has_label], minlength=len(micro_batch.example_ids)
+    )
     return has_label, counts.tolist()

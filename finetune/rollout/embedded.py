@@ -1,4 +1,6 @@
-"""The embedded engine: the model in training itself samples, where it is, with a key-value cache."""
+"""The embedded engine: the model in training itself samples, where it is, with a key-value
+cache.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +21,18 @@ from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
-# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended are sampled until
-# then, and what they are given is dropped.
+# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended
+# are sampled until then, and what they are given is dropped.
 TOKENS_BETWEEN_LOOKS = 16
-# A captured step attends to caches of a multiple of so many tokens, and is captured again for the next multiple.
+# A captured step attends to caches of a multiple of so many tokens, and is captured again for the
+# next multiple.
 CAPTURED_TOKENS = 256
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """The keys and values of a layer, in memory reserved once: transformers' own copies them for each token."""
+    """The keys and values of a layer, in memory reserved once: transformers' own copies them for
+    each token.
+    """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -35,8 +40,12 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         self._reserved: tuple[Tensor, ...] = ()  # keys and values, [rows, heads, tokens, head size]
         self._place: Tensor | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Adds tokens; returns the keys and values of all so far, or, after `fix`, of all places shown."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Adds tokens; returns the keys and values of all so far, or, after `fix`, of all places
+        shown.
+        """
         if self._place is not None:
             for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
                 reserved.index_copy_(2, self._place, states)
@@ -59,12 +68,14 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
             keys = key_states.new_zeros(rows, heads, self._tokens, size)
             self._reserved = keys, values.zero_()
         else:
-            # The keys' tokens lie side by side in memory: the product with one query reads them faster.
+            # The keys' tokens lie side by side in memory: the product with one query reads them
+            # faster.
             keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
             self._reserved = keys, values
 
     def fix(self, place: Tensor, shown: int) -> None:
-        """Makes `update` write at `place` (int64[1], on the device) and return the first `shown` tokens.
+        """Makes `update` write at `place` (int64[1], on the device) and return the first `shown`
+        tokens.
 
         A captured step can then be replayed.
         """
@@ -72,7 +83,10 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         self._show(shown)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows `beam_idx`, in that order. Only those that move are copied, unless they become more."""
+        """Keeps the rows `beam_idx`, in that order.
+
+        Only those that move are copied, unless they become more.
+        """
         rows = len(beam_idx)
         length = self.get_seq_length()
         if rows > len(self.keys):
@@ -85,9 +99,13 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         self._show(length)
 
     def fill(self, parts: Sequence[DynamicLayer], places: Tensor) -> None:
-        """Takes the tokens `places` (int64[rows, tokens]) of `parts`, counted through all of their rows."""
+        """Takes the tokens `places` (int64[rows, tokens]) of `parts`, counted through all of their
+        rows.
+        """
         keys, values = (
-            torch.cat([states.transpose(0, 1).flatten(1, 2) for states in each], 1)[:, places].transpose(0, 1)
+            torch.cat([states.transpose(0, 1).flatten(1, 2) for states in each], 1)[
+                :, places
+            ].transpose(0, 1)
             for each in ([part.keys for part in parts], [part.values for part in parts])
         )
         self.update(keys, values)
@@ -97,9 +115,13 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
 
 
 def make_cache(config: Any, tokens: int) -> DynamicCache:
-    """A model's cache for rows of up to `tokens` tokens; layers with a window or a state stay transformers' own."""
+    """A model's cache for rows of up to `tokens` tokens; layers with a window or a state stay
+    transformers' own.
+    """
     cache = DynamicCache(config=config)
-    cache.layers = [ReservedLayer(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        ReservedLayer(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     return cache
 
 
@@ -117,12 +139,19 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request. All ranks call it: together they gather the model, and free it at the end."""
+        """A completion of each request.
+
+        All ranks call it: together they gather the model, and free it at the end.
+        """
         was_training = self._model.training
         self._model.eval()
-        # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
+        # Generation's shapes and caches would fill torch.compile's limit of graphs, and training
+        # would run uncompiled.
         with keep_gathered(self._model), torch.compiler.set_stance("force_eager"):
-            waves = (requests[start : start + self._rows] for start in range(0, len(requests), self._rows))
+            waves = (
+                requests[start : start + self._rows]
+                for start in range(0, len(requests), self._rows)
+            )
             sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
         self._model.train(was_training)
         return sampled
@@ -132,7 +161,9 @@ class EmbeddedEngine:
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
-        wave = _Wave(transformer, requests, sampling, self._stop_ids, can_capture=_can_capture(self._world))
+        wave = _Wave(
+            transformer, requests, sampling, self._stop_ids, can_capture=_can_capture(self._world)
+        )
         wave.run()
         return wave.read()
 
@@ -143,14 +174,22 @@ def _can_capture(world: World) -> bool:
 
 
 class _Wave:
-    """Completions that are sampled together, one token each a step. All that a step changes is on the device.
+    """Completions that are sampled together, one token each a step.
 
-    On a GPU a step is captured as a CUDA graph, and replayed: its kernels are so short that the host, which would start
-    each of them, takes twice as long.
+    All that a step changes is on the device.
+
+    On a GPU a step is captured as a CUDA graph, and replayed: its kernels are so short that the
+    host, which would start each of them, takes twice as long.
     """
 
     def __init__(
-        self, transformer: Any, requests: Sequence[Request], sampling: Sampling, stop_ids: Tensor, *, can_capture: bool
+        self,
+        transformer: Any,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Tensor,
+        *,
+        can_capture: bool,
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
@@ -185,7 +224,8 @@ class _Wave:
         try:
             self._run()
         finally:
-            # Freed here and now: where Python's collector frees a graph while another is captured, that one is lost.
+            # Freed here and now: where Python's collector frees a graph while another is captured,
+            # that one is lost.
             self._graph = None
 
     def _run(self) -> None:
@@ -202,7 +242,9 @@ class _Wave:
         if self._graph is None:
             mask = self._mask[..., :seen]
             positions = self._positions + (step - 1)
-            logits = _forward(self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask)
+            logits = _forward(
+                self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
+            )
             self._draw(logits)
         else:
             shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
@@ -215,14 +257,18 @@ class _Wave:
             layer.fix(place, shown)
         mask = self._mask[..., :shown] & (self._places[:shown] <= place)
         positions = self._positions + self._step - 1
-        logits = _forward(self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask)
+        logits = _forward(
+            self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
+        )
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
         """Draws a token for each row and notes it, all on the device."""
         rows = self._requests
         step = self._step
-        drawn, log_probabilities, entropies = draw_tokens(logits, self._uniforms[rows, step], self._sampling)
+        drawn, log_probabilities, entropies = draw_tokens(
+            logits, self._uniforms[rows, step], self._sampling
+        )
         is_open = self._is_open[rows]
         stops = is_open & torch.isin(drawn, self._stop_ids)
         ends = stops | (is_open & (self._limits[rows] == step + 1))
@@ -236,7 +282,10 @@ class _Wave:
         self._step += 1
 
     def _keep_open_rows(self) -> bool:
-        """Drops the rows that have ended, where that is worth it; returns whether any is left. Waits for the device."""
+        """Drops the rows that have ended, where that is worth it; returns whether any is left.
+
+        Waits for the device.
+        """
         is_open = self._is_open[self._requests]
         going = is_open.nonzero().squeeze(1)
         rows = len(is_open)
@@ -245,7 +294,8 @@ class _Wave:
         # Each number of rows is captured by itself.
         if len(going) == rows or (self._graph is not None and len(going) > rows // 2):
             return True
-        kept = torch.arange(len(going), device=going.device)  # the last rows move to where others have ended
+        # the last rows move to where others have ended
+        kept = torch.arange(len(going), device=going.device)
         kept[~is_open[: len(going)]] = going[going >= len(going)]
         self._requests = self._requests[kept]
         self._drawn = self._drawn[kept]
@@ -276,9 +326,11 @@ class _Wave:
 
 
 class _CapturedStep:
-    """A token's step as a CUDA graph, captured again where the number of rows or the tokens of the cache change.
+    """A token's step as a CUDA graph, captured again where the number of rows or the tokens of the
+    cache change.
 
-    A model whose forward waits for the device (a loop over experts) cannot be captured, and samples without.
+    A model whose forward waits for the device (a loop over experts) cannot be captured, and samples
+    without.
     """
 
     def __init__(self, advance: Callable[[int], None]) -> None:
@@ -288,7 +340,10 @@ class _CapturedStep:
         self._can_capture = True
 
     def run(self, rows: int, shown: int) -> None:
-        """One step. The first of each shape runs uncaptured, since libraries allocate and choose kernels in it."""
+        """One step.
+
+        The first of each shape runs uncaptured, since libraries allocate and choose kernels in it.
+        """
         if (rows, shown) != self._shape:
             self._shape = (rows, shown)
             self._graph = None
@@ -318,11 +373,13 @@ class _CapturedStep:
 def _read_prompts(
     transformer: Any, requests: Sequence[Request], most: int, device: torch.device
 ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-    """Reads each prompt once, and gives each request a row of the cache that ends with the last token of its prompt.
+    """Reads each prompt once, and gives each request a row of the cache that ends with the last
+    token of its prompt.
 
     Returns:
-        The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens] or
-        bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the logits after each prompt.
+        The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens]
+        or bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the
+        logits after each prompt.
     """
     prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
     number = {prompt: index for index, prompt in enumerate(prompts)}
@@ -335,7 +392,10 @@ def _read_prompts(
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
     packs = is_plain and config._attn_implementation == PACKED
     if is_plain:  # some at once, of similar length
-        some = [prompts[start : start + PROMPTS_AT_ONCE] for start in range(0, len(prompts), PROMPTS_AT_ONCE)]
+        some = [
+            prompts[start : start + PROMPTS_AT_ONCE]
+            for start in range(0, len(prompts), PROMPTS_AT_ONCE)
+        ]
         parts = [DynamicCache(config=config) for _ in some]
         read = [_read(transformer, *each, device, packs) for each in zip(parts, some, strict=True)]
         logits = torch.cat([prompt_logits for prompt_logits, _ in read])
@@ -347,16 +407,27 @@ def _read_prompts(
     else:
         logits, _ = _read(transformer, cache, prompts, device, packs)
         cache.reorder_cache(of_request)
-    return cache, mask[:, None, None] if packs else mask.long(), lengths[of_request], logits[of_request]
+    return (
+        cache,
+        mask[:, None, None] if packs else mask.long(),
+        lengths[of_request],
+        logits[of_request],
+    )
 
 
 def _read(
-    transformer: Any, cache: DynamicCache, prompts: Sequence[Sequence[int]], device: torch.device, packs: bool
+    transformer: Any,
+    cache: DynamicCache,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    packs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a padded one.
+    """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a
+    padded one.
 
     Returns:
-        The logits after each; int64[prompts]: the tokens that each has in the cache, padding before it included.
+        The logits after each; int64[prompts]: the tokens that each has in the cache, padding before
+        it included.
     """
     lengths = tuple(map(len, prompts))
     sizes = torch.tensor(lengths if packs else [max(lengths)] * len(lengths), device=device)
@@ -364,11 +435,17 @@ def _read(
         ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
         ends = sizes.cumsum(0)
-        keys: dict[str, Any] = {"use_cache": False, "logits_to_keep": ends - 1, "packed_lengths": lengths}
+        keys: dict[str, Any] = {
+            "use_cache": False,
+            "logits_to_keep": ends - 1,
+            "packed_lengths": lengths,
+        }
         keys |= {"cu_seq_lens": F.pad(ends, (1, 0)).int(), "max_document_length": max(lengths)}
     else:
         ids, mask = (
-            torch.tensor([[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device)
+            torch.tensor(
+                [[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device
+            )
             for rows in (prompts, [[1] * length for length in lengths])
         )
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -376,18 +453,26 @@ def _read(
     return _forward(transformer, cache, ids, positions, **keys), sizes
 
 
-def _forward(transformer: Any, cache: DynamicCache, ids: Tensor, positions: Tensor, **keys: Any) -> Tensor:
-    """fp32[rows, vocabulary]: the logits after the last token of each row, or those of one row to keep."""
+def _forward(
+    transformer: Any, cache: DynamicCache, ids: Tensor, positions: Tensor, **keys: Any
+) -> Tensor:
+    """fp32[rows, vocabulary]: the logits after the last token of each row, or those of one row to
+    keep.
+    """
     keys = {"use_cache": True, "logits_to_keep": 1} | keys
-    logits: Tensor = transformer(input_ids=ids, position_ids=positions, past_key_values=cache, **keys).logits
+    logits: Tensor = transformer(
+        input_ids=ids, position_ids=positions, past_key_values=cache, **keys
+    ).logits
     return logits.flatten(0, 1).float()
 
 
-def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
     """The next token of each row, its log-probability and the entropy of what it was drawn from.
 
-    Drawn by the inverse of the cumulative distribution, in fp64: the same number gives the same token, unless rounding
-    has moved a border between two tokens over it.
+    Drawn by the inverse of the cumulative distribution, in fp64: the same number gives the same
+    token, unless rounding has moved a border between two tokens over it.
 
     Args:
         logits: fp32[rows, vocabulary].
@@ -401,6 +486,10 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[T
     else:
         cumulative = probabilities.double().cumsum(-1)
         wanted = uniforms[:, None] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+        drawn = (
+            torch.searchsorted(cumulative, wanted, right=True)
+            .squeeze(1)
+            .clamp(max=logits.shape[1] - 1)
+        )
     entropy = -(probabilities * log_probabilities.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
     return drawn, log_probabilities.gather(1, drawn[:, None]).squeeze(1), entropy

@@ -1,4 +1,6 @@
-"""What samples completions, and what they are: tokens, log-probabilities and the reason of the end."""
+"""What samples completions, and what they are: tokens, log-probabilities and the reason of the
+end.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,12 +36,16 @@ class Request(NamedTuple):
 
     def draw_seed(self) -> int:
         """A seed in int64, for a server that draws its own numbers."""
-        return int(np.random.SeedSequence([*self.seed, *b"rollout"]).generate_state(1, np.uint64)[0] >> 1)
+        return int(
+            np.random.SeedSequence([*self.seed, *b"rollout"]).generate_state(1, np.uint64)[0] >> 1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: from all of the vocabulary, whose distribution is the one trained."""
+    """How the next token is chosen: from all of the vocabulary, whose distribution is the one
+    trained.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -52,20 +58,32 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A completion; where tools have answered, with what they said between the turns that were sampled."""
+    """A completion; where tools have answered, with what they said between the turns that were
+    sampled.
+    """
 
     token_ids: list[int]
-    log_probabilities: list[float]  # of each sampled token, under the distribution that it was sampled from
+    # of each sampled token, under the distribution that it was sampled from
+    log_probabilities: list[float]
     entropy: float  # nats, of those distributions, summed
     ended: Ended
-    tool_mask: list[int] = field(default_factory=list)  # of each token: 1 sampled, 0 of a tool; empty: all sampled
+    # of each token: 1 sampled, 0 of a tool; empty: all sampled
+    tool_mask: list[int] = field(default_factory=list)
     calls: int = 0  # of tools
     failed_calls: int = 0  # that got an error
 
     def labels(self, *, is_learned: bool) -> list[int]:
-        """What is trained on of its tokens: those that were sampled; of one that is not learned from, nothing."""
-        mask = (self.tool_mask or [1] * len(self.token_ids)) if is_learned else [0] * len(self.token_ids)
-        return [token if by else IGNORE_INDEX for token, by in zip(self.token_ids, mask, strict=True)]
+        """What is trained on of its tokens: those that were sampled; of one that is not learned
+        from, nothing.
+        """
+        mask = (
+            (self.tool_mask or [1] * len(self.token_ids))
+            if is_learned
+            else [0] * len(self.token_ids)
+        )
+        return [
+            token if by else IGNORE_INDEX for token, by in zip(self.token_ids, mask, strict=True)
+        ]
 
     def last_turn(self) -> list[int]:
         """The tokens that were sampled last, after what tools have answered."""
@@ -97,14 +115,21 @@ class Engine(Protocol):
     """Samples completions from the weights that are trained, as they are now."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request, in order. All ranks call it, each with requests of its own."""
+        """A completion of each request, in order.
+
+        All ranks call it, each with requests of its own.
+        """
 
     def forget(self) -> None:
-        """Drops what only a run that resumes from before the last checkpoint would need. The main rank calls it."""
+        """Drops what only a run that resumes from before the last checkpoint would need.
+
+        The main rank calls it.
+        """
 
 
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
-OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")  # what is one number of a rollout
+# what is one number of a rollout
+OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +140,14 @@ class Rollout:
     prompts: list[list[int]]  # [completions]
     sampled: list[Sampled]
     scores: NDArray[np.float64]  # [completions, functions]; nan: the function says nothing of it
-    rewards: NDArray[np.float64]  # [completions]: the weighted sum; nan where no function says anything
+    # [completions]: the weighted sum; nan where no function says anything
+    rewards: NDArray[np.float64]
     failures: int
     generations: int
     sampled_groups: int  # also those that were dropped
     flat_groups: int  # of those, without a difference between their rewards
-    old: list[list[float]] = field(default_factory=list)  # the trained tokens' log-probabilities in training
+    # the trained tokens' log-probabilities in training
+    old: list[list[float]] = field(default_factory=list)
 
     def select(self, groups: NDArray[np.int64]) -> "Rollout":
         """The rollout of some of the prompts, by their places."""
@@ -153,7 +180,9 @@ class Rollout:
         return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
 
     def describe_lines(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """A line for each completion, which `finetune inspect` reads as a row with a prompt and a completion."""
+        """A line for each completion, which `finetune inspect` reads as a row with a prompt and a
+        completion.
+        """
         of_all = {name: getattr(self, name) for name in OF_ALL}
         for i, each in enumerate(self.sampled):
             yield {
@@ -198,13 +227,16 @@ def compute_advantages(
     total = np.nansum(groups, 1, keepdims=True)
     if baseline == "others":
         others = (total - groups) / np.maximum(number - 1, 1)
-        advantages = np.where(number > 1, groups - others, 0.0 * groups)  # alone, it is compared with nothing
+        # alone, it is compared with nothing
+        advantages = np.where(number > 1, groups - others, 0.0 * groups)
     elif baseline == "step":
         advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
     else:
         advantages = groups - total / np.maximum(number, 1)
         if scale == "group":
-            advantages = advantages / (np.array([[_deviation(group)] for group in groups]) + SMALLEST_DEVIATION)
+            advantages = advantages / (
+                np.array([[_deviation(group)] for group in groups]) + SMALLEST_DEVIATION
+            )
         elif scale == "batch":
             advantages = advantages / (_deviation(rewards) + SMALLEST_DEVIATION)
     return np.asarray(np.nan_to_num(advantages.ravel(), nan=0.0), np.float64)
@@ -230,4 +262,6 @@ def _deviation(values: NDArray[np.float64]) -> float:
 def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
     """[completions]: their advantages under the recipe's loss."""
     baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
-    return compute_advantages(rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards)
+    return compute_advantages(
+        rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards
+    )

@@ -1,4 +1,6 @@
-"""Reward models that pay sampled completions: frozen, all of each on every rank, which scores a share of them."""
+"""Reward models that pay sampled completions: frozen, all of each on every rank, which scores a
+share of them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,13 @@ from finetune.data.formats import Completion
 from finetune.data.messages import BadRow, Message
 from finetune.data.packing import pack_documents
 from finetune.data.render import render_scored
-from finetune.data.tokenizer import Renderer, apply_template, find_pad_id, load_tokenizer, make_renderer
+from finetune.data.tokenizer import (
+    Renderer,
+    apply_template,
+    find_pad_id,
+    load_tokenizer,
+    make_renderer,
+)
 from finetune.distributed.parallelize import fill_on_device
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -26,18 +34,28 @@ from finetune.models.cross_entropy import install_loss
 from finetune.models.documents import can_continue, install_attention
 from finetune.models.experts import install_experts
 from finetune.models.head_scores import head_scores
-from finetune.models.load import DTYPES, build_on_meta, forget_quantization, is_here, read_base_values
+from finetune.models.load import (
+    DTYPES,
+    build_on_meta,
+    forget_quantization,
+    is_here,
+    read_base_values,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardText:
-    """How a reward model reads a conversation: by its own tokenizer and chat template, as `method: reward` does."""
+    """How a reward model reads a conversation: by its own tokenizer and chat template, as `method:
+    reward` does.
+    """
 
     name: str  # of the folder or on the hub
     tokenizer: Any
     renderer: Renderer
 
-    def encode(self, prompt: str | Sequence[Message], completion: str | Sequence[Message]) -> list[int]:
+    def encode(
+        self, prompt: str | Sequence[Message], completion: str | Sequence[Message]
+    ) -> list[int]:
         """The token ids of a prompt with its completion, both text or both messages.
 
         Raises `UserError` where the chat template rejects them.
@@ -91,7 +109,9 @@ class RewardModel:
 
 
 def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
-    """A document with a label at its last token that is no pad token, where transformers' class reads the score."""
+    """A document with a label at its last token that is no pad token, where transformers' class
+    reads the score.
+    """
     input_ids = np.array(ids, np.int32)
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
     own = np.flatnonzero(input_ids != pad_id)
@@ -100,7 +120,10 @@ def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
 
 
 def read_reward_texts(recipe: Recipe) -> list[RewardText]:
-    """How each reward model of the recipe reads conversations. Raises `UserError` for one without a tokenizer."""
+    """How each reward model of the recipe reads conversations.
+
+    Raises `UserError` for one without a tokenizer.
+    """
     texts = []
     for name in recipe.rollout.reward_models:
         tokenizer = load_tokenizer(_keys_of(name, recipe), Data())
@@ -137,14 +160,18 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """(a reward model on meta, its parameters' values). Raises `UserError` as `load_reward_models`."""
+    """(a reward model on meta, its parameters' values).
+
+    Raises `UserError` as `load_reward_models`.
+    """
     config = load_config(keys)
     forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
     values, quantized = read_base_values(model, config, keys)
     if quantized:
         raise UserError(
-            f"rewards: {keys.model_name_or_path}: its weights are stored quantized; name the unquantized model"
+            f"rewards: {keys.model_name_or_path}: its weights are stored quantized; name the "
+            "unquantized model"
         )
     return model, values
 

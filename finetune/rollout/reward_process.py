@@ -1,10 +1,14 @@
-"""The process of rewards and tools: JSON lines in and out, functions of a user's files between. No torch here.
+"""The process of rewards and tools: JSON lines in and out, functions of a user's files between.
 
-The first line says which functions; every other line is a step's completions, one function's turn, or calls of tools.
-Each line has a word that its answer repeats. What the functions print goes to stderr.
+No torch here.
 
-Answers go through a pipe that user code is not given: no standard stream, closed in its children, and whoever finds it
-does not know the word. The process leads a group, and ends it with itself once the run is gone.
+The first line says which functions; every other line is a step's completions, one function's turn,
+or calls of tools. Each line has a word that its answer repeats. What the functions print goes to
+stderr.
+
+Answers go through a pipe that user code is not given: no standard stream, closed in its children,
+and whoever finds it does not know the word. The process leads a group, and ends it with itself once
+the run is gone.
 """
 
 import asyncio
@@ -38,14 +42,19 @@ FILES = 512  # it is one of so many
 
 
 class TimeLimit(BaseException):
-    """A function took too long. No `Exception`, so that a function that catches these does not catch it."""
+    """A function took too long.
+
+    No `Exception`, so that a function that catches these does not catch it.
+    """
 
 
 class NoScores(UserError):
     """What a function returned is not a score for each completion."""
 
 
-def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float) -> list[Any]:
+def score(
+    name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
+) -> list[Any]:
     """What a function returned for each completion, whatever it is.
 
     Raises:
@@ -53,25 +62,36 @@ def score(name: str, function: Callable[..., Any], step: Mapping[str, Any], seco
         UserError: It raised, or took longer than `seconds`.
     """
     count = len(step["completions"])
-    arguments = step["columns"] | {key: step[key] for key in ("prompts", "completions", "completion_ids")}
+    arguments = step["columns"] | {
+        key: step[key] for key in ("prompts", "completions", "completion_ids")
+    }
     arguments |= {"trainer_state": SimpleNamespace(**step["state"])}
-    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)  # of TRL's trainer
+    # of TRL's trainer
+    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
     accepted = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
-        arguments = {key: value for key, value in arguments.items() if key in {each.name for each in accepted}}
+        arguments = {
+            key: value
+            for key, value in arguments.items()
+            if key in {each.name for each in accepted}
+        }
     with explained(f"{name}, a reward", function, is_isolated=True), _time_limit(seconds):
         returned = function(**arguments)
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait_for(returned))
-        is_list = hasattr(returned, "__iter__") and not isinstance(returned, str | bytes | Mapping | set | frozenset)
+        is_list = hasattr(returned, "__iter__") and not isinstance(
+            returned, str | bytes | Mapping | set | frozenset
+        )
         scores = list(returned) if is_list else []
     if not is_list:
         raise NoScores(
-            f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, with a number or "
-            "None for each completion"
+            f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, "
+            "with a number or None for each completion"
         )
     if len(scores) != count:
-        raise NoScores(f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions")
+        raise NoScores(
+            f"{place_of(function)}{name}: returned {len(scores)} rewards for {count} completions"
+        )
     return scores
 
 
@@ -79,7 +99,9 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_e
 
 
 def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Raises `UserError` where a function needs an argument that is neither TRL's nor one of the data's `columns`."""
+    """Raises `UserError` where a function needs an argument that is neither TRL's nor one of the
+    data's `columns`.
+    """
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [
         each.name
@@ -89,25 +111,31 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
     missing = [each for each in needed if each not in (*ARGUMENTS, *columns)]
     if missing:
         raise UserError(
-            f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such column (they have "
-            f"{', '.join(columns) or 'none'}); rename the argument, or give it a default: what completion_column names "
-            "comes as `answer`"
+            f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such "
+            f"column (they have {', '.join(columns) or 'none'}); rename the argument, or give it a "
+            "default: what completion_column names comes as `answer`"
         )
 
 
-def check_scores(name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]) -> Scores:
+def check_scores(
+    name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
+) -> Scores:
     """What a function returned, as scores. Raises `UserError` for the first that is none."""
     for given, completion in zip(returned, step["completions"], strict=True):
         if not is_score(given):
             text = json.dumps(completion, ensure_ascii=False)
-            raise UserError(f"{place_of(function)}{name}: returned {_describe(given)} for the completion {text[:200]}")
+            raise UserError(
+                f"{place_of(function)}{name}: returned {_describe(given)} for the completion "
+                f"{text[:200]}"
+            )
     return [None if given is None else float(given) for given in returned]
 
 
 def is_score(given: Any) -> bool:
     """Whether this is a finite number or None. A text is no number, whatever it says.
 
-    >>> is_score(True), is_score(None), is_score("1"), is_score(float("nan")), is_score({"score": 1})
+    >>> is_score(True), is_score(None), is_score("1"), is_score(float("nan")), is_score({"score":
+      1})
     (True, True, False, False, False)
     """
     if given is None:
@@ -128,7 +156,8 @@ def _describe(given: Any) -> str:
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """(scores, which failed and got 0): one completion after another where the function raises over all of them.
+    """(scores, which failed and got 0): one completion after another where the function raises over
+    all of them.
 
     What is no list of a score for each completion says nothing about any: all of them fail.
     """
@@ -145,7 +174,9 @@ def score_each(
     scores: Scores = []
     failed: list[bool] = []
     for place in range(count):
-        one, is_bad = score_each(name, function, take_one(step, place), limit_of_one(seconds, count))
+        one, is_bad = score_each(
+            name, function, take_one(step, place), limit_of_one(seconds, count)
+        )
         scores += one
         failed += is_bad
     return scores, failed
@@ -170,12 +201,17 @@ def limit_of_one(seconds: float, completions: int) -> float:
 
 
 def call_tools(
-    tools: Mapping[str, Callable[..., Any]], calls: Sequence[Mapping[str, Any]], seconds: float, *, counts: bool
+    tools: Mapping[str, Callable[..., Any]],
+    calls: Sequence[Mapping[str, Any]],
+    seconds: float,
+    *,
+    counts: bool,
 ) -> list[tuple[str, bool]]:
-    """(what the model reads of its result, whether it failed) of each call: of one that raises, what it has raised.
+    """(what the model reads of its result, whether it failed) of each call: of one that raises,
+    what it has raised.
 
-    Raises `UserError` if they take longer than `seconds` together. If a slow call `counts` as failed, each may take
-    `seconds`.
+    Raises `UserError` if they take longer than `seconds` together. If a slow call `counts` as
+    failed, each may take `seconds`.
     """
     deadline = time.monotonic() + seconds
     results = []
@@ -188,7 +224,9 @@ def call_tools(
                     raise ValueError(f"Tool {each['name']} not found.")
                 with _time_limit(left):
                     result = function(**each["arguments"])
-                    text = str(asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result)
+                    text = str(
+                        asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+                    )
                     failed = False
             except BaseException as error:
                 if isinstance(error, TimeLimit) and not counts:
@@ -212,7 +250,8 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it continues.
+    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it
+    continues.
 
     A block that has swallowed it and ends later than that meets it at its end.
     """
@@ -234,20 +273,25 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 class Functions:
-    """The functions and tools that the first line has named, and the step whose completions they score."""
+    """The functions and tools that the first line has named, and the step whose completions they
+    score.
+    """
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         names: Sequence[str] = asked["names"]
         self._seconds: float = asked["seconds"]
         self._counts: bool = asked["counts_failures"]
         self._names = [name.rpartition(":")[2] for name in names]
-        self._functions = [load_shipped(name) if name in FUNCTIONS else load(name) for name in names]
+        self._functions = [
+            load_shipped(name) if name in FUNCTIONS else load(name) for name in names
+        ]
         self._tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
         self._step: dict[str, Any] = {}
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or for one `place` of it;
-        or, before the first of these, whether the functions take the `known` columns.
+        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or
+        for one `place` of it; or, before the first of these, whether the functions take the `known`
+        columns.
 
         Raises `UserError` for what a function does wrong, unless that counts as failed.
         """
@@ -256,7 +300,11 @@ class Functions:
                 check_arguments(name, function, asked["known"])
             return {}
         if "calls" in asked:
-            return {"results": call_tools(self._tools, asked["calls"], asked["seconds"], counts=self._counts)}
+            return {
+                "results": call_tools(
+                    self._tools, asked["calls"], asked["seconds"], counts=self._counts
+                )
+            }
         self._step = asked.get("step", self._step)
         step = self._step
         seconds = self._seconds
@@ -309,11 +357,14 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _end_with_the_run(questions: int) -> None:
-    """Waits until nobody can ask any more, then ends this process and what its functions have started."""
+    """Waits until nobody can ask any more, then ends this process and what its functions have
+    started.
+    """
     poll = select.poll()
     poll.register(questions, 0)  # only that the other end is closed
     poll.poll()
-    for child in psutil.Process().children(recursive=True):  # those too that lead a group of their own
+    # those too that lead a group of their own
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             child.kill()
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Rewards and tools: the functions of a recipe, asked in a process of their own with a time limit."""
+"""Rewards and tools: the functions of a recipe, asked in a process of their own with a time
+limit.
+"""
 
 import json
 import os
@@ -31,12 +33,16 @@ STDERR = 2
 class Scores:
     """What the reward functions gave."""
 
-    by_function: list[list[float | None]]  # [functions][completions]; None: the function gave no score
+    # [functions][completions]; None: the function gave no score
+    by_function: list[list[float | None]]
     failures: int  # completions that got a 0 because a function failed
 
 
 class ProcessLost(UserError):
-    """The process ended, did not answer in time, or another wrote in its place. The next question starts a new one."""
+    """The process ended, did not answer in time, or another wrote in its place.
+
+    The next question starts a new one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,13 @@ class RewardProcess:
         answers, its_answers = os.pipe()
         try:
             handle = subprocess.Popen(
-                [sys.executable, "-m", "finetune.rollout.reward_process", str(its_questions), str(its_answers)],
+                [
+                    sys.executable,
+                    "-m",
+                    "finetune.rollout.reward_process",
+                    str(its_questions),
+                    str(its_answers),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,  # what functions print is not a rank's output
                 pass_fds=(its_questions, its_answers),
@@ -74,7 +86,9 @@ class RewardProcess:
 
     def has_ended(self) -> bool:
         """Whether it has ended; its exit code is kept."""
-        return os.waitid(os.P_PID, self.handle.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return (
+            os.waitid(os.P_PID, self.handle.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
 
     def end(self) -> int:
         """Kills it and what its functions have started; returns its exit code."""
@@ -92,7 +106,10 @@ class RewardProcess:
 
 
 class Rewards:
-    """The reward functions and tools of a recipe. The process starts at the first call, and ends with this one."""
+    """The reward functions and tools of a recipe.
+
+    The process starts at the first call, and ends with this one.
+    """
 
     def __init__(self, keys: RolloutKeys) -> None:
         self.names = [name_of_reward(name) for name in keys.reward_functions]
@@ -119,9 +136,14 @@ class Rewards:
             state: Attributes of the functions' `trainer_state`.
 
         Raises:
-            UserError: A function raised, took too long or returned what is no reward, and `on_bad_reward` is error.
+            UserError: A function raised, took too long or returned what is no reward, and
+                `on_bad_reward` is error.
         """
-        self._step = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        self._step = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+        }
         self._step |= {"columns": columns, "state": state}
         self._knows_step = False
         by_function: list[list[float | None]] = []
@@ -129,18 +151,25 @@ class Rewards:
         for number in range(len(self.names)):
             answer = self._score_by(number)
             by_function.append(answer["scores"])
-            failed = [one or other for one, other in zip(failed, answer.get("failed", failed), strict=True)]
+            failed = [
+                one or other
+                for one, other in zip(failed, answer.get("failed", failed), strict=True)
+            ]
         return Scores(by_function, sum(failed))
 
     def check_arguments(self, columns: Sequence[str]) -> None:
-        """Raises `UserError` where a function or a tool is not there, or takes what no column of the data is."""
+        """Raises `UserError` where a function or a tool is not there, or takes what no column of
+        the data is.
+        """
         self._start()
         self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """(what the model reads of the result, whether the call failed) of each call, a name with arguments.
+        """(what the model reads of the result, whether the call failed) of each call, a name with
+        arguments.
 
-        Raises `UserError` where they take too long together, or end their process, and `on_bad_reward` is error.
+        Raises `UserError` where they take too long together, or end their process, and
+        `on_bad_reward` is error.
         """
         if not self._counts:
             return self._call(calls, self._keys.reward_timeout_seconds)
@@ -162,14 +191,17 @@ class Rewards:
             process.end()
 
     def _score_by(self, number: int) -> dict[str, Any]:
-        """The answer of one function over all completions; where it loses the process and that counts, over each."""
+        """The answer of one function over all completions; where it loses the process and that
+        counts, over each.
+        """
         limit = self._keys.reward_timeout_seconds
         count = len(self._step["completions"])
         of_one = limit_of_one(limit, max(1, count))
         if not self._counts:
             return self._ask_score({"function": number}, limit)
         try:
-            return self._ask_score({"function": number}, limit + count * of_one)  # all at once, and then each
+            # all at once, and then each
+            return self._ask_score({"function": number}, limit + count * of_one)
         except ProcessLost as error:
             print(error, file=sys.stderr)
         scores: list[float | None] = []
@@ -204,7 +236,11 @@ class Rewards:
         self.close()
         self._process = RewardProcess.start()
         self._knows_step = False
-        named = {"names": self._keys.reward_functions, "tools": self._keys.tools, "counts_failures": self._counts}
+        named = {
+            "names": self._keys.reward_functions,
+            "tools": self._keys.tools,
+            "counts_failures": self._counts,
+        }
         try:
             self._exchange(named | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
         except UserError as error:  # the next question starts it again
@@ -212,7 +248,9 @@ class Rewards:
             raise UserError(str(error)) from None  # what cannot be loaded is no bad reward
 
     def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a question. Whatever interrupts it ends the process, whose answer would be the next one's.
+        """The answer to a question.
+
+        Whatever interrupts it ends the process, whose answer would be the next one's.
 
         Raises:
             ProcessLost: There is no answer.
@@ -236,19 +274,27 @@ class Rewards:
         process = self._process
         assert process is not None
         key = "tools" if "calls" in question else "rewards"
-        files = dict.fromkeys(str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name)
+        files = dict.fromkeys(
+            str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name
+        )
         where = f"{key}: {', '.join(files)}"
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
         try:
-            _write(process.questions.fileno(), json.dumps(question | {"word": word}).encode() + b"\n", deadline)
+            _write(
+                process.questions.fileno(),
+                json.dumps(question | {"word": word}).encode() + b"\n",
+                deadline,
+            )
             line = _read_line(process.answers.fileno(), deadline)
         except (BrokenPipeError, EOFError):
             with suppress(subprocess.TimeoutExpired):  # its own exit code, where it ends by itself
                 process.handle.wait(SECONDS_TO_STOP)
             self._process = None
             code = process.end()
-            raise ProcessLost(f"{where}: their process ended with {code}; its last words are above") from None
+            raise ProcessLost(
+                f"{where}: their process ended with {code}; its last words are above"
+            ) from None
         except TimeoutError:
             raise ProcessLost(
                 f"{where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
@@ -260,14 +306,17 @@ class Rewards:
             answer = None
         if not isinstance(answer, dict) or answer.get("word") != word:
             raise ProcessLost(
-                f"{where}: a function has written into the pipe of the answers; let it write to files that it has "
-                "opened, or print"
+                f"{where}: a function has written into the pipe of the answers; let it write to "
+                "files that it has opened, or print"
             )
         return answer
 
 
 def _write(file: int, content: bytes, deadline: float) -> None:
-    """Writes all of `content`. Raises `TimeoutError`, or `BrokenPipeError` where the other side has ended."""
+    """Writes all of `content`.
+
+    Raises `TimeoutError`, or `BrokenPipeError` where the other side has ended.
+    """
     os.set_blocking(file, False)
     poll = select.poll()  # select() takes no number of a file above 1023
     poll.register(file, select.POLLOUT)

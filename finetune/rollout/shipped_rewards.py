@@ -1,4 +1,7 @@
-"""The rewards that ship, with the arguments of TRL's: a score for each completion. Imports no torch."""
+"""The rewards that ship, with the arguments of TRL's: a score for each completion.
+
+Imports no torch.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +12,9 @@ from finetune.config.methods import REWARD_PACKAGES
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FORMAT = re.compile(
-    r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*", re.S
+    r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|"
+    r"</?answer>).)*</answer>\s*",
+    re.S,
 )
 
 THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.S)
@@ -21,7 +26,9 @@ def text_of(completion: Any) -> str:
 
 
 def _with_reasoning(completion: Any) -> str:
-    """A completion as text, with the reasoning that is read apart from the answer where there are tools."""
+    """A completion as text, with the reasoning that is read apart from the answer where there are
+    tools.
+    """
     reasoning = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
     return (f"<think>{reasoning}</think>" if reasoning else "") + text_of(completion)
 
@@ -33,29 +40,40 @@ def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> lis
     [1.0, 0.0]
     """
     pairs = zip(completions, answer, strict=True)
-    return [None if right is None else float(text_of(each).strip() == str(right).strip()) for each, right in pairs]
+    return [
+        None if right is None else float(text_of(each).strip() == str(right).strip())
+        for each, right in pairs
+    ]
 
 
 def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the last number of the completion is the last of the answer, which for GSM8K stands after ####.
+    """1 where the last number of the completion is the last of the answer, which for GSM8K stands
+    after ####.
 
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
     numbers = [_last_number(text_of(each)) for each in completions]
     pairs = zip(numbers, answer, strict=True)
-    return [None if right is None else float(n is not None and n == _last_number(str(right))) for n, right in pairs]
+    return [
+        None if right is None else float(n is not None and n == _last_number(str(right)))
+        for n, right in pairs
+    ]
 
 
 def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where math-verify finds the completion equal to the answer; nothing where it cannot read the answer."""
+    """1 where math-verify finds the completion equal to the answer; nothing where it cannot read
+    the answer.
+    """
     from math_verify import parse, verify
 
     # Their time limits would end that of the rewards, which is the same signal's.
     answers = ["" if right is None else str(right) for right in answer]
     read = [parse(text, parsing_timeout=None) for text in (*answers, *map(text_of, completions))]
     pairs = zip(read[: len(answer)], read[len(answer) :], strict=True)
-    return [float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs]
+    return [
+        float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs
+    ]
 
 
 def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -76,12 +94,16 @@ def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(THINKING.match(_with_reasoning(each)) is not None) for each in completions]
 
 
-def leaves_room(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:
+def leaves_room(
+    completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
+) -> list[float]:
     """The share of max_completion_length that each completion leaves unused."""
     return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
 
 
-def punishes_overlong(completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any) -> list[float]:
+def punishes_overlong(
+    completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
+) -> list[float]:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
     >>> from types import SimpleNamespace
@@ -111,7 +133,9 @@ FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
 
 
 def load_shipped(name: str) -> Callable[..., Any]:
-    """The function of the row `name`; its package is imported here, whose seconds count for no completion."""
+    """The function of the row `name`; its package is imported here, whose seconds count for no
+    completion.
+    """
     if name in REWARD_PACKAGES:
         import_module(REWARD_PACKAGES[name])
     return FUNCTIONS[name]

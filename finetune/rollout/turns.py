@@ -1,4 +1,6 @@
-"""The turns of a completion: what was sampled is read as a message, tools answer its calls, and more is sampled."""
+"""The turns of a completion: what was sampled is read as a message, tools answer its calls, and
+more is sampled.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +14,16 @@ from finetune.distributed.world import RankGroup
 from finetune.rollout.engine import Ended, Request, Sampled
 from finetune.rollout.rewards import Rewards
 
-Answer = tuple[int, list[int], int, int]  # a completion's place, the ids of results, calls, failed calls
+# a completion's place, the ids of results, calls, failed calls
+Answer = tuple[int, list[int], int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The completions of a step while tools answer them. The main rank has the rows and messages."""
+    """The completions of a step while tools answer them.
+
+    The main rank has the rows and messages.
+    """
 
     tools: ToolTurns
     process: Rewards
@@ -25,8 +31,11 @@ class Conversations:
     rows: Sequence[Mapping[str, Any]]  # [completions]: of their prompts
     messages: list[list[Message]]  # [completions]: so far
 
-    def answer(self, pending: Sequence[int], made: Sequence[Sampled], *, may_call: bool) -> list[Answer]:
-        """The results for each completion of `pending` that calls tools; no ids where they have no room.
+    def answer(
+        self, pending: Sequence[int], made: Sequence[Sampled], *, may_call: bool
+    ) -> list[Answer]:
+        """The results for each completion of `pending` that calls tools; no ids where they have no
+        room.
 
         Raises `UserError` for a tool that takes too long.
         """
@@ -71,17 +80,23 @@ def take_turns(
     pending: Sequence[int] = range(len(made))
     for turn in count(1):
         may_call = iterations is None or turn <= iterations
-        answers: list[Answer] = ranks.on_main(partial(conversations.answer, pending, made, may_call=may_call))
+        answers: list[Answer] = ranks.on_main(
+            partial(conversations.answer, pending, made, may_call=may_call)
+        )
         further: list[tuple[int, list[int], Request]] = []
         for i, given, calls, failed in answers:
-            so_far = replace(made[i], calls=made[i].calls + calls, failed_calls=made[i].failed_calls + failed)
+            so_far = replace(
+                made[i], calls=made[i].calls + calls, failed_calls=made[i].failed_calls + failed
+            )
             ids = (*requests[i].prompt_ids, *so_far.token_ids, *given)
             left = conversations.max_tokens - len(so_far.token_ids) - len(given)
             further += [(i, given, Request(ids, (*requests[i].seed, turn), left))] if given else []
             made[i] = so_far if given else replace(so_far, ended=Ended.CUT)
         if not further:
             break
-        for (i, given, _), more in zip(further, sample([request for *_, request in further]), strict=True):
+        for (i, given, _), more in zip(
+            further, sample([request for *_, request in further]), strict=True
+        ):
             made[i] = made[i].extend(given, more)
         pending = [i for i, *_ in further]
     return made

@@ -1,8 +1,9 @@
-"""The engine of a vLLM server: it gets the weights as files, and is asked over HTTP, token ids in and out.
+"""The engine of a vLLM server: it gets the weights as files, and is asked over HTTP, token ids in
+and out.
 
-Weights have a name made of their values. A server that has weights of that name is not given them again, and what it
-has answered under that name is kept, so that a resumed run learns from the same completions: a server's depend on what
-else it computes beside them.
+Weights have a name made of their values. A server that has weights of that name is not given them
+again, and what it has answered under that name is kept, so that a resumed run learns from the same
+completions: a server's depend on what else it computes beside them.
 """
 
 import json
@@ -66,7 +67,10 @@ WHOLE_DISTRIBUTION = {
     "frequency_penalty": 0,
 }
 TOKENS = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
-START = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {} --logprobs-mode processed_logprobs"
+START = (
+    "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {} --logprobs-mode "
+    "processed_logprobs"
+)
 
 
 def _url_of(recipe: Recipe) -> str:
@@ -77,7 +81,9 @@ def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> byte
     return send(_url_of(recipe) + path, body, recipe.rollout.vllm_server_timeout)
 
 
-def _ask(recipe: Recipe, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None) -> AnswerKind:
+def _ask(
+    recipe: Recipe, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
+) -> AnswerKind:
     """The server's answer of a `kind`. Raises `UserError` where it is another."""
     path = path or PATHS[kind]
     return read_answer(kind, _send(recipe, path, body), _url_of(recipe) + path)
@@ -92,13 +98,17 @@ def check_server(recipe: Recipe) -> str:
         logprobs_mode = _ask(recipe, ServerInfo).vllm_config.model.logprobs_mode
         version = _ask(recipe, WeightInfo).weight_version
     except UserError as error:
-        raise UserError(f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}") from None
+        raise UserError(
+            f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}"
+        ) from None
     if served.root != base and not _is_same_folder(served.root, base):
-        raise UserError(f"vllm_server_base_url: {url}: serves {_short(served.root)}, but {base} is trained")
+        raise UserError(
+            f"vllm_server_base_url: {url}: serves {_short(served.root)}, but {base} is trained"
+        )
     if recipe.lora.use_peft and version != UNCHANGED:
         raise UserError(
-            f"vllm_server_base_url: {url}: has the weights {_short(version)}, not those of {base}, over which "
-            "adapters are sampled; start it again"
+            f"vllm_server_base_url: {url}: has the weights {_short(version)}, not those of {base}, "
+            "over which adapters are sampled; start it again"
         )
     room = served.max_model_len or 0
     if room < recipe.data.max_length:
@@ -128,11 +138,18 @@ def _short(text: str) -> str:
 class VllmEngine:
     """Samples completions from the vLLM server at `vllm_server_base_url`.
 
-    Of ranks with the same requests the first asks. All ranks write the weights; rank 0 has the server load them.
+    Of ranks with the same requests the first asks. All ranks write the weights; rank 0 has the
+    server load them.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, recipe: Recipe, tokenizer: Any, stop_ids: Sequence[int], run_folder: Path
+        self,
+        model: nn.Module,
+        world: World,
+        recipe: Recipe,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        run_folder: Path,
     ) -> None:
         self._model = model
         self._world = world
@@ -147,19 +164,25 @@ class VllmEngine:
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request. All ranks call it: together they hand over the weights where they are new."""
+        """A completion of each request.
+
+        All ranks call it: together they hand over the weights where they are new.
+        """
         self._hand_over()
         world = self._world
         ranks = RankGroup(self._world)
         of_group = world.stage_size // world.tensor_group_count
-        is_first = world.rank < world.stage_size and world.rank % of_group == 0  # of those with the same requests
+        # of those with the same requests
+        is_first = world.rank < world.stage_size and world.rank % of_group == 0
         samples: list[Sampled] = []
         ranks.on_all(lambda: samples.extend(self._answer(requests, sampling)) if is_first else None)
         ranks.on_main(self._refuse_stale)
         return samples
 
     def forget(self) -> None:
-        """Removes what was answered before the checkpoint before the one that is about to be published."""
+        """Removes what was answered before the checkpoint before the one that is about to be
+        published.
+        """
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
         self._older = {folder for folder in self._folder.glob("*") if folder.name != self._name}
@@ -169,12 +192,22 @@ class VllmEngine:
         _send(self._recipe, path, body)
 
     def _hand_over(self) -> None:
-        """Gives the server the weights as they are now, by the stream of an export, unless it has them."""
+        """Gives the server the weights as they are now, by the stream of an export, unless it has
+        them.
+        """
         model = self._model
         world = self._world
         ranks = RankGroup(self._world)
-        shards = [each for each in list_shards(get_model_state(model), MODEL, world.stages) if each.is_first_copy]
-        sums = ranks.on_all(lambda: {f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards})
+        shards = [
+            each
+            for each in list_shards(get_model_state(model), MODEL, world.stages)
+            if each.is_first_copy
+        ]
+        sums = ranks.on_all(
+            lambda: {
+                f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards
+            }
+        )
         described = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
         self._name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
         if ranks.on_main(self._is_served):
@@ -188,15 +221,21 @@ class VllmEngine:
         version = _ask(self._recipe, WeightInfo).weight_version
         if not self._recipe.lora.use_peft:
             return version == self._name
-        return version == UNCHANGED and self._name in [each.id for each in _ask(self._recipe, ServedModels).data]
+        return version == UNCHANGED and self._name in [
+            each.id for each in _ask(self._recipe, ServedModels).data
+        ]
 
     def _load(self, folder: Path) -> None:
-        """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and has them loaded."""
+        """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and
+        has them loaded.
+        """
         keys = self._recipe.model
         for name, content in self._descriptions.items():
             write_file(folder / name, [content])
         is_adapter = self._recipe.lora.use_peft
-        source = open_source(folder / MODEL, base_model=keys.model_name_or_path if is_adapter else None, log=_silent)
+        source = open_source(
+            folder / MODEL, base_model=keys.model_name_or_path if is_adapter else None, log=_silent
+        )
         options = ExportOptions(
             dtype=compute_dtype(self._world.sharding, keys, self._recipe.lora),
             verify=False,
@@ -212,9 +251,14 @@ class VllmEngine:
                     self._tell("/v1/unload_lora_adapter", {"lora_name": each.id})
             self._tell("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": weights})
         else:
-            self._tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+            self._tell(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
+            )
             if not _ask(self._recipe, CacheReset, body={}).success:
-                raise UserError(f"{self._url}: kept the keys and values of other weights; does another run use it?")
+                raise UserError(
+                    f"{self._url}: kept the keys and values of other weights; does another run use "
+                    "it?"
+                )
             self._tell("/update_weight_version", {"new_version": self._name})
         for other in self._folder.glob(f"*/{WEIGHTS}"):
             if other.parent != folder:
@@ -224,20 +268,25 @@ class VllmEngine:
         """Raises `UserError` where the server has other weights than it was given."""
         if not self._is_served():
             raise UserError(
-                f"{self._url}: has other weights than {self._name}, which it was given for this step; was it started "
-                "again, or does another run use it?"
+                f"{self._url}: has other weights than {self._name}, which it was given for this "
+                "step; was it started again, or does another run use it?"
             )
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request: as it was answered before under these weights, else by the server."""
+        """A completion of each request: as it was answered before under these weights, else by the
+        server.
+        """
         folder = self._folder / self._name
         said = [_name_request(each, sampling) for each in requests]
         known: dict[str, Sampled] = {}
         for path in sorted(folder.glob("*.jsonl")):
             for line in read_json_lines(path):
-                with suppress(KeyError, TypeError, ValueError):  # a line that was damaged is asked for again
+                # a line that was damaged is asked for again
+                with suppress(KeyError, TypeError, ValueError):
                     known[line["request"]] = Sampled.of_json(line["sampled"])  # type: ignore[index]
-        asked = {name: request for name, request in zip(said, requests, strict=True) if name not in known}
+        asked = {
+            name: request for name, request in zip(said, requests, strict=True) if name not in known
+        }
         make_folder(folder)
         with ThreadPoolExecutor(self._recipe.rollout.per_device_generation_batch_size) as pool:
             answers = pool.map(lambda request: self._complete(request, sampling), asked.values())
@@ -252,7 +301,12 @@ class VllmEngine:
         model = self._name if self._recipe.lora.use_peft else self._served
         most = sampling.limit(request)
         how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
-        body = {"model": model, "prompt": list(request.prompt_ids), "stop_token_ids": self._stop_ids, **how}
+        body = {
+            "model": model,
+            "prompt": list(request.prompt_ids),
+            "stop_token_ids": self._stop_ids,
+            **how,
+        }
         body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
         choice = _ask(self._recipe, ServedCompletion, body=body).choices[0]
         ids = choice.token_ids
@@ -261,14 +315,22 @@ class VllmEngine:
         if len(ids) != len(logs):
             raise UserError(f"{self._url}: {len(ids)} tokens with {len(logs)} log-probabilities")
         if max(ids) >= self._vocabulary:
-            raise UserError(f"{self._url}: a completion has the token {max(ids)}, but there are {self._vocabulary:,}")
+            raise UserError(
+                f"{self._url}: a completion has the token {max(ids)}, but there are "
+                f"{self._vocabulary:,}"
+            )
         if len(ids) > most:
-            raise UserError(f"{self._url}: a completion of {len(ids)} tokens, where {most} were asked for")
+            raise UserError(
+                f"{self._url}: a completion of {len(ids)} tokens, where {most} were asked for"
+            )
         if ended is Ended.CUT and len(ids) != most:
             raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {most} tokens")
         if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:
-            raise UserError(f"{self._url}: a completion without its last token: it stopped after {ids[-1]}")
-        return Sampled(ids, logs, -float(sum(logs)), ended)  # an estimate of the entropy: the rest is not answered
+            raise UserError(
+                f"{self._url}: a completion without its last token: it stopped after {ids[-1]}"
+            )
+        # an estimate of the entropy: the rest is not answered
+        return Sampled(ids, logs, -float(sum(logs)), ended)
 
 
 def _silent(_: str) -> None:

@@ -1,4 +1,6 @@
-"""What the vLLM engine reads of a server's answers: a schema for each, so that another server's is one sentence."""
+"""What the vLLM engine reads of a server's answers: a schema for each, so that another server's is
+one sentence.
+"""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -100,4 +102,6 @@ def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
     except ValueError as error:
         reason = on_one_line(error)
     said = printable(" ".join(content[: 4 * SHOWN].decode(errors="replace").split()))[:SHOWN]
-    raise UserError(f"{url}: does not answer as vLLM 0.32 does ({printable(reason)[:SHOWN]}): {said}")
+    raise UserError(
+        f"{url}: does not answer as vLLM 0.32 does ({printable(reason)[:SHOWN]}): {said}"
+    )

@@ -1,1 +1,3 @@
-"""Training: one optimizer step, the loop around it, and how a run starts, evaluates, stops and ends."""
+"""Training: one optimizer step, the loop around it, and how a run starts, evaluates, stops and
+ends.
+"""

@@ -1,4 +1,6 @@
-"""Code of others that watches a run: callbacks and metrics that the recipe names, and experiment trackers."""
+"""Code of others that watches a run: callbacks and metrics that the recipe names, and experiment
+trackers.
+"""
 
 import difflib
 import io
@@ -38,7 +40,9 @@ class Event:
 
 
 class Callback:
-    """Inherit it and define the events that you need. Each is called on every rank, by all ranks together.
+    """Inherit it and define the events that you need.
+
+    Each is called on every rank, by all ranks together.
 
     What one raises ends the run, after a checkpoint of the steps done.
     """
@@ -53,20 +57,29 @@ class Callback:
         """After each `logging_steps`, with the line of metrics.jsonl."""
 
     def on_evaluate(self, event: Event) -> None:
-        """After a held-out loss was measured, or held-out prompts were answered, with the line of metrics.jsonl."""
+        """After a held-out loss was measured, or held-out prompts were answered, with the line of
+        metrics.jsonl.
+        """
 
     def on_save(self, event: Event) -> None:
-        """After a checkpoint was saved; under `async_save` it may still be on its way to the disk."""
+        """After a checkpoint was saved; under `async_save` it may still be on its way to the
+        disk.
+        """
 
     def on_end(self, event: Event) -> None:
-        """After the last evaluation, before the export. Not where a signal or an error ends the run."""
+        """After the last evaluation, before the export.
+
+        Not where a signal or an error ends the run.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep, as values of JSON; rank 0's."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back, on every rank, what `state_dict` gave, where the run resumes; before `on_start`."""
+        """Takes back, on every rank, what `state_dict` gave, where the run resumes; before
+        `on_start`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +97,10 @@ class Hooks:
                 on_event(event)
 
     def read_states(self) -> dict[str, Any]:
-        """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""
+        """The callbacks' states, by name.
+
+        Raises `UserError` where one fails, or would not come back as it is.
+        """
         states: dict[str, Any] = {}
         for name, callback in self.callbacks.items():
             state_dict = getattr(callback, "state_dict", dict)
@@ -97,19 +113,25 @@ class Hooks:
             except (TypeError, ValueError) as error:
                 raise UserError(f"{place}: checkpoints keep values of JSON: {error}") from None
             if kept != json.loads(text):
-                raise UserError(f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text")
+                raise UserError(
+                    f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text"
+                )
             states |= {name: kept} if state else {}
         return states
 
     def load_states(self, progress: Progress) -> None:
         """Gives the callbacks the states that `progress` holds."""
         for name, state in (progress.callbacks or {}).items():
-            if (load_state := getattr(self.callbacks.get(name), "load_state_dict", None)) is not None:
+            if (
+                load_state := getattr(self.callbacks.get(name), "load_state_dict", None)
+            ) is not None:
                 with explained(f"{name}.load_state_dict", load_state):
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
-        """The mean of each metric over the (prompt, answer, expected answer) of all rows, as `metrics/NAME`."""
+        """The mean of each metric over the (prompt, answer, expected answer) of all rows, as
+        `metrics/NAME`.
+        """
         metrics = {}
         for name, metric in self.metrics.items():
             scores = []
@@ -121,7 +143,9 @@ class Hooks:
                     score = float(returned)
                 if not math.isfinite(score):
                     shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
-                    raise UserError(f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number")
+                    raise UserError(
+                        f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number"
+                    )
                 scores.append(score)
             metrics[f"metrics/{name.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
         return metrics
@@ -135,7 +159,9 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
     """
     metrics = {name: load(name) for name in recipe.run.metrics}
     if len({name.rpartition(":")[2] for name in metrics}) < len(recipe.run.metrics):
-        raise UserError(f"{recipe.place_of('metrics')}: metrics: two functions have the same name; rename one")
+        raise UserError(
+            f"{recipe.place_of('metrics')}: metrics: two functions have the same name; rename one"
+        )
     made = []
     for name in recipe.run.callbacks:
         kind = load(name)
@@ -151,11 +177,19 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
 
 
 def _check_events(callback: Any) -> None:
-    """Raises `UserError` where a callback is a class, has no event, or has one that there is not."""
+    """Raises `UserError` where a callback is a class, has no event, or has one that there is
+    not.
+    """
     if isinstance(callback, type):
-        raise UserError(f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()")
+        raise UserError(
+            f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()"
+        )
     kind = type(callback)
-    events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    events = [
+        name
+        for name in dir(callback)
+        if name.startswith("on_") and callable(getattr(callback, name))
+    ]
     unknown = [name for name in events if name not in EVENTS]
     advice = f"there are {', '.join(EVENTS)}"
     if unknown:
@@ -169,9 +203,14 @@ def _check_events(callback: Any) -> None:
         raise UserError(f"{place_of(kind)}callbacks: {kind.__name__}: it has no event; {advice}")
 
 
-PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+PROJECT_VARIABLES = {
+    "wandb": "WANDB_PROJECT",
+    "mlflow": "MLFLOW_EXPERIMENT_NAME",
+    "trackio": "TRACKIO_PROJECT",
+}
 WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
-IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
+# in the run's folder: the tracker's id of the run, by which a resumed run continues there
+IDENTITY = "tracker.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +223,18 @@ class Tracker:
 
     def log(self, line: dict[str, Any]) -> None:
         """Logs the numbers of a line of metrics."""
-        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        numbers = {
+            key: value
+            for key, value in line.items()
+            if isinstance(value, int | float) and key != "step"
+        }
         self.inner.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        """Ends the run in the tracker. To be called before Accelerate's state is reset, which its trackers read."""
+        """Ends the run in the tracker.
+
+        To be called before Accelerate's state is reset, which its trackers read.
+        """
         with _quiet():
             if self.name == "trackio":  # Accelerate's would finish it once more at exit
                 import trackio
@@ -210,12 +256,14 @@ def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name != "none"))
 
 
-def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int) -> Tracker:
+def open_tracker(
+    report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int
+) -> Tracker:
     """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
 
-    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises
-    `UserError` where the tracker does not start. TensorBoard writes under `folder`; the others where their own
-    environment says.
+    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main
+    rank. Raises `UserError` where the tracker does not start. TensorBoard writes under `folder`;
+    the others where their own environment says.
     """
     identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
     try:
@@ -228,19 +276,25 @@ def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str
         (folder / IDENTITY).write_text(json.dumps(identities) + "\n", encoding="utf-8")
     except Exception as error:  # whatever a tracker's library raises
         raise UserError(
-            f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set report_to: none "
-            "(metrics.jsonl is always written)"
+            f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set "
+            "report_to: none (metrics.jsonl is always written)"
         ) from error
     return Tracker(report_to, inner, _find_page(report_to, inner, folder))
 
 
-def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int) -> Any:
+def _make_tracker(
+    report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int
+) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
     make = LOGGER_TYPE_TO_CLASS[report_to]
     if report_to == "tensorboard":  # what a killed run logged after its checkpoint is logged again
-        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=start_step + 1 if identity else None)
+        return make(
+            run_name,
+            logging_dir=str(folder / "tensorboard"),
+            purge_step=start_step + 1 if identity else None,
+        )
     if report_to == "mlflow":
         return make(experiment_name=project, run_name=run_name, run_id=identity)
     if report_to == "wandb":
@@ -252,9 +306,11 @@ def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | N
 def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
     """The recipe: numbers and texts as they are, lists and mappings as JSON."""
     plain = {
-        key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in settings.items()
+        key: value if isinstance(value, int | float | str) else json.dumps(value)
+        for key, value in settings.items()
     }
-    if report_to == "tensorboard":  # Accelerate's own would make a second run for them, named by the clock
+    # Accelerate's own would make a second run for them, named by the clock
+    if report_to == "tensorboard":
         inner.tracker.add_hparams(plain, {}, run_name=".")
     else:
         inner.store_init_configuration(plain)
@@ -284,7 +340,9 @@ def _find_page(report_to: str, inner: Any, folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for them."""
+    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for
+    them.
+    """
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     with redirect_stdout(io.StringIO()):

@@ -36,7 +36,8 @@ class Sample:
     answer: str
     expected: str
     token_ids: tuple[int, ...] = ()  # of the answer, with the token that ends it
-    log_probabilities: tuple[float, ...] = ()  # of each token; none where `Generation` asks for none
+    # of each token; none where `Generation` asks for none
+    log_probabilities: tuple[float, ...] = ()
 
     def texts(self) -> dict[str, str]:
         """What samples.jsonl keeps of it."""
@@ -67,8 +68,8 @@ def evaluate(
 ) -> Progress:
     """Logs the held-out loss, where something is held out, and answers `sample_prompts`.
 
-    Returns the progress with that loss, on every rank. What this run has logged of the step before is not repeated.
-    `watch`: wraps the held-out batches, and may raise before one.
+    Returns the progress with that loss, on every rank. What this run has logged of the step before
+    is not repeated. `watch`: wraps the held-out batches, and may raise before one.
     """
     step = progress.step
     results = run.results.setdefault(progress.step, {})
@@ -96,14 +97,17 @@ def evaluate(
             run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
         _write_samples(run, step, samples)
         results["sample_prompts"] = True
-    progress = progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
+    progress = (
+        progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
+    )
     if line is not None:
         run.notify("on_evaluate", progress, line)
     return progress
 
 
 def describe_order(metrics: Mapping[str, float]) -> str:
-    """The share of pairs in order, the mean reward, the accuracy of classes, or recall; empty where none was measured.
+    """The share of pairs in order, the mean reward, the accuracy of classes, or recall; empty where
+    none was measured.
 
     >>> describe_order({ACCURACY: 0.75}), describe_order({"reward": 0.5}), describe_order({})
     (', 75% of the pairs in order', ', mean reward 0.5', '')
@@ -120,7 +124,10 @@ def describe_order(metrics: Mapping[str, float]) -> str:
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
-    """Logs what the model is worth before its first step. Raises `Preempted` where a signal asks to stop meanwhile."""
+    """Logs what the model is worth before its first step.
+
+    Raises `Preempted` where a signal asks to stop meanwhile.
+    """
     saved = f"after step {progress.step}, which is saved"
     stopped = run.preempted(saved if progress.step else "before the first step")
     if signals.agree(run.world).stop:  # while the model was loaded
@@ -130,10 +137,14 @@ def evaluate_before_training(run: TrainingRun, progress: Progress, signals: Sign
         evaluate_exact_match(run, progress)
 
 
-def evaluate_after_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
+def evaluate_after_training(
+    run: TrainingRun, progress: Progress, signals: SignalListener
+) -> Progress:
     """The last evaluation of a run. Raises `Preempted` where a signal asks to stop meanwhile."""
     stopped = run.preempted(f"during the last evaluation; all {progress.step} steps are saved")
-    progress = evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
+    progress = evaluate(
+        run, progress, lambda batches: signals.interrupt(batches, run.world, stopped)
+    )
     if not signals.agree(run.world).stop:
         evaluate_exact_match(run, progress)
     if signals.agree(run.world).stop:
@@ -142,19 +153,33 @@ def evaluate_after_training(run: TrainingRun, progress: Progress, signals: Signa
 
 
 def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
-    """Logs the share of held-out prompts that the model answers exactly, where this run has not logged it before."""
+    """Logs the share of held-out prompts that the model answers exactly, where this run has not
+    logged it before.
+    """
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
     with run.phases.timed("evaluation"):
-        samples = answer(run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens)
+        samples = answer(
+            run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens
+        )
     share = sum(sample.is_exact for sample in samples) / len(samples)
-    line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
+    line = {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "exact_match": share,
+        "exact_match_samples": len(samples),
+    }
     _write_samples(run, progress.step, samples)
     answers = [(sample.prompt, sample.answer, sample.expected) for sample in samples]
     scores: dict[str, float] = RankGroup(run.world).on_main(lambda: run.hooks.score(answers))
     run.log.write(line | scores)
-    shown = "".join(f", {name.removeprefix('metrics/')} {score:.4g}" for name, score in scores.items())
-    run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly{shown}")
+    shown = "".join(
+        f", {name.removeprefix('metrics/')} {score:.4g}" for name, score in scores.items()
+    )
+    run.log.say(
+        f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered "
+        f"exactly{shown}"
+    )
     run.notify("on_evaluate", progress, line | scores)
 
 
@@ -162,18 +187,27 @@ def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> No
     """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
     if run.world.is_main:
         try:
-            append_json_lines(run.folder / SAMPLES, ({"step": step} | sample.texts() for sample in samples))
+            append_json_lines(
+                run.folder / SAMPLES, ({"step": step} | sample.texts() for sample in samples)
+            )
         except OSError as error:
-            run.log.say(f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
+            run.log.say(
+                f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues"
+            )
 
 
 @torch.no_grad()
 def measure_held_out(
     model: nn.Module, batches: Callable[[], Iterator[StepBatch]], world: World, objective: Objective
 ) -> tuple[float, dict[str, float]]:
-    """The objective's loss and metrics over all of `batches` and all ranks. An objective may go through them twice."""
+    """The objective's loss and metrics over all of `batches` and all ranks.
+
+    An objective may go through them twice.
+    """
     model.eval()
-    objective = objective.prepare(model, lambda: (each for batch in batches() for each in batch.micro_batches), world)
+    objective = objective.prepare(
+        model, lambda: (each for batch in batches() for each in batch.micro_batches), world
+    )
     total = Measured(torch.zeros((), device=world.device))
     count = 0
     for batch in batches():
@@ -194,10 +228,11 @@ def answer(
     eot_tokens: tuple[str, ...] = (),
     how: Generation = GREEDY,
 ) -> list[Sample]:
-    """Every prompt answered, on every rank in the same order; each rank (each tensor parallel group, whose ranks run
-    the same forwards) answers its share.
+    """Every prompt answered, on every rank in the same order; each rank (each tensor parallel
+    group, whose ranks run the same forwards) answers its share.
 
-    An answer ends with a turn, or at twice the longest expected length; without one, at `max_new_tokens`.
+    An answer ends with a turn, or at twice the longest expected length; without one, at
+    `max_new_tokens`.
 
     Raises `UserError` on all ranks where a sharded tower would run on some of them alone.
     """
@@ -212,12 +247,20 @@ def answer(
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
     if world.sharding.is_fsdp and any(each != have_images for each in world.gather(have_images)):
         raise UserError(
-            "exact_match_samples: a rank's held-out questions have images and another's have none, and a sharded tower "
-            "runs on all ranks together; hold out rows with images alone, or set exact_match_samples: 0"
+            "exact_match_samples: a rank's held-out questions have images and another's have "
+            "none, and a sharded tower runs on all ranks together; hold out rows with images "
+            "alone, or set exact_match_samples: 0"
         )
-    answers = [sample for batch in batches for sample in _generated(model, batch, tokenizer, world, eot_tokens, how)]
+    answers = [
+        sample
+        for batch in batches
+        for sample in _generated(model, batch, tokenizer, world, eot_tokens, how)
+    ]
     by_rank = world.gather([asdict(sample) for sample in answers])
-    return [Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups]) for i in range(len(prompts))]
+    return [
+        Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups])
+        for i in range(len(prompts))
+    ]
 
 
 def _generated(
@@ -229,7 +272,11 @@ def _generated(
     how: Generation,
 ) -> list[Sample]:
     transformer: Any = unwrap(model)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    pad = (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id or 0
+    )
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), pad)
     attention_mask = torch.zeros_like(input_ids)
@@ -237,10 +284,15 @@ def _generated(
         input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
         attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
     images = [image for prompt in prompts for image in prompt.images]
-    of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images) if images else {}
-    expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
+    of_images = (
+        tokenizer.images.make_generation_inputs(transformer, input_ids, images) if images else {}
+    )
+    expected = [
+        len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer
+    ]
     stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
-    # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
+    # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would
+    # run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
@@ -248,7 +300,11 @@ def _generated(
             **of_images,
             max_new_tokens=2 * max(expected) + 2 if expected else how.max_new_tokens,
             do_sample=how.temperature > 0,
-            **({"temperature": how.temperature, "top_k": 0, "top_p": 1.0} if how.temperature else {}),
+            **(
+                {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
+                if how.temperature
+                else {}
+            ),
             **({"stop_strings": list(how.stop), "tokenizer": tokenizer} if how.stop else {}),
             use_cache=True,
             eos_token_id=stop_ids,
@@ -258,14 +314,22 @@ def _generated(
             output_logits=how.with_log_probabilities,
         )
     made = generated.sequences[:, longest:]
-    scores = _log_probabilities(generated.logits, made, how.temperature or 1.0) if how.with_log_probabilities else None
-    asked = tokenizer.batch_decode([list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True)
+    scores = (
+        _log_probabilities(generated.logits, made, how.temperature or 1.0)
+        if how.with_log_probabilities
+        else None
+    )
+    asked = tokenizer.batch_decode(
+        [list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True
+    )
     samples = []
     for row, (prompt, token_ids) in enumerate(zip(prompts, made.tolist(), strict=True)):
         length = _length(token_ids, stop_ids, pad)
         text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
         own = () if scores is None else tuple(scores[row, :length].tolist())
-        samples.append(Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own))
+        samples.append(
+            Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own)
+        )
     return samples
 
 
@@ -279,9 +343,11 @@ def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature:
 
 
 def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
-    """How many of a row's tokens are of its answer: up to the first that ends it, that one included.
+    """How many of a row's tokens are of its answer: up to the first that ends it, that one
+    included.
 
-    >>> _length([5, 6, 2, 0, 0], [2], pad=0), _length([5, 6, 7], [2], pad=0), _length([5, 0, 0], [2], pad=0)
+    >>> _length([5, 6, 2, 0, 0], [2], pad=0), _length([5, 6, 7], [2], pad=0), _length([5, 0, 0],
+      [2], pad=0)
     (3, 3, 1)
     """
     for place, token in enumerate(token_ids):

@@ -1,4 +1,6 @@
-"""The start of a run (folder, objectives, log, first screen) and its end (export, last screen, finished.json)."""
+"""The start of a run (folder, objectives, log, first screen) and its end (export, last screen,
+finished.json).
+"""
 
 import json
 import re
@@ -47,13 +49,22 @@ from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
 from finetune.training.objectives.contrastive import ContrastiveObjective
-from finetune.training.objectives.distill import Distillation, find_stored_teacher, teacher_flop_per_token
+from finetune.training.objectives.distill import (
+    Distillation,
+    find_stored_teacher,
+    teacher_flop_per_token,
+)
 from finetune.training.objectives.objective import SFT, Objective, Objectives
 from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.scores import SCORING
 from finetune.training.reference import find_references
-from finetune.training.screens import answers_before_and_after, first_screen, last_screen, results_line
+from finetune.training.screens import (
+    answers_before_and_after,
+    first_screen,
+    last_screen,
+    results_line,
+)
 from finetune.training.training_run import (
     COMPLETIONS,
     METRICS,
@@ -71,8 +82,8 @@ from finetune.training.watch import SignalListener, Watchdog, profile_steps
 def open_run_folder(recipe: Recipe, world: World) -> Path:
     """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
-    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked
-    it, and where the recipe names a checkpoint that is damaged.
+    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or
+    another run has locked it, and where the recipe names a checkpoint that is damaged.
     """
     folder = run_folder(recipe)
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
@@ -92,12 +103,17 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
 
 
 def try_folder(recipe: Recipe, world: World) -> None:
-    """Raises `UserError` on all ranks where the run's folder could not be made and written. Leaves nothing there."""
+    """Raises `UserError` on all ranks where the run's folder could not be made and written.
+
+    Leaves nothing there.
+    """
     RankGroup(world).on_main(lambda: _try_folder(run_folder(recipe)))
 
 
 def _try_folder(folder: Path) -> None:
-    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    existing = next(
+        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
+    )
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -106,9 +122,11 @@ def _try_folder(folder: Path) -> None:
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
-    """The recipe with the day that its chat template writes, where that asks for one: the day on which the run began.
+    """The recipe with the day that its chat template writes, where that asks for one: the day on
+    which the run began.
 
-    Else ranks that tokenize around midnight would differ, and a run resumed the next day would train on another text.
+    Else ranks that tokenize around midnight would differ, and a run resumed the next day would
+    train on another text.
     """
     if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
         return recipe
@@ -117,7 +135,10 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
 
 
 def _first_day(recipe_of_run: Path) -> str | None:
-    """The day in the run's own recipe; today where there is none yet. None in a run of a version that fixed no day."""
+    """The day in the run's own recipe; today where there is none yet.
+
+    None in a run of a version that fixed no day.
+    """
     if not recipe_of_run.is_file():
         return date.today().isoformat()
     try:
@@ -138,8 +159,8 @@ def make_objectives(
 ) -> Objectives:
     """What the run minimizes, and what is measured on held-out data. All ranks call it.
 
-    `model` still has the weights that training starts with, a method's reference. `inputs`: of `fingerprint_inputs`.
-    `folder`: the run's, where it has one.
+    `model` still has the weights that training starts with, a method's reference. `inputs`: of
+    `fingerprint_inputs`. `folder`: the run's, where it has one.
     """
     facts = recipe.method_facts
     teacher = None
@@ -147,7 +168,12 @@ def make_objectives(
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
         if recipe.method.distill_top_k is not None:
             known = find_stored_teacher(model, recipe, data, inputs, world, load)
-            return Objectives(*(Distillation(known.get(name, known["training"])) for name in ("training", "held_out")))
+            return Objectives(
+                *(
+                    Distillation(known.get(name, known["training"]))
+                    for name in ("training", "held_out")
+                )
+            )
         teacher = load()
         if not facts.samples:
             return Objectives(Distillation(teacher), Distillation(teacher))
@@ -161,21 +187,37 @@ def make_objectives(
     if facts.embeds:
         contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
         return Objectives(contrastive, replace(contrastive, is_held_out=True))
-    references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None
+    references = (
+        find_references(model, recipe, data, inputs, signals, world)
+        if facts.needs_reference
+        else None
+    )
     group = world.sequence_group
     if facts.rows == "ratings":
         assert references is not None, "ratings are of answers against the reference's"
         keys = recipe.method
-        return Objectives(*(RatingObjective(keys, reference, sequence_group=group) for reference in references))
-    training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing, sequence_group=group)
-    held_out = replace(training, label_smoothing=0.0, chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation))
+        return Objectives(
+            *(RatingObjective(keys, reference, sequence_group=group) for reference in references)
+        )
+    training = PreferenceObjective(
+        recipe.method, None, recipe.optimization.label_smoothing, sequence_group=group
+    )
+    held_out = replace(
+        training,
+        label_smoothing=0.0,
+        chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation),
+    )
     if references is None:
         return Objectives(training, held_out)
-    return Objectives(replace(training, reference=references[0]), replace(held_out, reference=references[1]))
+    return Objectives(
+        replace(training, reference=references[0]), replace(held_out, reference=references[1])
+    )
 
 
 def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
-    """The recipe's teacher (or the reference of a method that samples), whose forward is compared with its own."""
+    """The recipe's teacher (or the reference of a method that samples), whose forward is compared
+    with its own.
+    """
     try:
         teacher = load_teacher(recipe, world)
         check_training_forward(teacher.model, keys, recipe.data, world)
@@ -188,7 +230,9 @@ def _chosen_tokens_per_pair(batches: StoredBatches | None) -> float | None:
     if batches is None:
         return None
     examples = batches.examples
-    return int(examples.trained[:: examples.group_size].sum(dtype=np.int64)) / max(1, examples.groups)
+    return int(examples.trained[:: examples.group_size].sum(dtype=np.int64)) / max(
+        1, examples.groups
+    )
 
 
 def start_run(
@@ -206,9 +250,12 @@ def start_run(
     hooks: Hooks,
     phases: Phases,
 ) -> TrainingRun:
-    """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen. All ranks call it.
+    """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen.
 
-    Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker does not start.
+    All ranks call it.
+
+    Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker
+    does not start.
     """
     config: Any = text_config_of(unwrap(model).config)
     if gathers_fp8(world.sharding):
@@ -218,11 +265,18 @@ def start_run(
     log, results = open_log(recipe, world, folder, data, progress)
     phases.write_to(log.phase, progress.step)
 
-    embeds = recipe.method_facts.embeds  # a forward for the vectors of the step, before those with a backward
+    # a forward for the vectors of the step, before those with a backward
+    embeds = recipe.method_facts.embeds
 
     def count_flop(length: float) -> float:
-        own = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
-        again = forward_flop_per_token_of(config, parameters=size.multiplied, length=length) if embeds else 0.0
+        own = flop_per_token_of(
+            config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied
+        )
+        again = (
+            forward_flop_per_token_of(config, parameters=size.multiplied, length=length)
+            if embeds
+            else 0.0
+        )
         return own + again + teacher_flop_per_token(objectives.training, length)
 
     fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
@@ -234,7 +288,9 @@ def start_run(
         data=data,
         read_batches=partial(read_batches, recipe, world, folder, data, objectives.training, log),
         prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
-        sample_prompts=tuple(Prompt(prompt_ids(text, tokenizer), "") for text in recipe.run.sample_prompts),
+        sample_prompts=tuple(
+            Prompt(prompt_ids(text, tokenizer), "") for text in recipe.run.sample_prompts
+        ),
         model=model,
         optimizer=optimizer,
         objectives=objectives,
@@ -264,16 +320,18 @@ def start_run(
     for line in first_screen(run, size, progress):
         log.say(line)
     hooks.load_states(progress)
-    RankGroup(world).on_all(hooks.read_states)  # a state that no checkpoint can keep is said before the first step
+    # a state that no checkpoint can keep is said before the first step
+    RankGroup(world).on_all(hooks.read_states)
     return run
 
 
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the description of the
-    run; a silent log on the others. With it, on every rank, what an earlier start has logged of evaluations at this
-    step.
+    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the
+    description of the run; a silent log on the others.
+
+    With it, on every rank, what an earlier start has logged of evaluations at this step.
     """
     step = progress.step
     trackers: list[Tracker] = []
@@ -282,20 +340,36 @@ def open_log(
     def start() -> dict[str, Any]:
         nonlocal log
         for name in list_trackers(recipe.run.report_to):
-            trackers.append(open_tracker(name, choose_run_name(recipe), folder, to_dict(recipe), step))
+            trackers.append(
+                open_tracker(name, choose_run_name(recipe), folder, to_dict(recipe), step)
+            )
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
         if not recipe.method_facts.samples and data.images is None:
             batches = data.evaluation or data.train
-            if isinstance(batches, StoredBatches):  # what an export is measured on; a stream keeps none
-                write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
+            # what an export is measured on; a stream keeps none
+            if isinstance(batches, StoredBatches):
+                write_comparison_rows(
+                    folder, batches.examples, held_out=data.evaluation is not None
+                )
         samples = drop_later_lines(folder / SAMPLES, step)
         drop_later_lines(folder / COMPLETIONS, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
-        lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
-        results = {key: value for line in lines for key, value in line.items() if key in ("eval_loss", "exact_match")}
-        has_samples = any(sample["step"] == step and sample.get("expected") == "" for sample in samples)
+        lines = [
+            line
+            for line in read_json_lines(folder / METRICS)
+            if line is not None and line.get("step") == step
+        ]
+        results = {
+            key: value
+            for line in lines
+            for key, value in line.items()
+            if key in ("eval_loss", "exact_match")
+        }
+        has_samples = any(
+            sample["step"] == step and sample.get("expected") == "" for sample in samples
+        )
         return results | ({"sample_prompts": True} if has_samples else {})
 
     results: dict[str, Any] = RankGroup(world).on_main(start)
@@ -311,9 +385,11 @@ def read_batches(
     log: MetricsLog,
     from_step: int,
 ) -> Iterator[StepBatch]:
-    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the profiler.
+    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the
+    profiler.
 
-    Where the method samples, each is sampled when it is asked for: from the weights after the step before.
+    Where the method samples, each is sampled when it is asked for: from the weights after the step
+    before.
     """
     if isinstance(objective, PolicyObjective):
         batches = objective.rollouts.batches(from_step, partial(write_completions, folder, log))
@@ -323,7 +399,10 @@ def read_batches(
 
 
 def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]) -> None:
-    """Adds lines to completions.jsonl. They are only looked at: a full disk does not end the run."""
+    """Adds lines to completions.jsonl.
+
+    They are only looked at: a full disk does not end the run.
+    """
     try:
         append_json_lines(folder / COMPLETIONS, lines)
     except OSError as error:
@@ -331,7 +410,9 @@ def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]
 
 
 def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
-    """Logs what is found in data that is read while training, and keeps data_report.json up to date."""
+    """Logs what is found in data that is read while training, and keeps data_report.json up to
+    date.
+    """
 
     def log_news(report: Report, news: list[str]) -> None:
         for line in news:
@@ -340,13 +421,17 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
             try:
                 write_data_report(folder, report.as_json())
             except OSError as error:  # it is only looked at; the next block writes it again
-                log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
+                log.say(
+                    f"{error.filename}: cannot be written ({error.strerror}); the run continues"
+                )
 
     return log_news
 
 
 def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids of a user's turn, or of messages, up to where the assistant begins; without a template, of the text."""
+    """The ids of a user's turn, or of messages, up to where the assistant begins; without a
+    template, of the text.
+    """
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(prompt))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -358,7 +443,10 @@ FINISHED = "finished.json"
 
 
 def leave_ranks(run: TrainingRun, signals: SignalListener) -> None:
-    """Ends the tracker and the process group. Raises `Preempted` where a signal has asked to stop meanwhile."""
+    """Ends the tracker and the process group.
+
+    Raises `Preempted` where a signal has asked to stop meanwhile.
+    """
     run.log.close_tracker()
     leave(run.world)
     if signals.stop:
@@ -366,7 +454,10 @@ def leave_ranks(run: TrainingRun, signals: SignalListener) -> None:
 
 
 def finish(run: TrainingRun, progress: Progress) -> None:
-    """Exports on rank 0, which needs no other rank: nobody waits in a collective. Prints the last screen."""
+    """Exports on rank 0, which needs no other rank: nobody waits in a collective.
+
+    Prints the last screen.
+    """
     if not run.world.is_main:
         return
     for line in answers_before_and_after(run.folder / SAMPLES, progress.step):
@@ -374,14 +465,20 @@ def finish(run: TrainingRun, progress: Progress) -> None:
     if run.recipe.checkpoint.export_at_end:
         export(run, progress)
     record = _record(run.recipe, run.inputs, progress.step)
-    replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")  # all of it is done, and exported
-    for line in last_screen(run.folder, progress.step, has_teacher=run.recipe.method_facts.needs_teacher):
+    # all of it is done, and exported
+    replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")
+    for line in last_screen(
+        run.folder, progress.step, has_teacher=run.recipe.method_facts.needs_teacher
+    ):
         run.log.say(line)
     run.log.close()
 
 
 def export(run: TrainingRun, progress: Progress) -> None:
-    """Exports the run's last checkpoint, or its best. Raises `Preempted` where a signal stops it."""
+    """Exports the run's last checkpoint, or its best.
+
+    Raises `Preempted` where a signal stops it.
+    """
     from finetune.export.export import export_run
     from finetune.export.publish import exit_on_signals
 
@@ -389,24 +486,32 @@ def export(run: TrainingRun, progress: Progress) -> None:
     if best is not None:
         run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
     checkpoint = None if best is None else step_folder(run.folder, best)
-    if checkpoint is not None and not checkpoint.is_dir():  # not saved, or in the folder that the run was resumed from
-        run.log.say(f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported")
+    # not saved, or in the folder that the run was resumed from
+    if checkpoint is not None and not checkpoint.is_dir():
+        run.log.say(
+            f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported"
+        )
         checkpoint = None
     try:
         with exit_on_signals():
             export_run(run.folder, checkpoint=checkpoint, log=run.log.say, phases=run.phases)
     except SystemExit as stop:
         number = Signals(int(str(stop.code)) - 128).name
-        raise run.preempted(f"during the export; all {progress.step} steps are saved", by=number) from None
+        raise run.preempted(
+            f"during the export; all {progress.step} steps are saved", by=number
+        ) from None
 
 
-def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int, world: World) -> bool:
-    """Whether this very run is done: same recipe, same inputs, its exports there, and its last checkpoint verifies.
+def is_finished(
+    folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int, world: World
+) -> bool:
+    """Whether this very run is done: same recipe, same inputs, its exports there, and its last
+    checkpoint verifies.
 
     All ranks call it; rank 0 looks, and prints where the results are. `steps`: the schedule's.
 
-    Raises `UserError` where nothing is left to train, but the recipe trains otherwise than the run did: it would be
-    described and exported as if it had been trained so.
+    Raises `UserError` where nothing is left to train, but the recipe trains otherwise than the run
+    did: it would be described and exported as if it had been trained so.
     """
     is_done: bool = RankGroup(world).on_main(lambda: _is_finished(folder, recipe, inputs, steps))
     if is_done and world.is_main:
@@ -429,19 +534,31 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
         is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
     except ValueError:  # damaged, and passed over when the run resumes
         is_over = False
-    if is_over and not find_damage(newest):  # the checkpoint of a run that continues is read once, by `find_start`
+    # the checkpoint of a run that continues is read once, by `find_start`
+    if is_over and not find_damage(newest):
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
 
-def _refuse_other_training(folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path) -> None:
-    """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
+def _refuse_other_training(
+    folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path
+) -> None:
+    """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is
+    `newest`.
+    """
     deciding, other = list_changes(read_state(newest), recipe, inputs)
-    changed = [change for change in other if recipe_keys()[re.split(r"\W", change)[0]].section == "optimization"]
+    changed = [
+        change
+        for change in other
+        if recipe_keys()[re.split(r"\W", change)[0]].section == "optimization"
+    ]
     if changed and not deciding:  # those are refused, or taken, by `find_start`
         raise UserError.of(
             [
-                f"{folder}: this run is finished, nothing is left to train, and its recipe has changed since:",
+                (
+                    f"{folder}: this run is finished, nothing is left to train, and its recipe has "
+                    "changed since:"
+                ),
                 *(f"  {change}" for change in changed),
                 "set another output_dir to train with it, or set it back",
             ]

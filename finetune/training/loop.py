@@ -1,4 +1,6 @@
-"""The loop around the optimizer step; docs/design.md has the files of a step in order ("The life of a step")."""
+"""The loop around the optimizer step; docs/design.md has the files of a step in order ("The life of
+a step").
+"""
 
 import gc
 import time
@@ -38,11 +40,14 @@ class Due:
         return self.log or self.evaluate or self.save
 
 
-def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests) -> Due:
-    """What is due once the step between the two progresses is done, by the recipe and by what the ranks ask for.
+def find_due(
+    before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests
+) -> Due:
+    """What is due once the step between the two progresses is done, by the recipe and by what the
+    ranks ask for.
 
-    There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first
-    step after which all rows have been read once more.
+    There is no evaluation at the last step: the run evaluates once more after training. An epoch
+    ends with the first step after which all rows have been read once more.
 
     >>> from finetune.config.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
@@ -66,29 +71,39 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
     return Due(
         log=is_last or is_due("steps", run.logging_steps),
         evaluate=not is_last and is_due(run.eval_strategy, run.eval_steps),
-        save=is_last or requests.stop or requests.save or is_due(checkpoint.save_strategy, checkpoint.save_steps),
+        save=is_last
+        or requests.stop
+        or requests.save
+        or is_due(checkpoint.save_strategy, checkpoint.save_steps),
         end=is_last,
         stop=requests.stop,
     )
 
 
 def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> Due:
-    """An evaluation may show that this step is the best one, which is saved, or that the run ends here."""
+    """An evaluation may show that this step is the best one, which is saved, or that the run ends
+    here.
+    """
     ends = due.end or is_out_of_patience(progress, recipe.run)
     is_best = recipe.checkpoint.keep_best_checkpoint and progress.best_step == progress.step
     return replace(due, save=due.save or ends or is_best, end=ends)
 
 
 def is_out_of_patience(progress: Progress, run: Run) -> bool:
-    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations (never where that is null)."""
+    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations (never
+    where that is null).
+    """
     patience = run.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
 
 
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
-    """Trains from `progress` to the schedule's last step. The same numbers on every layout and number of ranks.
+    """Trains from `progress` to the schedule's last step.
 
-    Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss not finite.
+    The same numbers on every layout and number of ranks.
+
+    Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss
+    not finite.
     """
     recipe = run.recipe
     world = run.world
@@ -99,7 +114,13 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
     step = partial(
-        train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
+        train_step,
+        run.model,
+        run.optimizer,
+        recipe=recipe,
+        world=world,
+        guard=guard,
+        in_backward=in_backward,
     )
     compilation = Compilation(recipe.model.torch_compile)
     with (
@@ -116,12 +137,19 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             run.watchdog.beat(f"training step {batch.step + 1}")
             rate = compute_learning_rate(batch.step, run.schedule)
             result = step(
-                batch, objective=run.objectives.training, learning_rate=rate, before_update=saver.before_update
+                batch,
+                objective=run.objectives.training,
+                learning_rate=rate,
+                before_update=saver.before_update,
             )
             if result.failed_check is None:
                 window.add(result.measured, run.objectives.training.count(batch), batch, waited)
             else:
-                run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
+                run.log.say(
+                    handle_nonfinite(
+                        recipe.optimization, result.failed_check, progress.skipped_steps, world
+                    )
+                )
             before = progress
             progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
             run.phases.step = progress.step
@@ -151,7 +179,10 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 saver.finish()
                 raise run.preempted(f"after step {progress.step} of {last_step}, which is saved")
     if progress.step < last_step:
-        run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
+        run.log.say(
+            f"step {progress.step}: stopped early; the held-out loss was lowest at step "
+            f"{progress.best_step}"
+        )
     return progress
 
 
@@ -173,7 +204,9 @@ def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
         phases.write()
 
 
-def _log(run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation) -> None:
+def _log(
+    run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation
+) -> None:
     run.log.step(line)
     run.notify("on_log", progress, line)
     if news := compilation.news():
@@ -199,7 +232,8 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
 
 @contextmanager
 def garbage_collected_between_lines() -> Iterator[None]:
-    """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all others wait for it.
+    """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all
+    others wait for it.
 
     The loop collects at its lines of metrics instead.
     """

@@ -1,4 +1,6 @@
-"""The metrics of a run: what steps amount to between two lines, and the lines in metrics.jsonl, in a bar or a log."""
+"""The metrics of a run: what steps amount to between two lines, and the lines in metrics.jsonl, in
+a bar or a log.
+"""
 
 import json
 import math
@@ -44,7 +46,10 @@ DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
 
 
 class Window:
-    """The steps since the last line of metrics. Their loss stays on the device until a line is due."""
+    """The steps since the last line of metrics.
+
+    Their loss stays on the device until a line is due.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.measured = Measured(torch.zeros((), device=device))
@@ -56,8 +61,12 @@ class Window:
         self._seconds = 0.0  # of the steps before the last pause
         self._started = time.perf_counter()
 
-    def add(self, measured: Measured, count: int, batch: StepBatch, data_wait_seconds: float) -> None:
-        """Adds one step: what was measured on this rank, and its batch with the counts of all ranks."""
+    def add(
+        self, measured: Measured, count: int, batch: StepBatch, data_wait_seconds: float
+    ) -> None:
+        """Adds one step: what was measured on this rank, and its batch with the counts of all
+        ranks.
+        """
         self.measured += measured
         self.count += count
         self.tokens += batch.tokens
@@ -69,12 +78,17 @@ class Window:
         return self.tokens / (self._seconds + time.perf_counter() - self._started)
 
     def mean_length(self) -> float:
-        """The mean length of a token's document: what attention costs a token, wherever documents begin in a row."""
+        """The mean length of a token's document: what attention costs a token, wherever documents
+        begin in a row.
+        """
         return self.squared_tokens / max(1, self.tokens)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around an evaluation or a save, whose seconds are no step's. Waits for the device to finish its steps."""
+        """Around an evaluation or a save, whose seconds are no step's.
+
+        Waits for the device to finish its steps.
+        """
         self._synchronize()
         self._seconds += time.perf_counter() - self._started
         try:
@@ -89,7 +103,10 @@ class Window:
 
 
 class Compilation:
-    """Reads the counters between two lines of metrics. Imports torch's compiler only where it is used."""
+    """Reads the counters between two lines of metrics.
+
+    Imports torch's compiler only where it is used.
+    """
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
@@ -114,13 +131,15 @@ class Compilation:
         self._graphs = graphs
         where = f", in {os.environ[CACHE_VARIABLE]}" if CACHE_VARIABLE in os.environ else ""
         return (
-            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} were "
-            f"compiled and {cached} were in the cache{where}"
+            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts "
+            f"{compiled} were compiled and {cached} were in the cache{where}"
         )
 
 
 def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
-    """The device's dense peak in FLOP per second, `fp8_share` of it in FP8; None if not known (a CPU)."""
+    """The device's dense peak in FLOP per second, `fp8_share` of it in FP8; None if not known (a
+    CPU).
+    """
     peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if peak is None else mix_peaks(peak, fp8_share)
 
@@ -137,16 +156,23 @@ def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: of the GPU, or of the host where there is none."""
+    """The most memory that this process has held so far: of the GPU, or of the host where there is
+    none.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, passes lines to trackers, and prints. On ranks other than 0 it is silent."""
+    """Appends to metrics.jsonl, passes lines to trackers, and prints.
 
-    def __init__(self, path: Path | None, steps: int, start_step: int, trackers: Sequence[Tracker] = ()) -> None:
+    On ranks other than 0 it is silent.
+    """
+
+    def __init__(
+        self, path: Path | None, steps: int, start_step: int, trackers: Sequence[Tracker] = ()
+    ) -> None:
         self._path = path
         self._file: Any = None
         self._unwritten = b""  # lines that a full disk has refused
@@ -170,7 +196,8 @@ class MetricsLog:
             ):
                 if count:
                     self.say(
-                        f"warning {path}: {count:,} {what if count == 1 else what.replace('line', 'lines')} removed"
+                        f"warning {path}: {count:,} "
+                        f"{what if count == 1 else what.replace('line', 'lines')} removed"
                     )
             if missing:
                 self.say(f"warning {path}: {missing}; the report and the model card lack them")
@@ -184,24 +211,37 @@ class MetricsLog:
             self.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line with room."""
+        """One line of metrics.jsonl.
+
+        What a full disk refuses is kept, and written before the next line with room.
+        """
         self._write_line(line)
         self._call_tracker(lambda tracker: tracker.log(line))
 
     def phase(self, line: dict[str, Any]) -> None:
-        """Writes the seconds of a phase. Trackers do not get them: they take steps in order, and a save ends late."""
+        """Writes the seconds of a phase.
+
+        Trackers do not get them: they take steps in order, and a save ends late.
+        """
         self._write_line({"step": line["step"], "start": self._start} | line)
 
     def step(self, line: dict[str, Any]) -> None:
-        """Writes and shows a training line. Warns once, when the loss has been far above its start for long.
+        """Writes and shows a training line.
 
-        Raises `UserError` where the run's folder has been removed: nothing of the run could be resumed or exported.
+        Warns once, when the loss has been far above its start for long.
+
+        Raises `UserError` where the run's folder has been removed: nothing of the run could be
+        resumed or exported.
         """
-        if self._path is not None and is_missing(self._path) and is_missing(self._path.with_name("recipe.yaml")):
+        if (
+            self._path is not None
+            and is_missing(self._path)
+            and is_missing(self._path.with_name("recipe.yaml"))
+        ):
             raise UserError(
                 f"{self._path.parent}: the run's folder was removed or renamed; stopped at step "
-                f"{line['step']:,}: no checkpoint "
-                "could be resumed or exported from there. Start the run again, and leave its folder in place"
+                f"{line['step']:,}: no checkpoint could be resumed or exported from there. Start "
+                "the run again, and leave its folder in place"
             )
         self.write(line)
         if self._display is not None:
@@ -238,7 +278,9 @@ class MetricsLog:
 
     def _write_line(self, line: dict[str, Any]) -> None:
         if self._file is not None and not self._file.closed:
-            self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
+            self._append(
+                json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n"
+            )
 
     def _append(self, text: bytes) -> None:
         is_first = not self._unwritten
@@ -249,8 +291,8 @@ class MetricsLog:
         except OSError as error:
             if is_first:
                 self.say(
-                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its lines are "
-                    "added once there is room"
+                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, "
+                    "and its lines are added once there is room"
                 )
 
     def _call_tracker(self, act: Callable[[Tracker], None]) -> None:
@@ -261,13 +303,15 @@ class MetricsLog:
             except Exception as error:  # whatever its library raises: no reason to end a run
                 self._trackers.remove(tracker)
                 self.say(
-                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without it, "
-                    "metrics.jsonl has every line"
+                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run "
+                    "continues without it, metrics.jsonl has every line"
                 )
 
 
 def is_missing(path: Path) -> bool:
-    """Whether there is surely nothing at `path`; a network file system that does not answer leaves that open."""
+    """Whether there is surely nothing at `path`; a network file system that does not answer leaves
+    that open.
+    """
     try:
         path.stat()
     except FileNotFoundError:
@@ -278,16 +322,22 @@ def is_missing(path: Path) -> bool:
 
 
 class Display:
-    """What the person sees on stderr: one bar at a terminal, one plain line for each line of metrics anywhere else."""
+    """What the person sees on stderr: one bar at a terminal, one plain line for each line of
+    metrics anywhere else.
+    """
 
     def __init__(self, steps: int, start_step: int, losses: Iterable[float] = ()) -> None:
-        """`losses`: those of the lines before `start_step`, from which the smoothed loss continues."""
+        """`losses`: those of the lines before `start_step`, from which the smoothed loss
+        continues.
+        """
         self._steps = steps
         self._smoothed = 0.0
         self._weight = 0.0
         for loss in losses:
             self._smooth(loss)
-        self._seen: deque[tuple[int, float]] = deque([(start_step, time.perf_counter())], maxlen=RATE_LINES)
+        self._seen: deque[tuple[int, float]] = deque(
+            [(start_step, time.perf_counter())], maxlen=RATE_LINES
+        )
         self._bar: Any = None
         if sys.stderr.isatty() or is_notebook():
             from tqdm import tqdm
@@ -305,13 +355,20 @@ class Display:
             beside = len(f"100%|{'':{BAR_COLUMNS}}| {self._steps}/{self._steps}  ")
             columns = NOTEBOOK_COLUMNS
             if not is_notebook():
-                with suppress(OSError):  # a terminal that is gone, where what is shown is dropped anyway
+                # a terminal that is gone, where what is shown is dropped anyway
+                with suppress(OSError):
                     columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            self._bar.set_description_str(shown_line(line, smoothed, seconds_left, columns - beside), refresh=False)
+            self._bar.set_description_str(
+                shown_line(line, smoothed, seconds_left, columns - beside), refresh=False
+            )
             self._bar.update(line["step"] - self._bar.n)
         else:
             shown = shown_line(line, smoothed, seconds_left)
-            print(f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
+            print(
+                f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  {shown}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         """A sentence, above the bar."""
@@ -331,17 +388,23 @@ class Display:
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
 
     def _left(self, step: int) -> float:
-        """Seconds to the last step, at the pace of the last lines, evaluations and saves included."""
+        """Seconds to the last step, at the pace of the last lines, evaluations and saves
+        included.
+        """
         first_step, started = self._seen[0]
         self._seen.append((step, time.perf_counter()))
         done = step - first_step
         return (self._steps - step) * (time.perf_counter() - started) / done if done > 0 else 0.0
 
 
-def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width: int | None = None) -> str:
-    """A training line as it is shown; what does not fit into `width` characters is dropped, what matters least first.
+def shown_line(
+    line: dict[str, Any], smoothed: float, seconds_left: float, width: int | None = None
+) -> str:
+    """A training line as it is shown; what does not fit into `width` characters is dropped, what
+    matters least first.
 
-    >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0, "mfu": None,
+    >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0,
+      "mfu": None,
     ...         "peak_memory_bytes": 2**30}
     >>> shown_line(line, 1.6, 150.0)
     'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
@@ -364,7 +427,17 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
         "memory": f"{gib(line['peak_memory_bytes'])} GiB",
         "left": f"{timedelta(seconds=round(seconds_left))} left",
     }
-    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "margin", "accuracy", "reward"):
+    for least in (
+        "",
+        "memory",
+        "grad_norm",
+        "learning_rate",
+        "mfu",
+        "speed",
+        "margin",
+        "accuracy",
+        "reward",
+    ):
         parts.pop(least, None)
         shown = "  ".join(part for part in parts.values() if part is not None)
         if width is None or len(shown) <= width:

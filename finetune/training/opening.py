@@ -1,4 +1,6 @@
-"""What a run reads before its weights: folder, tokenizer, config and data, and what each of them decides."""
+"""What a run reads before its weights: folder, tokenizer, config and data, and what each of them
+decides.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,20 +62,26 @@ class OpenedRun:
         return data is not None and data.report.is_complete and data.images is None
 
     def refuse_unreached_tower(self, model: nn.Module) -> None:
-        """Raises `UserError` where `trainable_modules` names what only images reach, and no row holds one."""
+        """Raises `UserError` where `trainable_modules` names what only images reach, and no row
+        holds one.
+        """
         if self._holds_no_image and trains_tower(model):
             raise UserError(
-                "trainable_modules: names parts of the model that only images reach, and no row holds one; name parts "
-                "of the language model"
+                "trainable_modules: names parts of the model that only images reach, and no row "
+                "holds one; name parts of the language model"
             )
 
 
-def open_run(recipe: Recipe, world: World, machine: MachineFacts, phases: Phases, *, saves: bool) -> OpenedRun:
-    """Reads all but the weights, and asks the rules with what the config and the tokenizer say. All ranks call it.
+def open_run(
+    recipe: Recipe, world: World, machine: MachineFacts, phases: Phases, *, saves: bool
+) -> OpenedRun:
+    """Reads all but the weights, and asks the rules with what the config and the tokenizer say.
+
+    All ranks call it.
 
     Raises:
-        UserError: For what the rules refuse, files that cannot be read, fatal findings in the data, or a folder that
-            cannot be written or is in use.
+        UserError: For what the rules refuse, files that cannot be read, fatal findings in the data,
+            or a folder that cannot be written or is in use.
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
@@ -91,14 +99,23 @@ def open_run(recipe: Recipe, world: World, machine: MachineFacts, phases: Phases
 
 
 def _adopt_config(
-    recipe: Recipe, tokenizer: Any, vocabulary: Vocabulary | None, world: World, machine: MachineFacts
+    recipe: Recipe,
+    tokenizer: Any,
+    vocabulary: Vocabulary | None,
+    world: World,
+    machine: MachineFacts,
 ) -> Recipe:
-    """The recipe in the names and the quantization of its model. Raises `UserError` for what the rules refuse."""
+    """The recipe in the names and the quantization of its model.
+
+    Raises `UserError` for what the rules refuse.
+    """
     config = load_config(recipe.model, vocabulary)
     facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
     recipe = adopt_published_names(recipe, facts.model_type)
     teacher = read_teacher_facts(recipe, tokenizer)
-    refuse_problems(find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine))
+    refuse_problems(
+        find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine)
+    )
     for name in recipe.rollout.reward_models:
         read_reward_model(name)  # says so where it gives no score
     trained = trained_config(config, recipe.model)
@@ -107,7 +124,9 @@ def _adopt_config(
     return adopt_quantization(recipe, facts)
 
 
-def _read_data(recipe: Recipe, tokenizer: Any, world: World, phases: Phases) -> tuple[PreparedData, Recipe]:
+def _read_data(
+    recipe: Recipe, tokenizer: Any, world: World, phases: Phases
+) -> tuple[PreparedData, Recipe]:
     """The data, and the recipe with what they decide."""
     with phases.timed("data"):
         data = prepare_data(recipe, tokenizer, world.data_parallel)

@@ -1,8 +1,10 @@
-"""The reference of preference training: the log-probabilities that the model before training gives to every document.
+"""The reference of preference training: the log-probabilities that the model before training gives
+to every document.
 
-There is never a second copy of the weights. Where new adapters alone are trained, the model without them is the
-reference: a forward of each micro-batch. Otherwise its log-probabilities are computed once, in the run's own layout,
-from the weights that training starts with, and kept beside the token cache.
+There is never a second copy of the weights. Where new adapters alone are trained, the model without
+them is the reference: a forward of each micro-batch. Otherwise its log-probabilities are computed
+once, in the run's own layout, from the weights that training starts with, and kept beside the token
+cache.
 """
 
 import json
@@ -38,36 +40,50 @@ from finetune.training.watch import SignalListener
 from finetune.units import counted
 
 Reference = Callable[[nn.Module, MicroBatch], Tensor]
-"""(the model in training, a micro-batch on the device) -> fp64[documents], each document's summed log-probability."""
+"""(the model in training, a micro-batch on the device) -> fp64[documents], each document's summed
+log-probability.
+"""
 
 VERSION = 1  # raised when the same model and data would give other numbers
 SAVE_SECONDS = 60.0  # after which a long computation keeps what it has, and says how far it is
 
 
 def sum_log_probabilities(
-    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], sequence_group: ProcessGroup | None = None
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Mapping[str, Any],
+    sequence_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of each document's trained tokens, summed, and their number; fp64[documents].
+    """The log-probability of each document's trained tokens, summed, and their number;
+    fp64[documents].
 
-    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch around them.
-    `sequence_group`: the ranks that divide the documents' tokens between them; each returns the sums of all.
+    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch
+    around them. `sequence_group`: the ranks that divide the documents' tokens between them; each
+    returns the sums of all.
     """
     of_tokens = model(**inputs, head_function=head_log_probabilities)
     document_of = micro_batch.trained_documents
     documents = len(micro_batch.example_ids)
     assert document_of is not None, "documents in groups say where each trained position belongs"
     zeros = torch.zeros(documents, dtype=torch.float64, device=of_tokens.device)
-    if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
+    # a filler: in the graph all the same, since its backward takes part in collectives
+    if not documents:
         return zeros + of_tokens.sum(), zeros
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    by_document = [zeros.index_add(0, document_of, values.double()) for values in (of_tokens, has_label)]
+    by_document = [
+        zeros.index_add(0, document_of, values.double()) for values in (of_tokens, has_label)
+    ]
     sums = torch.stack(by_document)
     log_probabilities, tokens = sum_over_group(sums, sequence_group).unbind()
     return log_probabilities, tokens
 
 
-def without_adapters(model: nn.Module, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None) -> Tensor:
-    """The reference of a run that trains adapters alone: a forward without them, and without dropout and gradients."""
+def without_adapters(
+    model: nn.Module, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None
+) -> Tensor:
+    """The reference of a run that trains adapters alone: a forward without them, and without
+    dropout and gradients.
+    """
     with evaluating(model), adapters_off(model):
         return sum_log_probabilities(model, micro_batch, micro_batch.inputs, sequence_group)[0]
 
@@ -86,7 +102,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Computes with the base weights alone. peft's own switch also changes `requires_grad`, which FSDP has built on."""
+    """Computes with the base weights alone. peft's own switch also changes `requires_grad`, which
+    FSDP has built on.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -119,7 +137,10 @@ def find_references(
     signals: SignalListener,
     world: World,
 ) -> tuple[Reference, Reference]:
-    """The references of training and of held-out data, from `model` as it starts. All ranks call it."""
+    """The references of training and of held-out data, from `model` as it starts.
+
+    All ranks call it.
+    """
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     is_here = world.stages == 1  # a stage of a pipeline cannot compute a whole forward
     if is_here and recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained)):
@@ -131,26 +152,36 @@ def find_references(
 
 
 def _load_or_compute(
-    model: nn.Module, recipe: Recipe, data: PreparedData, weights: str | None, signals: SignalListener, world: World
+    model: nn.Module,
+    recipe: Recipe,
+    data: PreparedData,
+    weights: str | None,
+    signals: SignalListener,
+    world: World,
 ) -> dict[str, Tensor]:
-    """The base model's log-probabilities of the training examples that the run comes to, and of the held-out ones.
+    """The base model's log-probabilities of the training examples that the run comes to, and of the
+    held-out ones.
 
-    `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a hash of the model
-    and the data. What is missing or damaged in rank 0's file is computed again, and written as it comes.
+    `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a
+    hash of the model and the data. What is missing or damaged in rank 0's file is computed again,
+    and written as it comes.
 
     Raises `Preempted` where a signal asks to stop; then what has been computed is in the file.
     """
     batches = {"training": data.train, "held_out": data.evaluation}
     if not isinstance(data.train, StoredBatches):
         raise UserError(
-            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the model before "
-            "training, whose log-probabilities of all the data are computed first where more than adapters is "
-            "trained; remove streaming, or train adapters alone"
+            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the "
+            "model before training, whose log-probabilities of all the data are computed first "
+            "where more than adapters is trained; remove streaming, or train adapters alone"
         )
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
     key: str = RankGroup(world).on_main(lambda: hash_inputs(recipe, stored, weights, world))
     path = cache_folder(recipe.data) / f"reference-{key}.json"
-    nothing = {name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64) for name, each in stored.items()}
+    nothing = {
+        name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64)
+        for name, each in stored.items()
+    }
     kept = (_read(path, nothing) if world.is_main else None) or nothing
     sums = {name: _gather(values, world) for name, values in kept.items()}
     missing = {name: _missing_steps(each, sums[name]) for name, each in stored.items()}
@@ -164,17 +195,23 @@ def _load_or_compute(
                 wanted = sum(_count_documents(batches) for batches in stored.values())
                 known = sum(int((~values.isnan()).sum()) for values in sums.values())
                 raise Preempted(
-                    f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} documents is kept there, "
-                    "and the same command computes the rest"
+                    f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} "
+                    "documents is kept there, and the same command computes the rest"
                 )
     return sums
 
 
 def _compute(
-    model: nn.Module, batches: StoredBatches, steps: Sequence[int], name: str, signals: SignalListener, world: World
+    model: nn.Module,
+    batches: StoredBatches,
+    steps: Sequence[int],
+    name: str,
+    signals: SignalListener,
+    world: World,
 ) -> Iterator[Tensor]:
-    """The log-probabilities of the documents of `steps`, fp64[examples], nan for the others, in parts to be kept: every
-    SAVE_SECONDS, where a signal asks for it, and at the end."""
+    """The log-probabilities of the documents of `steps`, fp64[examples], nan for the others, in
+    parts to be kept: every SAVE_SECONDS, where a signal asks for it, and at the end.
+    """
     began = kept = time.monotonic()
     nothing = torch.full((len(batches.examples),), torch.nan, dtype=torch.float64)
     mine = nothing.clone()
@@ -183,7 +220,9 @@ def _compute(
         for each in _with_mismatched(batches.step_batch(step).micro_batches):
             on_device = each.to(world.device)
             with evaluating(model):
-                log_probabilities = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
+                log_probabilities = sum_log_probabilities(
+                    model, on_device, on_device.inputs, world.sequence_group
+                )[0]
             if world.is_first_of_batch:  # the others know the same
                 mine[list(each.example_ids)] = log_probabilities.cpu()
         if world.is_main and time.monotonic() - kept > SAVE_SECONDS:
@@ -200,12 +239,19 @@ def _compute(
             documents += int((~part.isnan()).sum())
             if world.is_main and done == len(steps):
                 what = f"{counted(documents, 'document')} ({name.replace('_', '-')})"
-                print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+                print(
+                    f"reference  {what} in {time.monotonic() - began:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             yield part
 
 
 def _gather(mine: Tensor, world: World) -> Tensor:
-    """What any rank knows, on every rank. `mine`: nan where this one knows nothing; no two know the same."""
+    """What any rank knows, on every rank.
+
+    `mine`: nan where this one knows nothing; no two know the same.
+    """
     known = ~mine.isnan()
     total = world.sum(torch.where(known, mine, 0.0))
     ranks = world.sum(known.double())
@@ -241,13 +287,23 @@ def steps_of(batches: StoredBatches) -> range:
     return range(min(batches.steps, batches.steps_per_epoch))
 
 
-def hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
-    """A hash of everything that decides the log-probabilities: the weights, how they compute, and the tokens."""
-    keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
+def hash_inputs(
+    recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World
+) -> str:
+    """A hash of everything that decides the log-probabilities: the weights, how they compute, and
+    the tokens.
+    """
+    keys = {
+        "model": asdict(recipe.model),
+        "lora": asdict(recipe.lora),
+        "quantization": asdict(recipe.quantization),
+    }
     # FSDP casts the weights, the others each product: not the same numbers.
     computed: list[Any] = [world.sharding.mixed_precision, world.sharding.is_fsdp]
     computed += [asdict(world.sharding.fp8)] if world.sharding.fp8 is not None else []
-    computed += [asdict(aware)] if (aware := recipe.quantization_aware).quantization_aware_training else []
+    computed += (
+        [asdict(aware)] if (aware := recipe.quantization_aware).quantization_aware_training else []
+    )
     described = [VERSION, weights, keys, recipe.run.seed, computed]
     for batches in stored.values():  # which examples the run comes to
         is_whole = batches.steps >= batches.steps_per_epoch
@@ -273,8 +329,12 @@ def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
         print(f"{path}: damaged; the reference is computed again", file=sys.stderr, flush=True)
         return None
-    sums = {name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()}
-    same = {name: len(values) for name, values in sums.items()} == {name: len(each) for name, each in like.items()}
+    sums = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()
+    }
+    same = {name: len(values) for name, values in sums.items()} == {
+        name: len(each) for name, each in like.items()
+    }
     return sums if same else None
 
 

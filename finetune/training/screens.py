@@ -1,4 +1,6 @@
-"""What a run shows: its plan, the first and the last screen, and where its memory went if that is not enough."""
+"""What a run shows: its plan, the first and the last screen, and where its memory went if that is
+not enough.
+"""
 
 import math
 from collections.abc import Iterator
@@ -59,8 +61,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     recipe = run.recipe
     model: Any = unwrap(run.model)
     lines = [
-        f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} on "
-        f"{world.device.type}",
+        f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} "
+        f"on {world.device.type}",
         *_describe_parameters(recipe, size, _name_of(model)),
         *_describe_layout(run),
         *_describe_batch(run),
@@ -104,7 +106,9 @@ def _describe_layout(run: TrainingRun) -> list[str]:
     """How the model and its step are divided over the ranks."""
     world = run.world
     sharding = world.sharding
-    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
+    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[
+        sharding.layout
+    ]
     layers = {_name_of(layer) for layer in decoder_layers(unwrap(run.model))}
     wrapped = count_wrapped_units(run.model, world)
     units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
@@ -127,8 +131,14 @@ def _describe_batch(run: TrainingRun) -> list[str]:
     """The rows and tokens of a step, the steps, and when the parameters are updated."""
     recipe = run.recipe
     train = run.data.train
-    rows = f"prompts with {recipe.rollout.num_generations} completions each" if recipe.method_facts.samples else "rows"
-    an_epoch = "streamed, no known" if train.steps_per_epoch is None else f"{train.steps_per_epoch:,}"
+    rows = (
+        f"prompts with {recipe.rollout.num_generations} completions each"
+        if recipe.method_facts.samples
+        else "rows"
+    )
+    an_epoch = (
+        "streamed, no known" if train.steps_per_epoch is None else f"{train.steps_per_epoch:,}"
+    )
     lines = [
         f"batch   {train.config.global_batch_size} {rows} of up to {recipe.row_tokens} "
         f"tokens a step, {an_epoch} steps an epoch, {train.steps:,} in all"
@@ -171,22 +181,30 @@ def _describe_flop(run: TrainingRun) -> list[str]:
     kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
     gigaflop = run.count_flop(run.recipe.data.max_length) / 1e9
     return [
-        f"mfu     {_flop_of_weights(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a whole row, "
-        f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
+        f"mfu     {_flop_of_weights(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
+        f"whole row, of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
     ]
 
 
 def describe_flash_kernels() -> list[str]:
-    """The installed package that computes attention; or, on a GPU that it would run on, which one to install."""
+    """The installed package that computes attention; or, on a GPU that it would run on, which one
+    to install.
+    """
     name = current_flash_attention_impl()
     if name is not None:
         return [f"        attention by the installed FlashAttention {name[-1]}"]
     package = find_missing_flash_package()
-    return [f"        attention by torch's FlashAttention 2; pip install {package} for a faster one"] if package else []
+    return (
+        [f"        attention by torch's FlashAttention 2; pip install {package} for a faster one"]
+        if package
+        else []
+    )
 
 
 def describe_groups(world: World) -> list[str]:
-    """The stages of a pipeline, and the ranks that divide the layers' matrices between them, if any."""
+    """The stages of a pipeline, and the ranks that divide the layers' matrices between them, if
+    any.
+    """
     lines = []
     groups = world.tensor_group_count
     if world.stages > 1:
@@ -196,8 +214,8 @@ def describe_groups(world: World) -> list[str]:
     if world.sharding.divides_matrices:
         ranks = world.stage_size // groups
         lines.append(
-            f"        tensor parallel over {ranks} ranks, {counted(groups, 'group')}: heads, intermediate features and "
-            "vocabulary are divided"
+            f"        tensor parallel over {ranks} ranks, {counted(groups, 'group')}: heads, "
+            "intermediate features and vocabulary are divided"
         )
     return lines
 
@@ -207,9 +225,15 @@ def describe_trained(recipe: Recipe) -> str:
     lora = recipe.lora
     keys = ("trainable_modules", "frozen_modules")
     if not lora.use_peft:
-        named = [f"{key}: {', '.join(getattr(recipe.model, key))}" for key in keys if getattr(recipe.model, key)]
+        named = [
+            f"{key}: {', '.join(getattr(recipe.model, key))}"
+            for key in keys
+            if getattr(recipe.model, key)
+        ]
         return f" ({'; '.join(named)})" if named else ""
-    ranks = "".join(f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items())
+    ranks = "".join(
+        f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items()
+    )
     saved = [
         *lora.modules_to_save,
         *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
@@ -219,24 +243,38 @@ def describe_trained(recipe: Recipe) -> str:
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
-    """What the recipe would train, and which is left as it is since no image reaches it, if anything."""
+    """What the recipe would train, and which is left as it is since no image reaches it, if
+    anything.
+    """
     if not size.unreached:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
     names = ", ".join(modules[:SHOWN_UNREACHED])
     more = f" and {len(modules) - SHOWN_UNREACHED} more" if len(modules) > SHOWN_UNREACHED else ""
-    return [f"        not trained: {names}{more}: the language model reads nothing that they compute of an image"]
+    return [
+        (
+            f"        not trained: {names}{more}: the language model reads nothing that they "
+            "compute of an image"
+        )
+    ]
 
 
 def describe_adapter(recipe: Recipe) -> list[str]:
-    """The adapter that is trained further, if any, and another base than the recipe's that it names."""
+    """The adapter that is trained further, if any, and another base than the recipe's that it
+    names.
+    """
     name = recipe.lora.adapter_name_or_path
     model = recipe.model.model_name_or_path or ""
     if name is None:
         return []
     base = read_json_object(find_adapter(name) / ADAPTER_CONFIG).get("base_model_name_or_path")
     is_other = isinstance(base, str) and Path(base).name != Path(model).name
-    return [f"adapter {name}, trained further{f'; it names another base model: {base}' if is_other else ''}"]
+    return [
+        (
+            f"adapter {name}, trained "
+            f"further{f'; it names another base model: {base}' if is_other else ''}"
+        )
+    ]
 
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:
@@ -244,13 +282,21 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     teacher: Teacher | StoredTeacher | None = getattr(objective, "teacher", None)
     if isinstance(teacher, StoredTeacher):
         (ids, _), tokens = teacher.pieces[0], sum(len(ids) for ids, _ in teacher.pieces)
-        return [f"teacher asked before training: its {ids.shape[1]} likeliest of each of {tokens:,} tokens, in files"]
+        return [
+            (
+                f"teacher asked before training: its {ids.shape[1]} likeliest of each of "
+                f"{tokens:,} tokens, in files"
+            )
+        ]
     if teacher is None:
         return []
     positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
     dtype = next(teacher.model.parameters()).dtype
     return [
-        f"teacher {_name_of(teacher.model)}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
+        (
+            f"teacher {_name_of(teacher.model)}, {teacher.size.total:,} parameters, frozen in "
+            f"{SHORT[dtype]}"
+        ),
         *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
     ]
 
@@ -258,7 +304,9 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
 def _flop_of_weights(recipe: Recipe) -> str:
     if recipe.lora.use_peft and not (recipe.lora.modules_to_save or recipe.model.added_tokens):
         return "4N"
-    is_partial = recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
+    is_partial = (
+        recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
+    )
     return "(6N less 2 for each frozen weight)" if is_partial else "6N"
 
 
@@ -278,39 +326,54 @@ def precision(run: TrainingRun) -> str:
 
 
 def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Where the optimizer's state is stored and how much of it is in memory at once; empty if it is not in files."""
+    """Where the optimizer's state is stored and how much of it is in memory at once; empty if it is
+    not in files.
+    """
     if not isinstance(optimizer, OffloadedOptimizer):
         return []
     file = optimizer.file
-    cache = "" if file.is_direct else ", through the page cache: this file system takes no direct requests"
+    cache = (
+        ""
+        if file.is_direct
+        else ", through the page cache: this file system takes no direct requests"
+    )
     masters = "moments and fp32 master weights" if optimizer.master_weights() else "moments"
     return [
-        f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in {file.folder}{cache}; "
-        f"{counted(len(optimizer.windows), 'window')} of up to {disk_size(optimizer.capacity)} a step, two in memory"
+        f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in "
+        f"{file.folder}{cache}; {counted(len(optimizer.windows), 'window')} of up to "
+        f"{disk_size(optimizer.capacity)} a step, two in memory"
     ]
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """How the base is quantized, and what its linear layers take on this rank, counted in memory."""
+    """How the base is quantized, and what its linear layers take on this rank, counted in
+    memory.
+    """
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []
     linears = sum(isinstance(layer, QuantizedLinear) for layer in layers)
-    experts = f" and {counted(len(layers) - linears, 'weight')} of experts" if len(layers) > linears else ""
+    experts = (
+        f" and {counted(len(layers) - linears, 'weight')} of experts"
+        if len(layers) > linears
+        else ""
+    )
     parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
     dtype = parameters[0].dtype
     unquantized = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
-    share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
+    # of this rank
+    share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)
     other = 0
     for name, parameter in model.named_parameters():
         is_quantized = name.endswith((f".{CODES}", f".{SCALES}"))
         if not (parameter.requires_grad or is_quantized):
             other += parameter.numel()
     return [
-        f"base    {counted(linears, 'linear layer')}{experts} in {describe_quantization(quantization)}: "
-        f"{disk_size(held)} on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other "
-        f"frozen parameters in {SHORT[dtype]}"
+        f"base    {counted(linears, 'linear layer')}{experts} in "
+        f"{describe_quantization(quantization)}: {disk_size(held)} on this rank, "
+        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen "
+        f"parameters in {SHORT[dtype]}"
     ]
 
 
@@ -320,16 +383,30 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
     if keys.quantization_aware_training is None:
         return []
     group = "a row" if keys.qat_group_size is None else f"{keys.qat_group_size} numbers"
-    start = f", after {keys.fake_quant_after_n_steps:,} steps" if keys.fake_quant_after_n_steps else ""
+    start = (
+        f", after {keys.fake_quant_after_n_steps:,} steps" if keys.fake_quant_after_n_steps else ""
+    )
     layers = counted(len(find_quantizable(model)), "linear layer")
-    return [f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for {group}{start}"]
+    return [
+        (
+            f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for "
+            f"{group}{start}"
+        )
+    ]
 
 
 def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> list[str]:
-    """The last screen of a run: whether it diverged or learned nothing, and where its results are."""
+    """The last screen of a run: whether it diverged or learned nothing, and where its results
+    are.
+    """
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
-    lines = [*warning, *_teacher_line(folder) * has_teacher, *_ratios_line(folder), *_memory_line(folder)]
+    lines = [
+        *warning,
+        *_teacher_line(folder) * has_teacher,
+        *_ratios_line(folder),
+        *_memory_line(folder),
+    ]
     return [*lines, *_time_line(folder), results_line(folder)]
 
 
@@ -349,7 +426,9 @@ def _time_line(folder: Path) -> list[str]:
 
 
 def _memory_line(folder: Path) -> list[str]:
-    """The planned and the seen memory of the first rank, where the run can be planned from its folder."""
+    """The planned and the seen memory of the first rank, where the run can be planned from its
+    folder.
+    """
     try:
         run = read_run(folder)
     except UserError:  # a line of metrics.jsonl was edited, say: the run is done all the same
@@ -358,46 +437,79 @@ def _memory_line(folder: Path) -> list[str]:
     plan = plan_run(run) if seen else None
     if plan is None:
         return []
-    return [f"memory  {gib(seen)} GiB seen on the first rank, {gib(plan.peak_bytes + plan.process_bytes)} GiB planned"]
+    return [
+        (
+            f"memory  {gib(seen)} GiB seen on the first rank, "
+            f"{gib(plan.peak_bytes + plan.process_bytes)} GiB planned"
+        )
+    ]
 
 
 def _teacher_line(folder: Path) -> list[str]:
-    """That a run learned nothing from its teacher, where the two never differed by more than rounding."""
-    lines = [line for line in read_json_lines(folder / METRICS) if line is not None and "loss" in line]
+    """That a run learned nothing from its teacher, where the two never differed by more than
+    rounding.
+    """
+    lines = [
+        line for line in read_json_lines(folder / METRICS) if line is not None and "loss" in line
+    ]
     if not lines or any(abs(line.get("kl", math.inf)) > AGREED for line in lines):
         return []
     return [
-        "warning the teacher gave the model's own probabilities from the first step on: nothing was learned from it; "
-        "name another teacher"
+        "warning the teacher gave the model's own probabilities from the first step on: nothing "
+        "was learned from it; name another teacher"
     ]
 
 
 def _ratios_line(folder: Path) -> list[str]:
-    """How far sampling and training were apart, in a run that samples: means over its logged steps."""
-    lines = [line for line in read_json_lines(folder / METRICS) if line is not None and "ratio/outside" in line]
+    """How far sampling and training were apart, in a run that samples: means over its logged
+    steps.
+    """
+    lines = [
+        line
+        for line in read_json_lines(folder / METRICS)
+        if line is not None and "ratio/outside" in line
+    ]
     if not lines:
         return []
     names = ("ratio/outside", "log_ratio/mean_square", "ratio/effective_sample_size")
-    outside, square, size = (sum(line.get(name, math.nan) for line in lines) / len(lines) for name in names)
-    flat = all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines)
-    warning = "warning all completions of each prompt got the same reward: nothing was learned from them"
+    outside, square, size = (
+        sum(line.get(name, math.nan) for line in lines) / len(lines) for name in names
+    )
+    flat = all(
+        line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines
+    )
+    warning = (
+        "warning all completions of each prompt got the same reward: nothing was learned from them"
+    )
     return [
         *[f"{warning}; take other prompts or rewards, or more num_generations"] * flat,
-        f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean squared log-ratio "
-        f"{square:.2g}, effective sample size {size:.1%}",
+        f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean "
+        f"squared log-ratio {square:.2g}, effective sample size {size:.1%}",
     ]
 
 
 def results_line(folder: Path) -> str:
-    """The line that lists what a run has made: export, adapter, checkpoints, metrics and completions."""
-    made = [name for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS) if (folder / name).exists()]
+    """The line that lists what a run has made: export, adapter, checkpoints, metrics and
+    completions.
+    """
+    made = [
+        name
+        for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS)
+        if (folder / name).exists()
+    ]
     return "made    " + "  ".join(str(folder / name) for name in made)
 
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:
-    """Some held-out questions with the first and the last answer, of the samples that can be read."""
+    """Some held-out questions with the first and the last answer, of the samples that can be
+    read.
+    """
     texts = ("prompt", "answer", "expected")
-    lines = [line for line in read_json_lines(path) if line is not None and isinstance(line.get("step"), int)]
+    lines = [
+        line
+        for line in read_json_lines(path)
+        if line is not None and isinstance(line.get("step"), int)
+    ]
     samples = [line for line in lines if all(isinstance(line.get(key), str) for key in texts)]
     first = {s["prompt"]: s["answer"] for s in reversed(samples)}
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
@@ -405,11 +517,18 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
 
 
 def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
-    """A line with the question of a sample, its first answer and its last, and whether the last is the expected one."""
+    """A line with the question of a sample, its first answer and its last, and whether the last is
+    the expected one.
+    """
     answer = sample["answer"]
     expected = sample["expected"]
-    grade = "right" if answer.strip() == expected.strip() else f"wrong, expected {_short(expected)!r}"
-    return f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: {_short(answer)!r}  {grade}"
+    grade = (
+        "right" if answer.strip() == expected.strip() else f"wrong, expected {_short(expected)!r}"
+    )
+    return (
+        f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: "
+        f"{_short(answer)!r}  {grade}"
+    )
 
 
 def _short(text: str) -> str:
@@ -422,9 +541,13 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     on_cpu = world.device.type == "cpu"
     report = data.report
     read = (report.tokens, data.train.steps) if report.is_complete else None
-    plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images)
+    plan = make_plan(
+        recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
+    )
     ours = "causal SDPA, document by document" if on_cpu else "varlen"
-    attention = ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
+    attention = (
+        ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
+    )
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     epoch = data.train.steps_per_epoch
@@ -439,23 +562,35 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def check_offload_dir(recipe: Recipe, world: World) -> None:
-    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less
-    space than the plan says that the files of its node take. All ranks call it."""
+    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in
+    memory, or has less space than the plan says that the files of its node take.
+
+    All ranks call it.
+    """
     if recipe.optimization.optim_offload == "none":
         return
     folder = Path(recipe.optimization.offload_dir or "")
     needed = 0
-    with suppress(UserError):  # a model of its own code, which cannot be planned: the files themselves will find out
-        files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
+    # a model of its own code, which cannot be planned: the files themselves will find out
+    with suppress(UserError):
+        files = make_plan(
+            recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu"
+        ).spec.files()
         needed = files.size * world.local_size if files is not None else 0
     RankGroup(world).on_all(
-        lambda: check_scratch_folder(folder, needed, world.local_size) if world.local_rank == 0 else None
+        lambda: (
+            check_scratch_folder(folder, needed, world.local_size)
+            if world.local_rank == 0
+            else None
+        )
     )
 
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
-    """Raises `UserError` for torch's out-of-memory error: measured and planned memory, and the next smallest change."""
+    """Raises `UserError` for torch's out-of-memory error: measured and planned memory, and the next
+    smallest change.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -468,27 +603,36 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
         measured = torch.cuda.max_memory_allocated(world.device)
-        lines.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
+        lines.append(
+            f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device"
+        )
     try:
         plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
     except UserError as refusal:  # a model of its own code, which cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(
-            "next       more ranks, activation checkpointing, or a smaller max_length or per_device_train_batch_size"
+            "next       more ranks, activation checkpointing, or a smaller max_length or "
+            "per_device_train_batch_size"
         )
         return "\n".join(lines)
     planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
     teacher = f"teacher {gib(planned.teacher)}, " if planned.teacher else ""
     lines.append(
-        f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
-        f"weights {gib(planned.parameters)}, {teacher}gradients {gib(planned.gradients)}, optimizer "
-        f"{gib(planned.optimizer)}, "
-        f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
+        f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, "
+        f"at {planned.name}: weights {gib(planned.parameters)}, {teacher}gradients "
+        f"{gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, gathered "
+        f"{gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
     )
-    smaller = [change for change in list_changes(plan.spec) if find_peak(change.apply(plan.spec)).total < planned.total]
+    smaller = [
+        change
+        for change in list_changes(plan.spec)
+        if find_peak(change.apply(plan.spec)).total < planned.total
+    ]
     if smaller:
         after = find_peak(smaller[0].apply(plan.spec)).total
-        lines.append(f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)")
+        lines.append(
+            f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)"
+        )
     else:
         lines.append("next       more ranks, or a smaller max_length")
     return "\n".join(lines)

@@ -1,7 +1,9 @@
-"""One optimizer step, whole: forward and backward over the micro-batches; then gradients are clipped, checked, applied.
+"""One optimizer step, whole: forward and backward over the micro-batches; then gradients are
+clipped, checked, applied.
 
-A loss or gradient that is not finite never reaches the parameters. On a CPU the host looks before each update; on a GPU
-the optimizer itself leaves the parameters alone, so that the host need not wait.
+A loss or gradient that is not finite never reaches the parameters. On a CPU the host looks before
+each update; on a GPU the optimizer itself leaves the parameters alone, so that the host need not
+wait.
 """
 
 from collections.abc import Callable
@@ -15,7 +17,13 @@ from torch import nn
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.distributed.gradients import clip_gradients, is_scaled, unscale, update, without_gradient_sync
+from finetune.distributed.gradients import (
+    clip_gradients,
+    is_scaled,
+    unscale,
+    update,
+    without_gradient_sync,
+)
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.tensor_parallel import sum_partial_gradients
@@ -43,17 +51,25 @@ class StepCheck:
     @classmethod
     def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
         """The check of `batch`'s step."""
-        ids = tuple(example_id for micro_batch in batch.micro_batches for example_id in micro_batch.example_ids)
+        ids = tuple(
+            example_id
+            for micro_batch in batch.micro_batches
+            for example_id in micro_batch.example_ids
+        )
         return cls(batch.step, ids, loss_sum, grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
+    """What one optimizer step did.
+
+    The tensors are 0-dim, on the device: to read one is to wait for it.
+    """
 
     measured: Measured  # on this rank
     grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
-    failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
+    # where the loss or gradient was not finite, and nothing was updated
+    failed_check: StepCheck | None
 
 
 def train_step(
@@ -71,16 +87,18 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on every rank: forward, backward, clip, check, update.
 
-    Only where `guard` finds loss and gradient finite are the parameters updated, after `before_update` has returned: an
-    async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates
-    with.
+    Only where `guard` finds loss and gradient finite are the parameters updated, after
+    `before_update` has returned: an async save may still be copying them. `in_backward` updates
+    each within the backward, and checks what it updates with.
     """
     set_learning_rate(optimizer, learning_rate)
     if in_backward is not None:
         before_update()
         in_backward.start_step(batch.step)
     measured = forward_backward(model, batch, objective, recipe, world, in_backward)
-    return clip_and_update(model, optimizer, batch, measured, recipe, world, guard, before_update, in_backward)
+    return clip_and_update(
+        model, optimizer, batch, measured, recipe, world, guard, before_update, in_backward
+    )
 
 
 def forward_backward(
@@ -91,11 +109,16 @@ def forward_backward(
     world: World,
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
-    """Adds the gradients of `batch`, under the dropout and the noise of its step. All ranks call it."""
+    """Adds the gradients of `batch`, under the dropout and the noise of its step.
+
+    All ranks call it.
+    """
     round_from_step(model, recipe.quantization_aware, batch.step)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
-    return accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
+    return accumulate_gradients(
+        model, batch, world, objective, noise_seed=seed, in_backward=in_backward
+    )
 
 
 def accumulate_gradients(
@@ -107,16 +130,18 @@ def accumulate_gradients(
     noise_seed: int | None = None,
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
-    """Forward and backward over this rank's micro-batches; returns what the objective has measured in them.
+    """Forward and backward over this rank's micro-batches; returns what the objective has measured
+    in them.
 
-    The step's loss is the sum of the objective's over all ranks, divided by what it counts there (sft: trained tokens):
+    The step's loss is the sum of the objective's over all ranks, divided by what it counts there
+    (sft: trained tokens):
 
         loss = sum over ranks and micro-batches of loss_sum / count
 
-    FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the factor
-    world.tensor_group_count. It is the same number for every split.
-    `noise_seed`: seeds the noise on embeddings; None: there is none.
-    A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
+    FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the
+    factor world.tensor_group_count. It is the same number for every split. `noise_seed`: seeds the
+    noise on embeddings; None: there is none. A mixture of experts may add its routers' auxiliary
+    loss, which is one of the whole step as well.
     """
     total = Measured(torch.zeros((), device=world.device))
     routing = find_routing(unwrap(model))
@@ -136,7 +161,9 @@ def accumulate_gradients(
     pipeline = find_pipeline(unwrap(model))
     inputs = map(inputs_of, each)
     is_one = len(each) == 1 and pipeline is None
-    add_auxiliary = auxiliary_loss_of_step(model, routing, inputs, batch.tokens, world, is_one_forward=is_one)
+    add_auxiliary = auxiliary_loss_of_step(
+        model, routing, inputs, batch.tokens, world, is_one_forward=is_one
+    )
 
     def measure(micro_batch: MicroBatch) -> torch.Tensor:
         nonlocal total
@@ -148,12 +175,19 @@ def accumulate_gradients(
         return add_auxiliary(measured.loss_sum * (world.tensor_group_count / count))
 
     if pipeline is not None:
-        auxiliary = None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
+        auxiliary = (
+            None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
+        )
         sizes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each]
         pipeline.run(
-            sizes, lambda index: measure(each[index]), lambda index: model(**inputs_of(each[index])), auxiliary
+            sizes,
+            lambda index: measure(each[index]),
+            lambda index: model(**inputs_of(each[index])),
+            auxiliary,
         )
-        loss, *others = pipeline.share([{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__)
+        loss, *others = pipeline.share(
+            [{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__
+        )
         total = Measured(loss[""], *others)
     else:
         for index, micro_batch in enumerate(each):
@@ -175,16 +209,23 @@ def clip_and_update(
     before_update: Callable[[], None] = lambda: None,
     in_backward: UpdateInBackward | None = None,
 ) -> StepResult:
-    """Clips the gradients, and updates the parameters where `guard` finds loss and gradient finite. All ranks call it.
+    """Clips the gradients, and updates the parameters where `guard` finds loss and gradient finite.
+
+    All ranks call it.
 
     batch, measured: what the gradients are of.
     """
-    # Once an update, however often a script has added gradients before it: what is summed is not summed again.
+    # Once an update, however often a script has added gradients before it: what is summed is not
+    # summed again.
     sum_partial_gradients(model, world)
     if pipeline := find_pipeline(unwrap(model)):
         pipeline.sum_copied_gradients()
     unscale(optimizer, world)
-    grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
+    grad_norm = (
+        in_backward.norm(model)
+        if in_backward
+        else clip_gradients(model, recipe.optimization.max_grad_norm)
+    )
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
     if not is_skipped and in_backward is None:
@@ -207,14 +248,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 class HostGuard:
-    """Reads every step's loss and gradient norm before its update: on a CPU nothing has to be waited for."""
+    """Reads every step's loss and gradient norm before its update: on a CPU nothing has to be
+    waited for.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._scaled = is_scaled(world)  # then a gradient may overflow: the scaler skips that step's update
+        # then a gradient may overflow: the scaler skips that step's update
+        self._scaled = is_scaled(world)
 
     def must_skip(self, check: StepCheck) -> bool:
-        """Whether any rank's loss, or the gradient, is not finite. All ranks call it and return the same."""
+        """Whether any rank's loss, or the gradient, is not finite.
+
+        All ranks call it and return the same.
+        """
         values = check.loss_sum if self._scaled else check.loss_sum + check.grad_norm
         return self._world.any(not bool(torch.isfinite(values)))
 
@@ -225,79 +272,111 @@ class HostGuard:
 class DeviceGuard:
     """Finds steps that are not finite without making the host wait for the GPU.
 
-    From the first bad step on, the optimizer itself leaves the parameters alone, by the flag that torch's fused
-    optimizers read for loss scaling (`found_inf`); the host reads the flag when it waits anyway. Only under
-    on_nonfinite: stop, since to count skipped steps the host must know of each.
+    From the first bad step on, the optimizer itself leaves the parameters alone, by the flag that
+    torch's fused optimizers read for loss scaling (`found_inf`); the host reads the flag when it
+    waits anyway. Only under on_nonfinite: stop, since to count skipped steps the host must know of
+    each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._world = world
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)  # the first bad step
+        # the first bad step
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)
         self._flag = torch.zeros((), device=world.device)
-        self._unread: dict[int, tuple[int, ...]] = {}  # steps that the host has not read yet -> their examples
+        # steps that the host has not read yet -> their examples
+        self._unread: dict[int, tuple[int, ...]] = {}
         optimizer.found_inf = self._flag  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def must_skip(self, check: StepCheck) -> bool:
-        """Marks the step on the device where any rank's loss, or the gradient, is not finite. The host knows later."""
+        """Marks the step on the device where any rank's loss, or the gradient, is not finite.
+
+        The host knows later.
+        """
         self._unread[check.step] = check.example_ids
         total = self._world.sum(check.loss_sum.clone())
         is_bad = ~(torch.isfinite(total) & torch.isfinite(check.grad_norm))
-        self._first_bad.copy_(torch.where(is_bad & (self._first_bad < 0), check.step, self._first_bad))
+        self._first_bad.copy_(
+            torch.where(is_bad & (self._first_bad < 0), check.step, self._first_bad)
+        )
         self._flag.copy_(torch.maximum(self._flag, is_bad))
         return False
 
     def raise_if_bad(self, policy: Optimization) -> None:
-        """Waits for the device. Raises `UserError` where a step since the last call was not finite."""
+        """Waits for the device.
+
+        Raises `UserError` where a step since the last call was not finite.
+        """
         first = int(self._first_bad.item())
         if first >= 0:
             unknown = torch.full((), float("nan"))
-            handle_nonfinite(policy, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world)
+            handle_nonfinite(
+                policy, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world
+            )
         self._unread.clear()
 
 
-def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> "HostGuard | DeviceGuard":
-    """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
+def make_guard(
+    optimizer: torch.optim.Optimizer, policy: Optimization, world: World
+) -> "HostGuard | DeviceGuard":
+    """The guard of a run.
 
-    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived. Where
-    the state is in files, the host waits for every update anyway.
+    The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
+
+    Under CPU offload the update runs on the host, which would read the device's flag before its
+    copy has arrived. Where the state is in files, the host waits for every update anyway.
     """
-    updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload and policy.optim_offload == "none"
+    updates_on_gpu = (
+        world.device.type == "cuda"
+        and not world.sharding.cpu_offload
+        and policy.optim_offload == "none"
+    )
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
     reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
     return DeviceGuard(optimizer, world) if on_device and reads_flag else HostGuard(world)
 
 
 def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
-    """The message about a step that was skipped. All ranks call it, once one has seen a value that is not finite.
+    """The message about a step that was skipped.
 
-    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped already.
+    All ranks call it, once one has seen a value that is not finite.
+
+    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped
+    already.
     """
     ids = check.example_ids[:SHOWN_IDS]
     more = max(0, len(check.example_ids) - SHOWN_IDS)
     reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
-    bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
+    bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(
+        enumerate(reports)
+    )
     places = []
     for rank, report in bad.items():
         more_ids = f" and {report['more']} more" if report["more"] else ""
-        places.append(f"rank {rank}: loss {report['loss']}, examples {', '.join(map(str, report['ids']))}{more_ids}")
+        places.append(
+            f"rank {rank}: loss {report['loss']}, examples "
+            f"{', '.join(map(str, report['ids']))}{more_ids}"
+        )
     what = (
         f"step {check.step + 1}: the loss or gradient is not finite "
         f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
     )
     if policy.on_nonfinite == "stop":
         kept = (
-            "by optim_in_backward some parameters were updated with their finite gradients before; nothing "
-            "of this step is saved"
+            "by optim_in_backward some parameters were updated with their finite gradients "
+            "before; nothing of this step is saved"
             if policy.optim_in_backward
             else "the parameters were not updated"
         )
         raise UserError(
-            f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or lower learning_rate"
+            f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or "
+            "lower learning_rate"
             + ("" if policy.optim_in_backward else ", or set on_nonfinite: skip")
         )
     if skipped >= policy.max_skipped_steps:
-        raise UserError(f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows")
+        raise UserError(
+            f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows"
+        )
     return f"{what}; its update is skipped"
 
 

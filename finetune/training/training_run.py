@@ -1,4 +1,6 @@
-"""One run on a rank: what it is made of, and its folder, with the files that say what was run and on what."""
+"""One run on a rank: what it is made of, and its folder, with the files that say what was run and
+on what.
+"""
 
 import json
 import platform
@@ -48,7 +50,8 @@ class TrainingRun:
     folder: Path
     tokenizer: Any
     data: "PreparedData"
-    read_batches: Callable[[int], Iterator[StepBatch]]  # this rank's training batches from a step (0-based) on
+    # this rank's training batches from a step (0-based) on
+    read_batches: Callable[[int], Iterator[StepBatch]]
     prompts: tuple[Prompt, ...]  # held out, to be answered before and after training
     sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
     model: nn.Module
@@ -58,7 +61,8 @@ class TrainingRun:
     saver: "Saver"
     log: MetricsLog
     phases: Phases
-    results: dict[int, dict[str, Any]]  # step -> what this run has logged of evaluations there, also in earlier starts
+    # step -> what this run has logged of evaluations there, also in earlier starts
+    results: dict[int, dict[str, Any]]
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
     hooks: Hooks
@@ -66,10 +70,13 @@ class TrainingRun:
     fp8_share: float  # of those, what is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
 
-    def notify(self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def notify(
+        self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Calls the event `name` of the callbacks. All ranks call it.
 
-        Raises `UserError` on all ranks for what a callback raises on one; the steps done are saved before.
+        Raises `UserError` on all ranks for what a callback raises on one; the steps done are saved
+        before.
         """
         if not self.hooks.callbacks:
             return
@@ -84,7 +91,8 @@ class TrainingRun:
         is_training = self.model.training
         try:
             RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
-            self.model.train(is_training)  # whatever a callback has left: dropout is part of the run
+            # whatever a callback has left: dropout is part of the run
+            self.model.train(is_training)
         except UserError as error:
             if progress.step == 0:
                 raise
@@ -97,7 +105,8 @@ class TrainingRun:
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint, with the callbacks' states of rank 0. All ranks call it.
 
-        Raises `UserError` on all ranks where a state cannot be kept; the step is saved before, without new states.
+        Raises `UserError` on all ranks where a state cannot be kept; the step is saved before,
+        without new states.
         """
         failure = None
         if self.hooks.callbacks:
@@ -112,7 +121,12 @@ class TrainingRun:
             raise UserError(f"{failure} (step {progress.step} is saved, without it)") from failure
 
     def measure(
-        self, window: Window, progress: Progress, rate: float, grad_norm: torch.Tensor, compile_seconds: float | None
+        self,
+        window: Window,
+        progress: Progress,
+        rate: float,
+        grad_norm: torch.Tensor,
+        compile_seconds: float | None,
     ) -> dict[str, Any]:
         """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
         loss, means = window.measured.average(max(1, window.count), self.world)
@@ -136,15 +150,27 @@ class TrainingRun:
         }
 
     def _mfu(self, window: Window, length: float) -> float | None:
-        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is not known."""
+        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is
+        not known.
+        """
         if self.peak_flops is None:
             return None
-        return window.tokens_per_second() * self.count_flop(length) / (self.peak_flops * self.world.size)
+        return (
+            window.tokens_per_second()
+            * self.count_flop(length)
+            / (self.peak_flops * self.world.size)
+        )
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
         """The exception of a run that a signal stops; `where` says what is saved."""
-        auto = "" if self.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
-        return Preempted(f"{self.folder}: stopped by {by} {where}; the same command{auto} resumes from there")
+        auto = (
+            ""
+            if self.recipe.checkpoint.resume_from_checkpoint != "none"
+            else " with resume_from_checkpoint=auto"
+        )
+        return Preempted(
+            f"{self.folder}: stopped by {by} {where}; the same command{auto} resumes from there"
+        )
 
 
 METRICS = "metrics.jsonl"
@@ -178,12 +204,17 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
     """Writes data_report.json in place of an older one; `finetune report` may be reading it."""
-    replace_file(folder / "data_report.json", json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
+    replace_file(
+        folder / "data_report.json",
+        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n",
+    )
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:
     """The error to raise where the run's folder cannot be written."""
-    return UserError(f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can")
+    return UserError(
+        f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
+    )
 
 
 def environment(world: World) -> dict[str, Any]:
@@ -195,7 +226,9 @@ def environment(world: World) -> dict[str, Any]:
         "packages": read_versions(),
         "platform": platform.platform(),
         "ranks": world.size,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"CPU, {count_cores()} cores",
+        "device": torch.cuda.get_device_name(world.device)
+        if on_gpu
+        else f"CPU, {count_cores()} cores",
         "threads_per_rank": torch.get_num_threads(),
         "layout": world.sharding.layout,
         "command": sys.argv,

@@ -1,4 +1,6 @@
-"""The update in the backward (`optim_in_backward`): gradients of the whole model are never in memory together."""
+"""The update in the backward (`optim_in_backward`): gradients of the whole model are never in
+memory together.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,13 +18,14 @@ from finetune.optim.optimizers import seed_rounding
 
 
 class UpdateInBackward:
-    """While entered, every backward updates each parameter of `optimizer` as soon as its gradient is known.
+    """While entered, every backward updates each parameter of `optimizer` as soon as its gradient
+    is known.
 
     One step is one backward.
 
-    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by the flag that the
-    optimizer reads on the device, else by the host, which then waits for every gradient's norm. The guard of the step
-    reports it.
+    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by
+    the flag that the optimizer reads on the device, else by the host, which then waits for every
+    gradient's norm. The guard of the step reports it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
@@ -32,7 +35,8 @@ class UpdateInBackward:
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
         # Where the guard of the run has set a flag on the optimizer already, it is the same one.
         flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        # With the parameters: under CPU offload the host updates, and would read a GPU's flag before it has arrived.
+        # With the parameters: under CPU offload the host updates, and would read a GPU's flag
+        # before it has arrived.
         where = torch.device("cpu") if world.sharding.cpu_offload else world.device
         self._flag = torch.zeros((), device=where) if flag is None else flag
         if self._reads_flag and flag is None:
@@ -41,11 +45,16 @@ class UpdateInBackward:
         self._step = 0
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         self._hooks = ExitStack()
-        self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}  # its index, and its group
+        # its index, and its group
+        self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
 
     def __enter__(self) -> "UpdateInBackward":
         # The optimizer's parameters are the shards, also while the model's own are gathered.
-        pairs = [(parameter, group) for group in self._optimizer.param_groups for parameter in group["params"]]
+        pairs = [
+            (parameter, group)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        ]
         self._places = {parameter: (index, group) for index, (parameter, group) in enumerate(pairs)}
         for parameter in self._places:
             hook = parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
@@ -61,12 +70,20 @@ class UpdateInBackward:
         self._norms.clear()
 
     def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Keeps the parameters from this step's backward if any rank's loss is not finite. All ranks call it."""
+        """Keeps the parameters from this step's backward if any rank's loss is not finite.
+
+        All ranks call it.
+        """
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
     def norm(self, model: nn.Module) -> torch.Tensor:
-        """The 2-norm of all gradients of the step over every shard (0-dim fp32, on the device). All ranks call it."""
-        return whole_norm(combine_norms([self._norms[p] for p in model.parameters() if p in self._norms])).float()
+        """The 2-norm of all gradients of the step over every shard (0-dim fp32, on the device).
+
+        All ranks call it.
+        """
+        return whole_norm(
+            combine_norms([self._norms[p] for p in model.parameters() if p in self._norms])
+        ).float()
 
     def _update(self, parameter: Any) -> None:
         gradient: torch.Tensor = parameter.grad
@@ -86,7 +103,9 @@ class UpdateInBackward:
 
     @contextmanager
     def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """Within it the optimizer has this parameter alone, so that its step does not look through all of them."""
+        """Within it the optimizer has this parameter alone, so that its step does not look through
+        all of them.
+        """
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]
         try:

@@ -1,4 +1,6 @@
-"""What watches a run from inside: signals, on which it saves first on all ranks; a watchdog for hangs; a profiler."""
+"""What watches a run from inside: signals, on which it saves first on all ranks; a watchdog for
+hangs; a profiler.
+"""
 
 import faulthandler
 import json
@@ -31,7 +33,8 @@ Item = TypeVar("Item")
 
 
 class Watchdog:
-    """Ends this process where `beat` has not been called for `timeout_seconds`, after writing all its stacks to stderr.
+    """Ends this process where `beat` has not been called for `timeout_seconds`, after writing all
+    its stacks to stderr.
 
     Every rank has one: in a hang all of them wait, and each prints its own stacks.
     """
@@ -60,8 +63,11 @@ class Watchdog:
         self._doing = doing
         self._since = time.monotonic()
         if self._watching:
-            # In case the hang holds Python's lock: a timer of the C runtime. A notebook's own stderr is not a file.
-            faulthandler.dump_traceback_later(self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr)
+            # In case the hang holds Python's lock: a timer of the C runtime. A notebook's own
+            # stderr is not a file.
+            faulthandler.dump_traceback_later(
+                self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr
+            )
 
     def watched(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
         """The items, with a beat before each."""
@@ -74,11 +80,15 @@ class Watchdog:
             since = self._since
             if _waits_for_others():  # the rank that they wait for prints first
                 self._ended.wait(SECONDS_FOR_CAUSE)
-            if self._ended.is_set() or self._since != since or time.monotonic() < since + self._timeout:
+            if (
+                self._ended.is_set()
+                or self._since != since
+                or time.monotonic() < since + self._timeout
+            ):
                 continue
             sys.stderr.write(
-                f"rank {self._rank}: no progress for {self._timeout:g} s (timeout_seconds) while {self._doing}; the "
-                "run is ended. Where this rank was:\n"
+                f"rank {self._rank}: no progress for {self._timeout:g} s (timeout_seconds) while "
+                f"{self._doing}; the run is ended. Where this rank was:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
@@ -88,13 +98,21 @@ class Watchdog:
 def _waits_for_others() -> bool:
     """Whether the main thread is in a collective, or in a backward, which may be in one."""
     running = _running(sys._current_frames().get(threading.main_thread().ident or 0))
-    return any("torch/distributed/" in path or name == "_engine_run_backward" for path, name in running)
+    return any(
+        "torch/distributed/" in path or name == "_engine_run_backward" for path, name in running
+    )
 
 
 def _compiles() -> bool:
-    """Whether torch.compile is at work in a thread; a backward is compiled in one of torch's own on a GPU."""
+    """Whether torch.compile is at work in a thread; a backward is compiled in one of torch's own on
+    a GPU.
+    """
     at_work = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
-    return any(path.endswith(at_work) for frame in sys._current_frames().values() for path, _ in _running(frame))
+    return any(
+        path.endswith(at_work)
+        for frame in sys._current_frames().values()
+        for path, _ in _running(frame)
+    )
 
 
 def _running(frame: FrameType | None) -> Iterator[tuple[str, str]]:
@@ -105,7 +123,8 @@ def _running(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-ECHO_SECONDS = 2.0  # Ctrl-C reaches a rank from the terminal and again from its launcher: that is one request
+# Ctrl-C reaches a rank from the terminal and again from its launcher: that is one request
+ECHO_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +137,11 @@ class Requests:
 
 
 class SignalListener:
-    """What signals have asked of this rank; the loop looks once a step and agrees on it with the other ranks.
+    """What signals have asked of this rank; the loop looks once a step and agrees on it with the
+    other ranks.
 
-    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends at once.
+    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends at
+    once.
     """
 
     def __init__(self) -> None:
@@ -131,8 +152,9 @@ class SignalListener:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalListener":
-        # Python runs a handler only between two of its own instructions, and a rank that hangs in a collective runs
-        # none. But the number of the signal is still written to this pipe, and a thread reads it.
+        # Python runs a handler only between two of its own instructions, and a rank that hangs in a
+        # collective runs none. But the number of the signal is still written to this pipe, and a
+        # thread reads it.
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -148,12 +170,18 @@ class SignalListener:
         self._write.close()  # ends the thread
 
     def agree(self, world: World, has_failed_save: bool = False) -> Requests:
-        """What any rank asks for. All ranks call it. One small word over gloo; a GPU's queue is left alone."""
+        """What any rank asks for.
+
+        All ranks call it. One small word over gloo; a GPU's queue is left alone.
+        """
         flags = torch.tensor([int(self.stop), int(self.save), int(has_failed_save)])
         return Requests(*(bool(count) for count in world.sum(flags).tolist()))
 
     def interrupt(self, items: Iterable[Item], world: World, error: Exception) -> Iterator[Item]:
-        """The items, of which every rank has as many. Raises `error` on all ranks once a signal asks any to stop."""
+        """The items, of which every rank has as many.
+
+        Raises `error` on all ranks once a signal asks any to stop.
+        """
         for item in items:
             if self.agree(world).stop:
                 raise error
@@ -179,7 +207,10 @@ class SignalListener:
             os._exit(128 + number)
 
     def _is_launched(self) -> bool:
-        """Whether the launcher runs. It is the parent still for the moment in which its last threads end."""
+        """Whether the launcher runs.
+
+        It is the parent still for the moment in which its last threads end.
+        """
         with suppress(psutil.Error):  # a parent outside of this container cannot be seen
             if psutil.Process(self._launcher).status() == psutil.STATUS_ZOMBIE:
                 return False
@@ -188,7 +219,10 @@ class SignalListener:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done; a script's own handler then gets it. Only in the main thread."""
+    """Holds Ctrl-C back until the block is done; a script's own handler then gets it.
+
+    Only in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -210,10 +244,12 @@ def _print(text: str) -> None:
 def profile_steps(
     batches: Iterator[StepBatch], steps: tuple[int, int] | None, folder: Path, rank: int
 ) -> Iterator[StepBatch]:
-    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based) in `folder`/profile.
+    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based) in
+    `folder`/profile.
 
-    Leaves `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on CUDA `memory-rank<r>.json`: the allocator's
-    segments and blocks with the stack of each, without a pickle.
+    Leaves `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on CUDA
+    `memory-rank<r>.json`: the allocator's segments and blocks with the stack of each, without a
+    pickle.
     """
     if not steps:
         yield from batches

@@ -1,6 +1,8 @@
-"""Makes what the quickstart trains on: a chat data set (numbers in words, answered in digits) and a small tokenizer.
+"""Makes what the quickstart trains on: a chat data set (numbers in words, answered in digits) and a
+small tokenizer.
 
-The files are shipped; this script makes them again, byte for byte: python recipes/quickstart/make.py [FOLDER]
+The files are shipped; this script makes them again, byte for byte: python
+recipes/quickstart/make.py [FOLDER]
 """
 
 import json
@@ -12,10 +14,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-SMALL, LARGE = range(1_000), range(1_000, 10_000)  # drawn evenly, one in ten would be small: too few to learn from
+# drawn evenly, one in ten would be small: too few to learn from
+SMALL, LARGE = range(1_000), range(1_000, 10_000)
 HELD_OUT = 100
 TRAINED = 5_000
-NOISY, WRONG = 2_000, 0.3  # conversations for the distillation, and the share of them with a wrong answer
+# conversations for the distillation, and the share of them with a wrong answer
+NOISY, WRONG = 2_000, 0.3
 VOCABULARY = 384
 SEED = 20
 
@@ -101,7 +105,9 @@ def exchange_answers(rows: Sequence[dict[str, Any]], chance: random.Random) -> l
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text can be written in it, and a digit is a token of its own."""
+    """A byte-level BPE tokenizer: any text can be written in it, and a digit is a token of its
+    own.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -111,7 +117,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = [
-        AddedToken(text, special=True, normalized=False) for text in (BEGIN, END, PAD, *(f"<|{r}|>" for r in ROLES))
+        AddedToken(text, special=True, normalized=False)
+        for text in (BEGIN, END, PAD, *(f"<|{r}|>" for r in ROLES))
     ]
     tokenizer.train_from_iterator(
         texts,
@@ -126,12 +133,17 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def make(folder: Path) -> None:
-    """Writes train.jsonl, heldout.jsonl, noisy.jsonl and the tokenizer's three files into `folder`."""
+    """Writes train.jsonl, heldout.jsonl, noisy.jsonl and the tokenizer's three files into
+    `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(SEED)
     numbers = [*SMALL, *chance.sample(LARGE, TRAINED + HELD_OUT - len(SMALL))]
     chance.shuffle(numbers)
-    train, heldout = conversations(numbers[HELD_OUT:], chance), conversations(numbers[:HELD_OUT], chance)
+    train, heldout = (
+        conversations(numbers[HELD_OUT:], chance),
+        conversations(numbers[:HELD_OUT], chance),
+    )
     noisy = exchange_answers(train[:NOISY], random.Random(SEED))
     for name, rows in (("train", train), ("heldout", heldout), ("noisy", noisy)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,7 +1,9 @@
-"""Makes the preference pairs of recipes/quickstart_dpo.yaml: 4,071 is preferred to 4071, and 604 to 6,04.
+"""Makes the preference pairs of recipes/quickstart_dpo.yaml: 4,071 is preferred to 4071, and 604 to
+6,04.
 
-The files are shipped; this script makes them again, byte for byte: python recipes/quickstart/make_pairs.py [FOLDER]
-The numbers are those of the quickstart; held out are its held-out ones that have a thousands separator.
+The files are shipped; this script makes them again, byte for byte: python
+recipes/quickstart/make_pairs.py [FOLDER] The numbers are those of the quickstart; held out are its
+held-out ones that have a thousands separator.
 """
 
 import json
@@ -16,7 +18,8 @@ SEED = 21
 
 
 def reject(number: int) -> str:
-    """What a number should not look like: a separator that is missing, or that stands in the wrong place.
+    """What a number should not look like: a separator that is missing, or that stands in the wrong
+    place.
 
     >>> reject(4071), reject(604), reject(13), reject(7)
     ('4071', '6,04', '1,3', '7,')

@@ -1,7 +1,8 @@
-"""Makes what the quickstart for images trains on: pictures of a colored shape, a tokenizer, the files of a processor.
+"""Makes what the quickstart for images trains on: pictures of a colored shape, a tokenizer, the
+files of a processor.
 
-The files are shipped; this script makes them again: python recipes/quickstart/make_pictures.py [FOLDER]. It needs
-Pillow, whose version decides how PNG packs the pixels.
+The files are shipped; this script makes them again: python recipes/quickstart/make_pictures.py
+[FOLDER]. It needs Pillow, whose version decides how PNG packs the pixels.
 """
 
 import base64
@@ -70,7 +71,9 @@ def draw(shape: str, color: str, chance: random.Random) -> Image.Image:
     picture = Image.new("P", (SIDE, SIDE))
     picture.putpalette((gray, gray, gray, *COLORS[color]))
     places = ((x, y) for y in range(SIDE) for x in range(SIDE))
-    picture.putdata([int(SHAPES[shape]((x - left) / radius, (y - top) / radius)) for x, y in places])
+    picture.putdata(
+        [int(SHAPES[shape]((x - left) / radius, (y - top) / radius)) for x, y in places]
+    )
     return picture
 
 
@@ -84,7 +87,9 @@ def make_row(chance: random.Random) -> dict[str, str]:
 
 
 def make(folder: Path) -> None:
-    """Writes train.jsonl, heldout.jsonl, and the files of the tokenizer and the processor into `folder`."""
+    """Writes train.jsonl, heldout.jsonl, and the files of the tokenizer and the processor into
+    `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     chance, rows = random.Random(SEED), dict[str, dict[str, str]]()
     while len(rows) < TRAINED + HELD_OUT:  # no picture twice
@@ -94,7 +99,9 @@ def make(folder: Path) -> None:
     for name, part in (("train", train), ("heldout", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
-    tokenizer = train_tokenizer(text for row in train for text in (row["question"], row["answer"], " " + row["answer"]))
+    tokenizer = train_tokenizer(
+        text for row in train for text in (row["question"], row["answer"], " " + row["answer"])
+    )
     tokenizer.add_special_tokens([IMAGE])
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

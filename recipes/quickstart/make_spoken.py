@@ -1,6 +1,8 @@
-"""Makes the prompts of the quickstart for rewards: numbers as they are spoken, without hyphens, and their digits.
+"""Makes the prompts of the quickstart for rewards: numbers as they are spoken, without hyphens, and
+their digits.
 
-The files are shipped; this script makes them again, byte for byte: python recipes/quickstart/make_spoken.py [FOLDER]
+The files are shipped; this script makes them again, byte for byte: python
+recipes/quickstart/make_spoken.py [FOLDER]
 """
 
 import json
@@ -32,7 +34,9 @@ def prompts(numbers: Iterable[int], chance: random.Random) -> list[dict[str, obj
 
 
 def make(folder: Path) -> None:
-    """Writes spoken_train.jsonl and spoken_heldout.jsonl into `folder`: no number is in two files."""
+    """Writes spoken_train.jsonl and spoken_heldout.jsonl into `folder`: no number is in two
+    files.
+    """
     chance = random.Random(SEED)
     unused = sorted(set(LARGE) - read_numbers("train.jsonl", "heldout.jsonl"))
     numbers = chance.sample(unused, TRAINED + HELD_OUT)

@@ -1,4 +1,6 @@
-"""The tool of quickstart_tools: transformers makes its JSON schema from type hints and docstring."""
+"""The tool of quickstart_tools: transformers makes its JSON schema from type hints and
+docstring.
+"""
 
 
 def multiply(a: int, b: int) -> int:

@@ -23,13 +23,21 @@ def test_the_gpu_benchmark_walks_all_of_ours_on_this_machine(tmp_path: Path) -> 
     command = [sys.executable, script, "--smoke", "--without-others", "--output", str(tmp_path)]
     done = run_command(command, timeout=400)
     assert done.returncode == 0, done.stderr
-    device, *results = [json.loads(line) for line in (tmp_path / "gpu-smoke.jsonl").read_text().splitlines()]
+    device, *results = [
+        json.loads(line) for line in (tmp_path / "gpu-smoke.jsonl").read_text().splitlines()
+    ]
     assert device["gemm_flop_per_second"] > 0 and device["attention_flop_per_second"] > 0
-    assert [r["case"] for r in results] == [case.name for case in sorted(CASES, key=lambda case: case.goal is None)]
-    assert all(r["failure"] is None and r["tokens_per_second"] > 0 and r["loss"] > 0 for r in results), results
+    assert [r["case"] for r in results] == [
+        case.name for case in sorted(CASES, key=lambda case: case.goal is None)
+    ]
+    assert all(
+        r["failure"] is None and r["tokens_per_second"] > 0 and r["loss"] > 0 for r in results
+    ), results
 
 
-def test_a_step_that_waits_for_the_gpu_is_named_and_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_the_gpu_is_named_and_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     modes, finished = ["default"], 0
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
@@ -67,7 +75,9 @@ def test_plain_transformers_takes_our_first_step_where_a_row_is_one_document() -
 
 # Full, LoRA, NF4, a mixture. torchtune and peft take no common torchao: its LoRA is compared by --torchtune-python.
 @pytest.mark.parametrize(("who", "cases"), [(gpu.TRL, (0, 3, 6, 9)), (gpu.TORCHTUNE, (0,))])
-def test_the_tools_that_are_installed_take_our_first_step_from_packed_rows(who: str, cases: tuple[int, ...]) -> None:
+def test_the_tools_that_are_installed_take_our_first_step_from_packed_rows(
+    who: str, cases: tuple[int, ...]
+) -> None:
     pytest.importorskip(gpu.PACKAGES[who])
     for case in cases:
         results = [run_smoke(case, each) for each in (gpu.OURS, who)]
@@ -79,7 +89,10 @@ def test_a_tool_that_is_not_installed_is_a_row_that_says_so() -> None:
     if any(importlib.util.find_spec(package) for package in gpu.PACKAGES.values()):
         pytest.skip("they are installed here")
     for who, package in gpu.PACKAGES.items():
-        assert gpu.run_case(CASES[0], who, argparse.Namespace()).failure == f"not installed; pip install {package}"
+        assert (
+            gpu.run_case(CASES[0], who, argparse.Namespace()).failure
+            == f"not installed; pip install {package}"
+        )
 
 
 def test_whatever_a_row_fails_of_is_on_disk_before_the_next_row(
@@ -94,13 +107,26 @@ def test_whatever_a_row_fails_of_is_on_disk_before_the_next_row(
 
     def one_row(number: int, who: str, _: Any, options: argparse.Namespace) -> Result:
         on_disk.append(len(written.read_text().splitlines()))
-        return Result(CASES[0].name, who) if who == "device" else gpu.run_case(CASES[number], who, options)
+        return (
+            Result(CASES[0].name, who)
+            if who == "device"
+            else gpu.run_case(CASES[number], who, options)
+        )
 
     monkeypatch.setattr(gpu, "in_process_of_its_own", one_row)
     monkeypatch.setattr(
         sys,
         "argv",
-        ["gpu.py", "--smoke", "--without-others", "--output", str(tmp_path), "--cases", "8B full", "8B DPO"],
+        [
+            "gpu.py",
+            "--smoke",
+            "--without-others",
+            "--output",
+            str(tmp_path),
+            "--cases",
+            "8B full",
+            "8B DPO",
+        ],
     )
     gpu.main()
     assert on_disk == [0, 1, 2]
@@ -111,12 +137,25 @@ def test_whatever_a_row_fails_of_is_on_disk_before_the_next_row(
 
 def test_a_row_of_another_computation_is_named() -> None:
     full, lora = CASES[0].name, CASES[3].name
-    ours = [Result(full, gpu.OURS, loss=6.5, grad_norm=2.8), Result(lora, gpu.OURS, loss=6.8, grad_norm=1.3)]
-    same = [Result(full, gpu.TRL, loss=6.51, grad_norm=2.85), Result(lora, gpu.TRL, loss=6.8, grad_norm=2.0)]
+    ours = [
+        Result(full, gpu.OURS, loss=6.5, grad_norm=2.8),
+        Result(lora, gpu.OURS, loss=6.8, grad_norm=1.3),
+    ]
+    same = [
+        Result(full, gpu.TRL, loss=6.51, grad_norm=2.85),
+        Result(lora, gpu.TRL, loss=6.8, grad_norm=2.0),
+    ]
     assert find_differences([*ours, *same], gpu.OURS, [gpu.TRL]) == []
-    others = [Result(full, gpu.TRL, loss=6.6, grad_norm=3.5), Result(lora, gpu.TRL, loss=float("nan"))]
+    others = [
+        Result(full, gpu.TRL, loss=6.6, grad_norm=3.5),
+        Result(lora, gpu.TRL, loss=float("nan")),
+    ]
     found = find_differences([*ours, *others], gpu.OURS, [gpu.TRL])
-    assert [line.split(":")[1].split(" of")[0] for line in found] == [" the loss", " the gradient norm", " the loss"]
+    assert [line.split(":")[1].split(" of")[0] for line in found] == [
+        " the loss",
+        " the gradient norm",
+        " the loss",
+    ]
 
 
 @pytest.mark.slow
@@ -129,11 +168,29 @@ def test_the_cpu_benchmark_sets_ours_beside_the_bare_loop(tmp_path: Path, shared
         "--tokenizer",
         str(shared / "models" / "stories260k"),
     ]
-    size = ["--precision", "fp32", "--steps", "2", "--warm-up", "1", "--layers", "1", "--only", "bare", "one process"]
-    done = run_command([sys.executable, script, *inputs, *size, "--output", str(tmp_path)], timeout=300)
+    size = [
+        "--precision",
+        "fp32",
+        "--steps",
+        "2",
+        "--warm-up",
+        "1",
+        "--layers",
+        "1",
+        "--only",
+        "bare",
+        "one process",
+    ]
+    done = run_command(
+        [sys.executable, script, *inputs, *size, "--output", str(tmp_path)], timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert "| fp32 | bare loop |" in done.stdout and "| fp32 | finetune, one process |" in done.stdout
+    assert (
+        "| fp32 | bare loop |" in done.stdout and "| fp32 | finetune, one process |" in done.stdout
+    )
     assert (tmp_path / "speed.png").exists()
     steps = json.loads((tmp_path / "speed.json").read_text())["fp32"]
-    same_tokens = [[step[-1] for step in steps[title]] for title in ("bare loop", "finetune, one process")]
+    same_tokens = [
+        [step[-1] for step in steps[title]] for title in ("bare loop", "finetune, one process")
+    ]
     assert same_tokens[0] == same_tokens[1]

@@ -49,12 +49,18 @@ class Reference:
 
     def kept(self, newest: int) -> set[int]:
         """The steps whose checkpoints are kept once that of step `newest` is there and none was damaged."""
-        kept = {step for step in range(1, newest + 1) if self.limit is None or step > newest - self.limit}
+        kept = {
+            step
+            for step in range(1, newest + 1)
+            if self.limit is None or step > newest - self.limit
+        }
         best = self.best.get(newest) if self.keeps_best else None
         return kept | ({best} if best is not None else set())
 
 
-def read_reference(run_folder: Path, limit: int | None, keeps_best: bool, seconds: float) -> Reference:
+def read_reference(
+    run_folder: Path, limit: int | None, keeps_best: bool, seconds: float
+) -> Reference:
     """What the finished run in `run_folder`, which kept every checkpoint, has left."""
     found = dict(folders.list_checkpoints(run_folder))
     if sorted(found) != list(range(1, STEPS + 1)):
@@ -72,7 +78,11 @@ def read_reference(run_folder: Path, limit: int | None, keeps_best: bool, second
 
 def contents(checkpoint: Path) -> dict[str, Any]:
     """The checksum of each of a checkpoint's files, and state.json but for the recipe, which names the run's folder."""
-    files = {name: entry for name, entry in manifest.read_manifest(checkpoint).files.items() if name != manifest.STATE}
+    files = {
+        name: entry
+        for name, entry in manifest.read_manifest(checkpoint).files.items()
+        if name != manifest.STATE
+    }
     return files | {manifest.STATE: read_state(checkpoint) | {"recipe": None}}
 
 
@@ -83,13 +93,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in whole]
     except ValueError as error:
         raise Lost(f"{path}: {error}") from None
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines if "phase" not in line]
+    return [
+        {key: value for key, value in line.items() if key not in CLOCKS}
+        for line in lines
+        if "phase" not in line
+    ]
 
 
 def exported(run_folder: Path) -> dict[str, str]:
     """Every file of the export and of the adapter -> a digest; the title of the model card is the run's folder."""
     found = {}
-    for path in sorted(path for name in (EXPORT, ADAPTER) for path in (run_folder / name).rglob("*") if path.is_file()):
+    for path in sorted(
+        path
+        for name in (EXPORT, ADAPTER)
+        for path in (run_folder / name).rglob("*")
+        if path.is_file()
+    ):
         content = path.read_bytes()
         if path.name == "README.md":
             content = re.sub(rb"^# .*$", b"#", content, count=1, flags=re.MULTILINE)
@@ -97,7 +116,9 @@ def exported(run_folder: Path) -> dict[str, str]:
     return found
 
 
-def compare_checkpoints(run_folder: Path, reference: Reference, before: set[int], damaged: set[int]) -> set[int]:
+def compare_checkpoints(
+    run_folder: Path, reference: Reference, before: set[int], damaged: set[int]
+) -> set[int]:
     """The steps whose checkpoints are there and sound. `before`: those that were, when the run was last looked at; `damaged`:
     those that were damaged since they were written."""
     there, sound = dict(folders.list_checkpoints(run_folder)), set()
@@ -115,17 +136,27 @@ def compare_checkpoints(run_folder: Path, reference: Reference, before: set[int]
         raise Lost(f"step {resumed} was sound, and {sorted(there)} are left")
     written = before | set(range(resumed + 1, newest + 1))
     if missing := reference.kept(newest) & written - sound:
-        raise Lost(f"{sorted(missing)} should be kept with step {newest}, and {sorted(there)} are left")
+        raise Lost(
+            f"{sorted(missing)} should be kept with step {newest}, and {sorted(there)} are left"
+        )
     return sound
 
 
-def compare_lines(run_folder: Path, name: str, reference: Reference, step: int, *, is_whole: bool = False) -> None:
+def compare_lines(
+    run_folder: Path, name: str, reference: Reference, step: int, *, is_whole: bool = False
+) -> None:
     """The lines up to now are the undisturbed run's first; a run that resumes at `step` has all of the steps before."""
     lines, expected = read_lines(run_folder / name), reference.lines[name]
     if lines != expected[: len(lines)]:
-        differing = next((pair for pair in zip(lines, expected, strict=False) if pair[0] != pair[1]), lines[-1:])
+        differing = next(
+            (pair for pair in zip(lines, expected, strict=False) if pair[0] != pair[1]), lines[-1:]
+        )
         raise Silent(f"{name}: {len(lines)} lines, and one is {differing[0]}, not {differing[-1]}")
-    needed = [line for line in expected if line["step"] < step or (line["step"] == step and "loss" in line)]
+    needed = [
+        line
+        for line in expected
+        if line["step"] < step or (line["step"] == step and "loss" in line)
+    ]
     if len(lines) < len(expected if is_whole else needed):
         raise Silent(f"{name}: {len(lines)} lines, of {len(expected)}, when step {step} was saved")
 
@@ -134,14 +165,20 @@ def compare_export(run_folder: Path, reference: Reference, *, is_whole: bool = F
     """The export and the adapter, where they are there: they get their names when they are whole."""
     found = exported(run_folder)
     there = {name.partition("/")[0] for name in found}
-    expected = {n: digest for n, digest in reference.export.items() if is_whole or n.partition("/")[0] in there}
+    expected = {
+        n: digest
+        for n, digest in reference.export.items()
+        if is_whole or n.partition("/")[0] in there
+    }
     if difference := first_difference(expected, found):
         raise Silent(f"another export: {difference}")
 
 
 def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """The first of the names, sorted, whose values differ, with both; empty where none does."""
-    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    names = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
     return f"{names[0]}: {found.get(names[0])}, not {expected.get(names[0])}" if names else ""
 
 
@@ -173,7 +210,9 @@ def judge_image(
 
 def name_phase(image: Path) -> str:
     """What the run was doing, by what lies in its folder."""
-    names = [path.name for path in (image / "checkpoints").glob(".*-*")] + [path.name for path in image.iterdir()]
+    names = [path.name for path in (image / "checkpoints").glob(".*-*")] + [
+        path.name for path in image.iterdir()
+    ]
     for beginning, phase in (
         (".staging-00000000", "checking that a save works"),
         (".pruned", "pruning"),
@@ -207,7 +246,9 @@ class Images:
         shutil.copytree(self._run_folder, image, symlinks=True)
         self.taken.append(image)
 
-    def judge(self, reference: Reference, before: set[int], damaged: set[int], names: Sequence[str]) -> Counter[str]:
+    def judge(
+        self, reference: Reference, before: set[int], damaged: set[int], names: Sequence[str]
+    ) -> Counter[str]:
         """What the images show, by phase. `names`: of the files of lines that were not damaged. Raises `Lost`."""
         counts, known = Counter[str](), set(before)
         for image in self.taken:

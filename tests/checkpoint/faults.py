@@ -45,7 +45,9 @@ SAMPLED = {  # two updates on the same completions: every other checkpoint holds
     "attention_dropout": 0.0,
     "eot_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|begin|>"],
 }
-RECIPES: dict[str, dict[str, Any]] = {  # ROOT stands for the setup's root, SCRATCH for a folder on a disk
+RECIPES: dict[
+    str, dict[str, Any]
+] = {  # ROOT stands for the setup's root, SCRATCH for a folder on a disk
     "full": {},
     "lora": LORA,
     "qlora": LORA | {"load_in_4bit": True},
@@ -58,12 +60,19 @@ RECIPES: dict[str, dict[str, Any]] = {  # ROOT stands for the setup's root, SCRA
     "mixture": {},
     "orpo": {"method": "orpo"},
     "simpo": {"method": "simpo"},
-    "distill top": {"method": "distill", "teacher_model_name_or_path": "ROOT/other", "distill_top_k": 4},
+    "distill top": {
+        "method": "distill",
+        "teacher_model_name_or_path": "ROOT/other",
+        "distill_top_k": 4,
+    },
     "grpo": SAMPLED | {"method": "grpo", "num_generations": 2, "beta": 0.1},
-    "on-policy distill": SAMPLED | {"method": "on_policy_distill", "teacher_model_name_or_path": "ROOT/other"},
+    "on-policy distill": SAMPLED
+    | {"method": "on_policy_distill", "teacher_model_name_or_path": "ROOT/other"},
 }
 # The quickstarts as they are shipped, but for their lengths. Those that continue another one's export get a model of its shape.
-QUICKSTARTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (whose model they take, what is changed in them)
+QUICKSTARTS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # name -> (whose model they take, what is changed in them)
     "quickstart": ("", {}),
     "quickstart_distill": ("quickstart", {"teacher_model_name_or_path": "ROOT/other"}),
     "quickstart_dpo": ("quickstart", {"model_name_or_path": "ROOT/model"}),
@@ -115,7 +124,12 @@ class Setup:
         keys = self._keys(name, limit)
         config = ["--config", str(self.config)]
         if self.kind in QUICKSTARTS:
-            return ["--recipe", self.kind, *config, *(f"{key}={json.dumps(value)}" for key, value in keys.items())]
+            return [
+                "--recipe",
+                self.kind,
+                *config,
+                *(f"{key}={json.dumps(value)}" for key, value in keys.items()),
+            ]
         path = self.root / f"{name.replace('/', '-')}.yaml"
         path.write_text(yaml.safe_dump(keys))
         return ["--recipe", str(path), *config]
@@ -123,7 +137,9 @@ class Setup:
     def _keys(self, name: str, limit: int | None) -> dict[str, Any]:
         """The recipe of the run `name`; of a quickstart what is changed in it."""
         keys = RECIPES[self.kind] if self.kind in RECIPES else QUICKSTARTS[self.kind][1]
-        text = json.dumps(keys).replace("ROOT", str(self.root)).replace("SCRATCH", str(self.scratch))
+        text = (
+            json.dumps(keys).replace("ROOT", str(self.root)).replace("SCRATCH", str(self.scratch))
+        )
         keys = json.loads(text)
         common = {
             "dataset_cache_dir": str(self.cache),
@@ -212,7 +228,9 @@ def make_quickstart_model(folder: Path, name: str, seed: int) -> None:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**recipe["model_config"])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(SHIPPED / recipe["tokenizer_name_or_path"]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SHIPPED / recipe["tokenizer_name_or_path"]).save_pretrained(
+        folder
+    )
 
 
 def _shorten(name: str) -> dict[str, Any]:
@@ -221,7 +239,9 @@ def _shorten(name: str) -> dict[str, Any]:
     changed: dict[str, Any] = {"exact_match_samples": 1} if "exact_match_samples" in recipe else {}
     for key, rows in (("datasets", ROWS), ("eval_datasets", HELD_OUT_ROWS)):
         entries = recipe.get(key, [])
-        cut = [entry | {"path": str(SHIPPED / entry["path"]), "max_samples": rows} for entry in entries]
+        cut = [
+            entry | {"path": str(SHIPPED / entry["path"]), "max_samples": rows} for entry in entries
+        ]
         changed |= {key: cut} if cut else {}
     if "eval_datasets" in changed:
         changed["eval_steps"] = 3
@@ -239,10 +259,18 @@ def make_rows(path: Path, kind: str, rows: int) -> None:
         if kind.startswith("dpo") or kind in ("orpo", "simpo"):
             made.append({"prompt": [question], "chosen": [answer], "rejected": [wrong]})
         elif kind == "kto":
-            made.append({"prompt": [question], "completion": [(answer, wrong)[number % 2]], "label": number % 2 == 0})
+            made.append(
+                {
+                    "prompt": [question],
+                    "completion": [(answer, wrong)[number % 2]],
+                    "label": number % 2 == 0,
+                }
+            )
         else:
             made.append({"messages": [question, answer]})
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8"
+    )
 
 
 def phases(setup: Setup, name: str, newest: int, chance: random.Random) -> list[tuple[str, str]]:
@@ -267,11 +295,21 @@ def phases(setup: Setup, name: str, newest: int, chance: random.Random) -> list[
 
 def find_edits(setup: Setup) -> list[str]:
     """What of its inputs can be edited so that the run must not continue without a word."""
-    edits = ["chat template", "tokenizer", "held-out data", "data order" if setup.streaming else "data"]
+    edits = [
+        "chat template",
+        "tokenizer",
+        "held-out data",
+        "data order" if setup.streaming else "data",
+    ]
     if setup.kind in QUICKSTARTS:  # whose files are the project's
         edits = []
     has_base = setup.kind in ("lora", "qlora", "dpo", "dpo lora", "kto", "grpo", "quickstart_dpo")
-    has_teacher = setup.kind in ("distill", "distill top", "on-policy distill", "quickstart_distill")
+    has_teacher = setup.kind in (
+        "distill",
+        "distill top",
+        "on-policy distill",
+        "quickstart_distill",
+    )
     return [*edits, *["base"] * has_base, *["teacher"] * has_teacher]
 
 
@@ -284,10 +322,14 @@ def edit(setup: Setup, kind: str) -> None:
         path = setup.root / "model" / "tokenizer.json"
         text = path.read_text()
         assert '"e":' in text and '"t":' in text
-        path.write_text(text.replace('"e":', '"\x00":').replace('"t":', '"e":').replace('"\x00":', '"t":'))
+        path.write_text(
+            text.replace('"e":', '"\x00":').replace('"t":', '"e":').replace('"\x00":', '"t":')
+        )
     elif kind in ("base", "teacher"):
         one, other = MODELS if kind == "base" else reversed(MODELS)
-        shutil.copy(setup.root / other / "model.safetensors", setup.root / one / "model.safetensors")
+        shutil.copy(
+            setup.root / other / "model.safetensors", setup.root / one / "model.safetensors"
+        )
     else:
         path = setup.root / ("held_out.jsonl" if kind == "held-out data" else "chat.jsonl")
         rows = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -313,7 +355,9 @@ def damage_checkpoint(checkpoint: Path, others: list[Path], chance: random.Rando
 
 def damage_rollouts(path: Path, others: list[Path], chance: random.Random) -> str:
     """Edits a checkpoint's completions, or puts those of another step in their place; they can be read all the same."""
-    swapped = [other for other in others if other.exists() and other.read_bytes() != path.read_bytes()]
+    swapped = [
+        other for other in others if other.exists() and other.read_bytes() != path.read_bytes()
+    ]
     if swapped and chance.random() < 0.5:
         shutil.copy(chance.choice(swapped), path)
         return "rollouts.jsonl swapped"
@@ -357,6 +401,8 @@ def damage_lines(path: Path, chance: random.Random) -> str:
 def remove_line(path: Path, step: int, chance: random.Random) -> None:
     """Removes one of metrics.jsonl's training lines up to `step`."""
     lines = path.read_text().splitlines(keepends=True)
-    victims = [line for line in lines if json.loads(line)["step"] <= step and "loss" in json.loads(line)]
+    victims = [
+        line for line in lines if json.loads(line)["step"] <= step and "loss" in json.loads(line)
+    ]
     lines.remove(chance.choice(victims))
     path.write_text("".join(lines))

@@ -54,12 +54,20 @@ def main(kills: int = 10) -> None:
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="killing-"))
     try:
-        print(json.dumps(kill_and_resume(root, options.kills, options.ranks, options.seed, options.minutes * 60)))
+        print(
+            json.dumps(
+                kill_and_resume(
+                    root, options.kills, options.ranks, options.seed, options.minutes * 60
+                )
+            )
+        )
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: float) -> dict[str, Any]:
+def kill_and_resume(
+    root: Path, kills: int, ranks: int, seed: int, seconds: float
+) -> dict[str, Any]:
     """Kills until `kills` are done or `seconds` are over; returns what was done to whom, in which phase."""
     make_model(root / "model", num_hidden_layers=1)
     make_chat(root / "chat.jsonl", rows=4)
@@ -76,21 +84,33 @@ def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: floa
         outcome = life.run(chance.uniform(0.0, 0.5), victims, chance.choice(PHASES))
         steps = [step for step, _ in folders.list_checkpoints(life.run_folder)]
         if outcome == "fault" or (saved and (not steps or max(steps) < saved)):
-            raise SystemExit(f"life {lives}: step {saved} was saved, {steps} are left\n{life.output()}")
+            raise SystemExit(
+                f"life {lives}: step {saved} was saved, {steps} are left\n{life.output()}"
+            )
         saved = life.saved() or saved
         if outcome == "finished":
             runs, saved = runs + 1, 0
         else:
             who = "all ranks" if len(victims) == ranks else "one rank"
             counts[f"{who} while {outcome}"] += 1
-    return {"kills": sum(counts.values()), "lives": lives, "runs_finished": runs, **dict(sorted(counts.items()))}
+    return {
+        "kills": sum(counts.values()),
+        "lives": lives,
+        "runs_finished": runs,
+        **dict(sorted(counts.items())),
+    }
 
 
 class Life:
     """One start of a run: its ranks, what they said, and how it ended."""
 
     def __init__(
-        self, root: Path, run_folder: Path, ranks: int, asynchronous: bool, reference: dict[str, str] | None
+        self,
+        root: Path,
+        run_folder: Path,
+        ranks: int,
+        asynchronous: bool,
+        reference: dict[str, str] | None,
     ) -> None:
         self.root, self.run_folder, self.ranks = root, run_folder, ranks
         self.asynchronous, self.reference = asynchronous, reference
@@ -112,8 +132,12 @@ class Life:
                 if rank not in codes and (status := os.waitpid(process, os.WNOHANG))[0]:
                     codes[rank] = os.waitstatus_to_exitcode(status[1])
             begun = begun or (time.monotonic() if self.phases[0] != UNBEGUN else None)
-            late = met is not None and time.monotonic() > met[1] + 5.0  # the others end by themselves; if not, so
-            waited = time.monotonic() - begun - kill_after if begun and kill_after is not None else -1.0
+            late = (
+                met is not None and time.monotonic() > met[1] + 5.0
+            )  # the others end by themselves; if not, so
+            waited = (
+                time.monotonic() - begun - kill_after if begun and kill_after is not None else -1.0
+            )
             phase = PHASES[self.phases[0]] if begun else ""
             if met is None and not codes and waited > (0.0 if phase == during else 1.0):
                 for rank in victims:
@@ -132,7 +156,9 @@ class Life:
 
     def saved(self) -> int | None:
         """The last step whose save had returned."""
-        steps = [int(line.split()[1]) for line in self.output().splitlines() if line.startswith("saved ")]
+        steps = [
+            int(line.split()[1]) for line in self.output().splitlines() if line.startswith("saved ")
+        ]
         return max(steps, default=None)
 
     def digests(self) -> dict[str, str]:
@@ -151,8 +177,16 @@ class Life:
             return process
         code = 1
         try:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+            }
+            os.environ |= {
+                "LOCAL_WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             descriptor = os.open(self.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -170,7 +204,9 @@ class Life:
             folders.lock_run(self.run_folder)
         model, optimizer = build(str(self.root / "model"), False, world)
         tokenizer = AutoTokenizer.from_pretrained(self.root / "model")
-        progress = resuming.load_start(resuming.find_start(recipe, self.run_folder, world), model, optimizer, world)
+        progress = resuming.load_start(
+            resuming.find_start(recipe, self.run_folder, world), model, optimizer, world
+        )
 
         def compare(step: int) -> None:
             tensors = shards.get_model_state(model) | shards.select_tensors(

@@ -18,9 +18,7 @@ from tests.forked_ranks import fork_ranks, kill, reap, run_main
 from tests.ranks import ROOT, environment
 
 LONGEST_SECONDS = 400.0
-GRACE_SECONDS = (
-    6.0  # after a rank was killed, before the others are: they end by themselves, or wait in vain to join it
-)
+GRACE_SECONDS = 6.0  # after a rank was killed, before the others are: they end by themselves, or wait in vain to join it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,12 @@ class Life:
     """One start of `name` under `setup`, on forked ranks or by the launcher."""
 
     def __init__(
-        self, setup: Setup, name: str, by_launcher: bool, keep: int | None = -1, disk: Disk | None = None
+        self,
+        setup: Setup,
+        name: str,
+        by_launcher: bool,
+        keep: int | None = -1,
+        disk: Disk | None = None,
     ) -> None:
         self.setup, self.name, self.by_launcher, self.disk = setup, name, by_launcher, disk
         self.arguments = setup.arguments(name, setup.limit if keep == -1 else keep)
@@ -57,33 +60,56 @@ class Life:
         self.met: str | None = None
         self.met_at = 0.0
 
-    def run(self, moment: Moment | None, usual_seconds: float, images: Images | None = None) -> Ended:
+    def run(
+        self, moment: Moment | None, usual_seconds: float, images: Images | None = None
+    ) -> Ended:
         """Starts the ranks, disturbs them at `moment`, and waits for their ends. Takes `images` of the run's folder meanwhile."""
         try:
-            return (self._by_launcher if self.by_launcher else self._on_forked)(moment, usual_seconds, images)
+            return (self._by_launcher if self.by_launcher else self._on_forked)(
+                moment, usual_seconds, images
+            )
         finally:
             if self.disk is not None:
                 self.disk.end()
 
-    def _on_forked(self, moment: Moment | None, usual_seconds: float, images: Images | None) -> Ended:
+    def _on_forked(
+        self, moment: Moment | None, usual_seconds: float, images: Images | None
+    ) -> Ended:
         launched = self.setup.layout != "single"
-        processes = fork_ranks(lambda rank: run_main(self.arguments), self.setup.ranks, self.log, launched=launched)
+        processes = fork_ranks(
+            lambda rank: run_main(self.arguments), self.setup.ranks, self.log, launched=launched
+        )
         codes: dict[int, int] = {}
         dead_since, started = 0.0, time.monotonic()
         while len(codes) < len(processes):
             reap(processes, codes)
             now = time.monotonic()
             if not dead_since and any(code < 0 or code == 2 for code in codes.values()):
-                dead_since = now if any(code < 0 for code in codes.values()) else now - GRACE_SECONDS
+                dead_since = (
+                    now if any(code < 0 for code in codes.values()) else now - GRACE_SECONDS
+                )
             self._end_of_a_while(moment)
-            if moment and not self.met and not codes and self._is_due(moment, now - started, usual_seconds):
-                self._disturb(moment, processes if moment.victim is None else [processes[moment.victim]])
+            if (
+                moment
+                and not self.met
+                and not codes
+                and self._is_due(moment, now - started, usual_seconds)
+            ):
+                self._disturb(
+                    moment, processes if moment.victim is None else [processes[moment.victim]]
+                )
             elif images and not self.met and not codes and images.is_new():
                 self._stand_still(processes, codes, images)
-            elif now - started > LONGEST_SECONDS or (dead_since and now > dead_since + GRACE_SECONDS):
+            elif now - started > LONGEST_SECONDS or (
+                dead_since and now > dead_since + GRACE_SECONDS
+            ):
                 kill(processes, codes)
             time.sleep(0.004 if (moment and not self.met) or images else 0.02)
-        return Ended([codes[rank] for rank in range(len(processes))], self.met, self.log.read_text(errors="replace"))
+        return Ended(
+            [codes[rank] for rank in range(len(processes))],
+            self.met,
+            self.log.read_text(errors="replace"),
+        )
 
     def _disturb(self, moment: Moment, victims: Iterable[int]) -> None:
         """What `moment` does: a signal to the processes `victims`, or a fault of the disk."""
@@ -100,9 +126,17 @@ class Life:
 
     def _end_of_a_while(self, moment: Moment | None) -> None:
         """Frees a disk that was to be full for a while."""
-        if self.disk is None or not self.met or moment is None or not isinstance(moment.what, DiskFault):
+        if (
+            self.disk is None
+            or not self.met
+            or moment is None
+            or not isinstance(moment.what, DiskFault)
+        ):
             return
-        if moment.what.kind == FULL_FOR_A_WHILE and time.monotonic() > self.met_at + moment.what.seconds:
+        if (
+            moment.what.kind == FULL_FOR_A_WHILE
+            and time.monotonic() > self.met_at + moment.what.seconds
+        ):
             self.disk.end()
 
     @staticmethod
@@ -121,12 +155,19 @@ class Life:
                 os.kill(process, signal.SIGCONT)
 
     def _is_due(self, moment: Moment, elapsed: float, usual_seconds: float) -> bool:
-        if not self.seen_at and (moment.pattern is None or any(self.setup.root.glob(moment.pattern))):
+        if not self.seen_at and (
+            moment.pattern is None or any(self.setup.root.glob(moment.pattern))
+        ):
             self.seen_at = max(elapsed, 1e-9) if moment.pattern else 1e-9
-        return bool(self.seen_at and elapsed > self.seen_at + moment.delay) or elapsed > 3 * usual_seconds
+        return (
+            bool(self.seen_at and elapsed > self.seen_at + moment.delay)
+            or elapsed > 3 * usual_seconds
+        )
 
     def _words(self, moment: Moment) -> str:
-        where = (moment.phase if self.seen_at else "anywhere") + ", by the launcher" * self.by_launcher
+        where = (
+            moment.phase if self.seen_at else "anywhere"
+        ) + ", by the launcher" * self.by_launcher
         if isinstance(moment.what, DiskFault):
             return f"{moment.what.kind}: {where}"
         what = "killed" if moment.what == signal.SIGKILL else "preempted"
@@ -145,11 +186,15 @@ class Life:
         while process.poll() is None:
             elapsed = time.monotonic() - started
             self._end_of_a_while(moment)
-            if moment and not self.met and self._is_due(moment, elapsed - 8.0, usual_seconds):  # its imports come first
+            if (
+                moment and not self.met and self._is_due(moment, elapsed - 8.0, usual_seconds)
+            ):  # its imports come first
                 takes_all = moment.what == signal.SIGKILL and moment.victim is None
                 self._disturb(moment, self._processes() if takes_all else [process.pid])
             if elapsed > LONGEST_SECONDS:
-                self._disturb(Moment(signal.SIGKILL, None, "after too long", None, 0.0), self._processes())
+                self._disturb(
+                    Moment(signal.SIGKILL, None, "after too long", None, 0.0), self._processes()
+                )
             time.sleep(0.01)
         while self._processes():  # ranks whose launcher was killed save and stop
             time.sleep(0.1)
@@ -158,4 +203,8 @@ class Life:
     def _processes(self) -> list[int]:
         """The launcher and its ranks: the processes with this life's arguments."""
         every = psutil.process_iter(["pid", "cmdline"])
-        return [each.info["pid"] for each in every if set(self.arguments) <= set(each.info["cmdline"] or ())]
+        return [
+            each.info["pid"]
+            for each in every
+            if set(self.arguments) <= set(each.info["cmdline"] or ())
+        ]

@@ -92,7 +92,9 @@ def an_async_save_holds_the_state_of_its_own_step(run: Run) -> None:
             assert run.digest() != then
             saver.finish()
             assert (
-                load_start(folders.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step
+                load_start(
+                    folders.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world
+                ).step
                 == step + 1
             )
             assert run.digest() == then
@@ -130,7 +132,9 @@ def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> Non
                         saver.finish()
                     except UserError as error:
                         assert os.strerror(number) in str(error) and name.name in str(error), error
-                        assert "the save of step 2 failed, and nothing was published" in str(error), error
+                        assert "the save of step 2 failed, and nothing was published" in str(
+                            error
+                        ), error
                     else:
                         raise AssertionError(f"{call} of {name} failed, and nobody said so")
                 assert run.steps() == [1]
@@ -157,7 +161,10 @@ def a_checkpoint_whose_name_the_disk_has_not_confirmed_is_reported_as_there(run:
     try:
         saver.save(Progress(step=1))
     except UserError as error:
-        assert f"the save of step 1 failed, and {published} exists: {published}: renamed, but" in str(error), error
+        assert (
+            f"the save of step 1 failed, and {published} exists: {published}: renamed, but"
+            in str(error)
+        ), error
     else:
         raise AssertionError("the disk has not confirmed the name, and nobody said so")
     finally:
@@ -170,7 +177,9 @@ def all_wait_for_a_slow_rank(run: Run) -> None:
     real, publish, seconds = saving.write_shards, saving.publish, float(sys.argv[2])
     written = run.folder / "the slow rank has written"
 
-    def slow(staging: Path, pieces: list[shards.TensorShard], world: World) -> dict[str, dict[str, Any]]:
+    def slow(
+        staging: Path, pieces: list[shards.TensorShard], world: World
+    ) -> dict[str, dict[str, Any]]:
         time.sleep(seconds * world.rank)
         entries = real(staging, pieces, world)
         if world.rank == world.size - 1:
@@ -185,7 +194,9 @@ def all_wait_for_a_slow_rank(run: Run) -> None:
     try:
         run.train(0)
         run.saver().save(Progress(step=1))
-        assert written.exists() and folders.find_newest_valid(run.folder) == folders.step_folder(run.folder, 1)
+        assert written.exists() and folders.find_newest_valid(run.folder) == folders.step_folder(
+            run.folder, 1
+        )
     finally:
         saving.write_shards, saving.publish = real, publish
 
@@ -235,12 +246,17 @@ def a_save_resumes_in_a_model_that_has_not_trained(run: Run) -> None:
         run.train(100, saver)
         saver.finish()
     other = Run(run.root, "other-fsdp1", run.world)
-    assert load_start(folders.step_folder(run.folder, 1), other.model, other.optimizer, run.world).step == 1
+    assert (
+        load_start(folders.step_folder(run.folder, 1), other.model, other.optimizer, run.world).step
+        == 1
+    )
     assert other.digest() == then != run.digest()
 
 
 def main() -> None:
-    distributed_c10d._object_to_tensor = refuse_pickle  # of all_gather_object, broadcast_object_list and so on
+    distributed_c10d._object_to_tensor = (
+        refuse_pickle  # of all_gather_object, broadcast_object_list and so on
+    )
     layouts = {"fsdp2": SCENARIOS, "fsdp1": [a_save_resumes_in_a_model_that_has_not_trained]}
     for layout, scenarios in layouts.items():
         world = join(Sharding(layout=layout, use_cpu=True), timeout_seconds=60)

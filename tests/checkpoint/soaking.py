@@ -47,8 +47,12 @@ class Story:
     disk: Disk | None = None  # on which the run's folder is
     unlike: set[str] = field(default_factory=set)  # files of LOOKED_AT that were damaged
     is_unrepaired: bool = False  # metrics.jsonl was damaged, and no life has begun since
-    damaged: set[int] = field(default_factory=set)  # steps whose checkpoint was damaged and not written again since
-    sound: set[int] = field(default_factory=set)  # steps whose checkpoint must be there, or a later one
+    damaged: set[int] = field(
+        default_factory=set
+    )  # steps whose checkpoint was damaged and not written again since
+    sound: set[int] = field(
+        default_factory=set
+    )  # steps whose checkpoint must be there, or a later one
 
     @property
     def run_folder(self) -> Path:
@@ -69,17 +73,23 @@ class Story:
         by_launcher = self.chance.random() < self.launcher_share
         moment = self._moment(newest, by_launcher) if is_disturbed and not edit else None
         name = (
-            self._aside(edit) if edit in ASIDE and not (edit == ASIDE[0] and self.reference.keeps_best) else self.name
+            self._aside(edit)
+            if edit in ASIDE and not (edit == ASIDE[0] and self.reference.keeps_best)
+            else self.name
         )
         life = Life(self.setup, name, by_launcher, disk=self.disk)
         wants_images = is_disturbed and not edit and not by_launcher
-        images = Images(self.run_folder, self.setup.root / "images", IMAGES) if wants_images else None
+        images = (
+            Images(self.run_folder, self.setup.root / "images", IMAGES) if wants_images else None
+        )
         try:
             ended = life.run(moment, self.reference.seconds, images)
         finally:
             if edit:
                 faults.restore(self.setup)
-        if "address already in use" in ended.log.lower():  # another process of this machine took the port
+        if (
+            "address already in use" in ended.log.lower()
+        ):  # another process of this machine took the port
             return False
         self.counts.update(done)
         self.counts["lives by the launcher" if by_launcher else "lives"] += 1
@@ -90,19 +100,25 @@ class Story:
         if ended.met:
             self.counts[ended.met] += 1
         before, damaged, is_unrepaired = set(self.sound), set(self.damaged), self.is_unrepaired
-        is_over = self._look(ended, newest, bool({f"{METRICS}: doubled", f"{METRICS}: junk"} & set(done)))
+        is_over = self._look(
+            ended, newest, bool({f"{METRICS}: doubled", f"{METRICS}: junk"} & set(done))
+        )
         if images and images.taken:
             return self._look_at_images(images, before, damaged, is_unrepaired) and is_over
         return is_over
 
-    def _look_at_images(self, images: Images, before: set[int], damaged: set[int], is_unrepaired: bool) -> bool:
+    def _look_at_images(
+        self, images: Images, before: set[int], damaged: set[int], is_unrepaired: bool
+    ) -> bool:
         """Judges the images in a child, whose locks end with it. Often the story continues from one of them; returns whether not."""
         chosen = self.chance.choice(images.taken) if self.chance.random() < 0.7 else None
         copy = self.setup.root / "chosen"
         if chosen:
             shutil.copytree(chosen, copy)
         names = [METRICS] * (not is_unrepaired) + self._alike()
-        found = in_child(lambda: images.judge(self.reference, before, damaged, names), copy.with_suffix(".json"))
+        found = in_child(
+            lambda: images.judge(self.reference, before, damaged, names), copy.with_suffix(".json")
+        )
         self.counts.update(found)
         shutil.rmtree(images.taken[0].parent)
         if chosen is None:
@@ -130,13 +146,23 @@ class Story:
             # Mostly one is left to resume from.
             steps = sorted(self.sound)
             victims = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
-            for step in self.chance.sample(victims, self.chance.randint(min(1, len(victims)), len(victims))):
-                others = [folders.step_folder(self.run_folder, other) for other in steps if other != step]
-                kind = faults.damage_checkpoint(folders.step_folder(self.run_folder, step), others, self.chance)
+            for step in self.chance.sample(
+                victims, self.chance.randint(min(1, len(victims)), len(victims))
+            ):
+                others = [
+                    folders.step_folder(self.run_folder, other) for other in steps if other != step
+                ]
+                kind = faults.damage_checkpoint(
+                    folders.step_folder(self.run_folder, step), others, self.chance
+                )
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
-        files = sorted(path for path in self.setup.cache.rglob("*") if path.is_file() and "lock" not in path.name)
+        files = sorted(
+            path
+            for path in self.setup.cache.rglob("*")
+            if path.is_file() and "lock" not in path.name
+        )
         if files and self.chance.random() < 0.5:
             victim = self.chance.choice(files)
             what = "reference" if victim.name.startswith("reference-") else "token cache"
@@ -154,7 +180,9 @@ class Story:
 
     def _edit(self) -> str | None:
         """Edits an input of the run, and returns which; None where there is none to edit."""
-        can_miss_line = max(self.sound) > 2 and not self.is_unrepaired  # of fewer lines none is surely missing
+        can_miss_line = (
+            max(self.sound) > 2 and not self.is_unrepaired
+        )  # of fewer lines none is surely missing
         kinds = faults.find_edits(self.setup) + [ASIDE[1]] * can_miss_line
         kind = self.chance.choice(kinds) if kinds else None
         if kind is not None and kind != ASIDE[1]:
@@ -165,23 +193,39 @@ class Story:
         """When and how this life is disturbed; None where it may come to its end."""
         if self.chance.random() < 0.1 or (newest == STEPS and self.chance.random() < 0.3):
             return None
-        what: signal.Signals | DiskFault = signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
+        what: signal.Signals | DiskFault = (
+            signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
+        )
         if self.disk is not None and self.chance.random() < 0.25:
             spare = self.chance.choice((0, 1 << self.chance.randrange(12, 22)))
             what = DiskFault(self.chance.choice(FAULTS), spare, self.chance.random())
         everyone = self.chance.random() < 0.7 or (self.setup.ranks == 1 and not by_launcher)
         victim = None if everyone else self.chance.randrange(self.setup.ranks)
         if self.chance.random() < 0.15:
-            return Moment(what, victim, "starting", None, self.chance.random() * self.reference.seconds / 2)
-        phase, pattern = self.chance.choice(faults.phases(self.setup, self.name, newest, self.chance))
-        return Moment(what, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random())))
+            return Moment(
+                what, victim, "starting", None, self.chance.random() * self.reference.seconds / 2
+            )
+        phase, pattern = self.chance.choice(
+            faults.phases(self.setup, self.name, newest, self.chance)
+        )
+        return Moment(
+            what, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random()))
+        )
 
     def _check_edit(self, ended: Ended, edit: str, newest: int | None) -> None:
         """The start was refused with a sentence; what decides nothing is said in one, in the copy that resumes at `newest`."""
-        sentence = "eval_datasets: the same files are named" if edit == ASIDE[0] else f"{METRICS}: no line"
-        is_right = 2 in ended.codes if newest is None else sentence in ended.log and set(ended.codes) == {0}
+        sentence = (
+            "eval_datasets: the same files are named" if edit == ASIDE[0] else f"{METRICS}: no line"
+        )
+        is_right = (
+            2 in ended.codes
+            if newest is None
+            else sentence in ended.log and set(ended.codes) == {0}
+        )
         if "Traceback" in ended.log or not is_right:
-            raise Silent(f"{edit}: edited, and the run ended with {ended.codes}\n{ended.log[-3000:]}")
+            raise Silent(
+                f"{edit}: edited, and the run ended with {ended.codes}\n{ended.log[-3000:]}"
+            )
         self._compare(ended)
 
     def _look(self, ended: Ended, newest: int, is_to_be_said: bool) -> bool:
@@ -190,13 +234,26 @@ class Story:
         resumed = comparing.resumed_step(ended.log)
         begun = re.search(r"^layout  ", ended.log, re.M) is not None
         if begun and resumed != newest:
-            raise Lost(f"resumed at step {resumed}, but step {newest} was sound\n{ended.log[-3000:]}")
-        if begun and newest and is_to_be_said and not re.search(f"{METRICS}: .* removed", ended.log):
+            raise Lost(
+                f"resumed at step {resumed}, but step {newest} was sound\n{ended.log[-3000:]}"
+            )
+        if (
+            begun
+            and newest
+            and is_to_be_said
+            and not re.search(f"{METRICS}: .* removed", ended.log)
+        ):
             raise Silent(f"{METRICS} was damaged, and nothing was said\n{ended.log[-3000:]}")
         self.is_unrepaired = self.is_unrepaired and not begun
         is_of_disk = ended.met is not None and ended.met.startswith(FAULTS)
         says_disk = re.search(SAID, ended.log) is not None
-        if not self.sound and self.damaged and not begun and 2 in ended.codes and not (is_of_disk and says_disk):
+        if (
+            not self.sound
+            and self.damaged
+            and not begun
+            and 2 in ended.codes
+            and not (is_of_disk and says_disk)
+        ):
             if "none of its checkpoints verif" not in ended.log:
                 raise Lost(f"every checkpoint was damaged, and this was said:\n{ended.log[-3000:]}")
             self.counts["stories ended: every checkpoint damaged"] += 1
@@ -210,9 +267,15 @@ class Story:
         saved = max(self.sound, default=0)
         said = rf"stopped by \w[\w ]* (after step {saved}( of {STEPS})?, which is saved|during the .*; all {saved} steps are saved)"
         if saved in (0, STEPS):
-            said += "|before the first step" if saved == 0 else "|before the export; all steps are saved"
+            said += (
+                "|before the first step"
+                if saved == 0
+                else "|before the export; all steps are saved"
+            )
         if codes == {75} and not re.search(said, ended.log):
-            raise Lost(f"preempted, but what it says it saved is not there: {sorted(self.sound)}\n{ended.log[-3000:]}")
+            raise Lost(
+                f"preempted, but what it says it saved is not there: {sorted(self.sound)}\n{ended.log[-3000:]}"
+            )
         if codes == {0}:
             self._check_end(ended)
             self.counts["stories finished"] += 1
@@ -222,9 +285,13 @@ class Story:
     def _compare(self, ended: Ended) -> None:
         """Every checkpoint, line and export that is there is the reference's, and what was sound is there still, or a later one."""
         try:
-            self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, self.sound, self.damaged)
+            self.sound = comparing.compare_checkpoints(
+                self.run_folder, self.reference, self.sound, self.damaged
+            )
             if not self.is_unrepaired:
-                comparing.compare_lines(self.run_folder, METRICS, self.reference, max(self.sound, default=0))
+                comparing.compare_lines(
+                    self.run_folder, METRICS, self.reference, max(self.sound, default=0)
+                )
             for name in self._alike():
                 comparing.compare_lines(self.run_folder, name, self.reference, 0)
             comparing.compare_export(self.run_folder, self.reference)
@@ -249,7 +316,9 @@ def make_reference(setup: faults.Setup) -> Reference:
     if set(ended.codes) != {0}:
         raise Lost(f"the reference ended with {ended.codes}\n{ended.log[-4000:]}")
     seconds = time.monotonic() - started
-    return comparing.read_reference(setup.root / REFERENCE, setup.limit, setup.kind == "best", seconds)
+    return comparing.read_reference(
+        setup.root / REFERENCE, setup.limit, setup.kind == "best", seconds
+    )
 
 
 def in_child(function: Callable[[], Counter[str]], results: Path) -> Counter[str]:
@@ -298,7 +367,9 @@ def soak(
             finally:
                 unmount_after(disk, setup.root)
         except Lost as what:
-            (silent if isinstance(what, Silent) else lost).append(f"{setup.label}, {setup.root}: {what}")
+            (silent if isinstance(what, Silent) else lost).append(
+                f"{setup.label}, {setup.root}: {what}"
+            )
         else:
             shutil.rmtree(setup.root, ignore_errors=True)
         total += counts

@@ -26,7 +26,12 @@ from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
 from tests.forked_ranks import fork_ranks, import_all, run_main, wait
 
 ROOT = Path(sys.argv[-1])
-MODEL, OTHER, CHAT, TEMPLATE = ROOT / "model", ROOT / "other", ROOT / "chat.jsonl", ROOT / "template.jinja"
+MODEL, OTHER, CHAT, TEMPLATE = (
+    ROOT / "model",
+    ROOT / "other",
+    ROOT / "chat.jsonl",
+    ROOT / "template.jinja",
+)
 STEPS = 4
 
 
@@ -130,12 +135,21 @@ def an_edited_template_tokenizer_or_config_is_refused() -> None:
     succeeds(start("full"))
     recipe = (ROOT / "full" / "recipe.yaml").read_bytes()
     with edited(TEMPLATE, lambda text: text.replace(b"<|end|>", b" <|end|>")):
-        is_refused(start("full", learning_rate=1.0), "chat_template: the same name is given, but its text has changed")
+        is_refused(
+            start("full", learning_rate=1.0),
+            "chat_template: the same name is given, but its text has changed",
+        )
         assert (ROOT / "full" / "recipe.yaml").read_bytes() == recipe, "of the run that is there"
     with edited(MODEL / "tokenizer.json", swapped_letters):
         is_refused(start("full"), "tokenizer: the same name is given, but its vocabulary")
-    with edited(MODEL / "config.json", lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05')):
-        is_refused(start("full"), "model_name_or_path: the same name is given, but its config.json has changed")
+    with edited(
+        MODEL / "config.json",
+        lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05'),
+    ):
+        is_refused(
+            start("full"),
+            "model_name_or_path: the same name is given, but its config.json has changed",
+        )
     text = succeeds(resume("full"))
     assert "changed" not in text and f"resumed at step {STEPS}" in text
     with edited(TEMPLATE, lambda text: text.replace(b"<|end|>", b" <|end|>")):
@@ -146,13 +160,18 @@ def an_edited_template_tokenizer_or_config_is_refused() -> None:
 def a_stream_in_another_order_is_refused() -> None:
     succeeds(start("stream", streaming=True))
     with edited(CHAT, reversed_lines):
-        is_refused(start("stream", streaming=True), "datasets: the same files are named, but their content")
+        is_refused(
+            start("stream", streaming=True), "datasets: the same files are named, but their content"
+        )
     CHAT.touch()  # a copy is no other stream
     assert "changed" not in succeeds(resume("stream", streaming=True))
 
 
 def an_edited_held_out_file_is_said_and_refused_where_it_chooses_the_model() -> None:
-    held_out, other = make_chat(ROOT / "held-out.jsonl", rows=5), make_chat(ROOT / "held-out-2.jsonl", rows=6)
+    held_out, other = (
+        make_chat(ROOT / "held-out.jsonl", rows=5),
+        make_chat(ROOT / "held-out-2.jsonl", rows=6),
+    )
     changed = "eval_datasets: the same files are named, but their content has changed"
     keys: dict[str, Any] = {"eval_datasets": [{"path": str(held_out)}], "eval_steps": 2}
     succeeds(start("measured", **keys))
@@ -172,8 +191,13 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     assert set(read_state(checkpoint)["inputs"]) == {"base", "chat_template", "config", "tokenizer"}
     weights = MODEL / "model.safetensors"
     with edited(weights, lambda _: (OTHER / "model.safetensors").read_bytes()):
-        is_refused(start("lora", use_peft=True), "but its weights, from which the training started, have changed")
-        is_refused(export(checkpoint), f"{MODEL}: not the weights that the adapter of {checkpoint} was")
+        is_refused(
+            start("lora", use_peft=True),
+            "but its weights, from which the training started, have changed",
+        )
+        is_refused(
+            export(checkpoint), f"{MODEL}: not the weights that the adapter of {checkpoint} was"
+        )
         is_refused(export(ROOT / "lora"), "restore them, or name a folder with --base-model")
         text = succeeds(export(checkpoint, "--base-model", OTHER))
         assert "used all the same, since --base-model names them" in text
@@ -185,15 +209,24 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
 def a_damaged_checkpoint_is_no_model_and_no_export() -> None:
     model = folders.step_folder(ROOT / "full", STEPS) / manifest.MODEL
     with edited(next(model.glob("*.safetensors")), flipped):
-        is_refused(start("next", model_name_or_path=str(model)), "does not match its checksum; name another checkpoint")
-        is_refused(export(model), "does not match its checksum; export another checkpoint of the run")
-    succeeds(start("next", model_name_or_path=str(model.parent)))  # a checkpoint stands for its model/
+        is_refused(
+            start("next", model_name_or_path=str(model)),
+            "does not match its checksum; name another checkpoint",
+        )
+        is_refused(
+            export(model), "does not match its checksum; export another checkpoint of the run"
+        )
+    succeeds(
+        start("next", model_name_or_path=str(model.parent))
+    )  # a checkpoint stands for its model/
     succeeds(export(model))
 
 
 def metrics_that_cannot_be_written_are_a_sentence() -> None:
     metrics = ROOT / "full" / "metrics.jsonl"
-    lines = "".join(json.dumps({"step": 1, "epoch": 0.5, "exact_match": i / 2000}) + "\n" for i in range(2000)).encode()
+    lines = "".join(
+        json.dumps({"step": 1, "epoch": 0.5, "exact_match": i / 2000}) + "\n" for i in range(2000)
+    ).encode()
     with edited(metrics, lambda text: text + lines):
         limit = (50_000, resource.RLIM_INFINITY)  # a longer file fails, as on a full disk
         outcome = resume("full", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
@@ -222,7 +255,10 @@ def an_export_hidden_by_a_kill_comes_back_at_the_next_start() -> None:
         lambda: succeeds(command("checkpoints", ROOT / "full")),
         lambda: succeeds(command("report", ROOT / "full")),
         lambda: succeeds(export(ROOT / "full")),
-        lambda: is_refused(command("export", ROOT / "full", "--output", exported), "exists; choose another --output"),
+        lambda: is_refused(
+            command("export", ROOT / "full", "--output", exported),
+            "exists; choose another --output",
+        ),
     ]
     for next_start in starts:
         assert ended(killed_between_the_renames)[0] == -signal.SIGKILL
@@ -237,7 +273,9 @@ def main() -> None:
     make_model(OTHER, num_hidden_layers=1, seed=1)
     make_chat(CHAT, rows=24)
     TEMPLATE.write_text(CHAT_TEMPLATE)
-    (ROOT / "config.yaml").write_text('distributed_type: "NO"\nmixed_precision: "no"\nuse_cpu: true\n')
+    (ROOT / "config.yaml").write_text(
+        'distributed_type: "NO"\nmixed_precision: "no"\nuse_cpu: true\n'
+    )
     import_all()
     for scenario in (
         an_edited_template_tokenizer_or_config_is_refused,

@@ -37,7 +37,9 @@ class Run:
     def __init__(self, root: Path, world: World) -> None:
         self.root, self.folder, self.world = root, root / "run", world
         make_chat(root / "chat.jsonl", rows=4)
-        self.model, self.optimizer = build(str(make_model(root / "model", num_hidden_layers=1)), False, world)
+        self.model, self.optimizer = build(
+            str(make_model(root / "model", num_hidden_layers=1)), False, world
+        )
 
     def _recipe(self, limit: int | None) -> Any:
         content = {
@@ -45,11 +47,20 @@ class Run:
             "datasets": [{"path": str(self.root / "chat.jsonl")}],
         }
         path = self.root / "recipe.yaml"
-        path.write_text(json.dumps(content | {"output_dir": str(self.folder), "save_total_limit": limit}))
+        path.write_text(
+            json.dumps(content | {"output_dir": str(self.folder), "save_total_limit": limit})
+        )
         return read_recipe(str(path))
 
     def save(self, *steps: int, limit: int | None = None) -> None:
-        saver = Saver(self.folder, self.model, self.optimizer, self.world, self._recipe(limit), make_tokenizer())
+        saver = Saver(
+            self.folder,
+            self.model,
+            self.optimizer,
+            self.world,
+            self._recipe(limit),
+            make_tokenizer(),
+        )
         for step in steps:
             saver.save(Progress(step=step))
 
@@ -62,13 +73,19 @@ class Run:
     def damage(self, *steps: int) -> None:
         """Flips a byte of the weights: the sizes stay right."""
         for step in steps:
-            weights = next((folders.step_folder(self.folder, step) / manifest.MODEL).glob("*.safetensors"))
+            weights = next(
+                (folders.step_folder(self.folder, step) / manifest.MODEL).glob("*.safetensors")
+            )
             content = bytearray(weights.read_bytes())
             content[-1] ^= 1
             weights.write_bytes(content)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in folders.checkpoints_folder(self.folder).iterdir() if path.name[0] != ".")
+        return sorted(
+            path.name
+            for path in folders.checkpoints_folder(self.folder).iterdir()
+            if path.name[0] != "."
+        )
 
 
 @pytest.fixture
@@ -76,7 +93,9 @@ def run(tmp_path: Path, world: World) -> Run:
     return Run(tmp_path, world)
 
 
-def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.save(4, 8, 12)
     run.damage(8, 12)
     assert run.start() == 4
@@ -84,16 +103,22 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
     assert run.start() == 6
-    listed = format_list(run.folder, summarize_checkpoints(run.folder, checksums=True), verified=True)
+    listed = format_list(
+        run.folder, summarize_checkpoints(run.folder, checksums=True), verified=True
+    )
     assert [line.split(":")[0] for line in listed if line.startswith("damaged-")] == run.names()[:2]
     run.save(8, 12, limit=2)
     run.damage(12)
     assert run.start() == 8
-    assert run.names() == ["damaged-00000012", "step-00000008"], "of a step that is saved again, the sound one stays"
+    assert run.names() == ["damaged-00000012", "step-00000008"], (
+        "of a step that is saved again, the sound one stays"
+    )
     run.save(12, limit=None)
     run.damage(12)
     assert run.start() == 8
-    assert run.names() == ["damaged-00000012", "damaged-00000012-2", "step-00000008"], "without a limit all are kept"
+    assert run.names() == ["damaged-00000012", "damaged-00000012-2", "step-00000008"], (
+        "without a limit all are kept"
+    )
 
 
 def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
@@ -104,7 +129,9 @@ def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
     assert run.start() == 9, "not removed in favor of the damaged one"
 
 
-def test_later_checkpoints_that_are_not_known_to_be_sound_are_neither_counted_nor_removed(run: Run) -> None:
+def test_later_checkpoints_that_are_not_known_to_be_sound_are_neither_counted_nor_removed(
+    run: Run,
+) -> None:
     run.save(2, 4, 10)
     assert folders.prune(run.folder, newest=4, keep=1) == []
     assert run.names() == ["step-00000004", "step-00000010"]
@@ -131,14 +158,19 @@ def test_what_cannot_be_removed_is_reported_and_stops_neither_the_save_nor_the_n
         if ".pruned" not in path.name or not path.exists():
             real(path, ignore_errors=ignore_errors)
         elif not ignore_errors:
-            raise OSError(39, "Directory not empty", str(path))  # as NFS says while another machine reads the folder
+            raise OSError(
+                39, "Directory not empty", str(path)
+            )  # as NFS says while another machine reads the folder
 
     run.save(1)
     with monkeypatch.context() as patch:
         patch.setattr(durable, "remove_tree", remove)
         run.save(2, limit=1)
         said = capsys.readouterr().out
-        assert "step-00000001: an old checkpoint that could not be removed: Directory not empty" in said
+        assert (
+            "step-00000001: an old checkpoint that could not be removed: Directory not empty"
+            in said
+        )
         assert run.start() == 2
     assert run.start() == 2
     assert not list(folders.checkpoints_folder(run.folder).glob(".pruned-*"))
@@ -176,7 +208,9 @@ def test_a_forged_checkpoint_is_passed_over_for_the_one_before_it(run: Run, forg
         (newest / manifest.MANIFEST).write_bytes(DEEP)
     elif forged in MANIFESTS:
         change = MANIFESTS[forged]
-        (newest / manifest.MANIFEST).write_bytes(signed(content | change) if isinstance(change, dict) else b"[]")
+        (newest / manifest.MANIFEST).write_bytes(
+            signed(content | change) if isinstance(change, dict) else b"[]"
+        )
     else:
         (newest / manifest.STATE).write_bytes(STATES[forged.removeprefix("state: ")])
         content["files"][manifest.STATE] = durable.checksum(newest / manifest.STATE)

@@ -25,8 +25,24 @@ from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
 from tests.ranks import ROOT
 
-UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-UNPICKLING_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "pd.read_pickle", "dist.broadcast_object_list"}
+UNPICKLING_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+}
+UNPICKLING_CALLS = {
+    "torch.load",
+    "torch.save",
+    "np.load",
+    "numpy.load",
+    "pd.read_pickle",
+    "dist.broadcast_object_list",
+}
 UNPICKLING_CALLS |= {"dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"}
 
 
@@ -39,8 +55,16 @@ def unpickling(source: str) -> Iterator[str]:
     """Every import of a module and every call that can unpickle, as `LINE: NAME`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            yield from (f"{node.lineno}: {name}" for name in module if name.split(".")[0] in UNPICKLING_MODULES)
+            module = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            yield from (
+                f"{node.lineno}: {name}"
+                for name in module
+                if name.split(".")[0] in UNPICKLING_MODULES
+            )
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             keywords = {f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords}
@@ -60,7 +84,12 @@ def test_no_module_of_ours_unpickles() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "import numpy as np\nnp.load('x')"],
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x')",
+    ],
 )
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert list(unpickling(source))
@@ -83,12 +112,21 @@ def world() -> Iterator[World]:
     leave(world)
 
 
-def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(tmp_path: Path, world: World) -> None:
+def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
+    tmp_path: Path, world: World
+) -> None:
     """In place of each file in turn a pickle, with a manifest that vouches for it."""
-    model_folder, run_folder, marker = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "it ran"
+    model_folder, run_folder, marker = (
+        make_model(tmp_path / "model"),
+        tmp_path / "run",
+        tmp_path / "it ran",
+    )
     make_chat(tmp_path / "chat.jsonl", rows=4)
     recipe_file = tmp_path / "recipe.yaml"
-    content = {"model_name_or_path": str(model_folder), "datasets": [{"path": str(tmp_path / "chat.jsonl")}]}
+    content = {
+        "model_name_or_path": str(model_folder),
+        "datasets": [{"path": str(tmp_path / "chat.jsonl")}],
+    }
     recipe_file.write_text(json.dumps(content | {"output_dir": str(run_folder)}))
     recipe = read_recipe(str(recipe_file))
     model, optimizer = build(str(model_folder), False, world)
@@ -110,12 +148,18 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
         except UserError as error:
             refused.add(path.name.split("-")[0])
             assert path.name in str(error)
-            assert all(bool((before[name] == p).all()) for name, p in model.named_parameters()), "nothing was loaded"
+            assert all(bool((before[name] == p).all()) for name, p in model.named_parameters()), (
+                "nothing was loaded"
+            )
         (checkpoint / manifest.MANIFEST).write_bytes(original)
         path.write_bytes(good)
         assert not marker.exists(), f"{path.name} ran code"
-    assert refused == {"pieces", manifest.STATE, manifest.MANIFEST}, "the others are read by nobody here"
-    (checkpoint / manifest.MODEL / ".metadata").write_bytes(hostile)  # what torch's own format would unpickle
+    assert refused == {"pieces", manifest.STATE, manifest.MANIFEST}, (
+        "the others are read by nobody here"
+    )
+    (checkpoint / manifest.MODEL / ".metadata").write_bytes(
+        hostile
+    )  # what torch's own format would unpickle
     with pytest.raises(UserError, match="does not belong to it"):
         load_start(find_start(recipe, run_folder, world), model, optimizer, world)
     pickle.loads(hostile)  # noqa: S301
@@ -137,6 +181,10 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> Non
     folders.make_staging(staging)
     (tmp_path / "elsewhere").write_bytes(b"")
     names = {"../../elsewhere": durable.checksum(tmp_path / "elsewhere")}
-    outside = manifest.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)
-    with pytest.raises(UserError, match=r"manifest.json names a file outside the checkpoint: '../../elsewhere'"):
+    outside = manifest.Manifest(
+        step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names
+    )
+    with pytest.raises(
+        UserError, match=r"manifest.json names a file outside the checkpoint: '../../elsewhere'"
+    ):
         manifest.complete(staging, outside)

@@ -10,14 +10,18 @@ from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
 from tests.ranks import run_python
 
 SCENARIOS = re.findall(
-    r"^def (an?_\w+|adapters_\w+|metrics_\w+)\(", (Path(__file__).parent / "starts.py").read_text(), re.M
+    r"^def (an?_\w+|adapters_\w+|metrics_\w+)\(",
+    (Path(__file__).parent / "starts.py").read_text(),
+    re.M,
 )
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What starts.py says of all its scenarios."""
-    done = run_python(["tests/checkpoint/starts.py", str(tmp_path_factory.mktemp("starts"))], timeout=500)
+    done = run_python(
+        ["tests/checkpoint/starts.py", str(tmp_path_factory.mktemp("starts"))], timeout=500
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -36,7 +40,12 @@ def test_a_long_stream_is_sampled_from_its_first_byte_to_its_last(
     sources = (DatasetSource(path=str(path)),)
     path.write_bytes(content)
     whole = fingerprint_samples(sources)
-    for other in (b"!" + content[1:], content[:-1] + b"!", content[1:] + content[:1], content + b"!"):
+    for other in (
+        b"!" + content[1:],
+        content[:-1] + b"!",
+        content[1:] + content[:1],
+        content + b"!",
+    ):
         path.write_bytes(other)
         assert fingerprint_samples(sources) != whole
     path.write_bytes(content)

@@ -13,14 +13,27 @@ from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
 
 
-def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **changed: Any) -> Path:
+def write_checkpoint(
+    run_folder: Path, step: int, content: bytes = b"weights", **changed: Any
+) -> Path:
     """A published checkpoint of one file in each part."""
     staging = folders.staging_folder(run_folder, step)
     folders.make_staging(staging)
-    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
-    written = {name: durable.write_file(staging / name, [content, str(step).encode()]) for name in names}
+    names = [
+        "model/pieces-00000-of-00001.safetensors",
+        "optimizer/pieces-00000-of-00001.safetensors",
+    ]
+    written = {
+        name: durable.write_file(staging / name, [content, str(step).encode()]) for name in names
+    }
     written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
-    facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
+    facts: dict[str, Any] = {
+        "step": step,
+        "layout": "single",
+        "ranks": 1,
+        "recipe_sha256": "",
+        "packages": {},
+    }
     manifest.complete(staging, manifest.Manifest(files=written, **facts | changed))
     return folders.publish(run_folder, staging, step)
 
@@ -63,18 +76,24 @@ def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:
     read: list[int] = []
     assert manifest.find_damage(checkpoint, parts=[manifest.MODEL], advance=read.append) == []
     assert sum(read) == sum(
-        path.stat().st_size for path in [*(checkpoint / "model").iterdir(), checkpoint / manifest.STATE]
+        path.stat().st_size
+        for path in [*(checkpoint / "model").iterdir(), checkpoint / manifest.STATE]
     )
 
 
 def test_the_manifest_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    one, other = write_checkpoint(tmp_path / "a", 5), write_checkpoint(tmp_path / "b", 5, content=b"others!")
+    one, other = (
+        write_checkpoint(tmp_path / "a", 5),
+        write_checkpoint(tmp_path / "b", 5, content=b"others!"),
+    )
     (one / manifest.MANIFEST).write_bytes((other / manifest.MANIFEST).read_bytes())
     assert any("does not match its checksum" in problem for problem in manifest.find_damage(one))
     assert json.loads((other / manifest.MANIFEST).read_text())["step"] == 5
 
 
-def test_the_list_prints_a_command_that_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_prints_a_command_that_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = write_checkpoint(tmp_path / "my runs" / "it's", 10)
     assert main(["checkpoints", str(tmp_path / "my runs" / "it's")]) == 0
     said = capsys.readouterr().out
@@ -90,7 +109,9 @@ def test_the_list_prints_a_command_that_can_be_pasted(tmp_path: Path, capsys: py
         said = capsys.readouterr().err
         assert said == f"{part}: a part of a run; name the run's folder, {checkpoint.parents[1]}\n"
     assert main(["checkpoints", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"{tmp_path}: no run's folder, for it has neither recipe.yaml nor ")
+    assert capsys.readouterr().err.startswith(
+        f"{tmp_path}: no run's folder, for it has neither recipe.yaml nor "
+    )
     (tmp_path / "recipe.yaml").touch()
     assert main(["checkpoints", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{tmp_path}: has no checkpoints yet\n"

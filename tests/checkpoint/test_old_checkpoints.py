@@ -30,7 +30,19 @@ def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
     shutil.copytree(FILES, place)
     recorded = metrics(place / kind)
     monkeypatch.chdir(place)
-    assert main(["export", f"{kind}/checkpoints/step-00000002", "--output", "out", "--base-model", "model"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                f"{kind}/checkpoints/step-00000002",
+                "--output",
+                "out",
+                "--base-model",
+                "model",
+            ]
+        )
+        == 0
+    )
     assert "verified" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(place / "out").config.hidden_size == 16
     if kind == "full":

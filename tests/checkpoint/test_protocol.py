@@ -26,7 +26,9 @@ class Disk:
     def __init__(self, root: Path, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.last, self.count = str(root), last, 0
         self.unsynced_files: set[int] = set()  # inodes whose bytes are in memory only
-        self.unsynced_names: list[tuple[str, Callable[[], None]]] = []  # (folder, how to undo the change in it)
+        self.unsynced_names: list[
+            tuple[str, Callable[[], None]]
+        ] = []  # (folder, how to undo the change in it)
         self._paths: dict[int, str] = {}  # of open descriptors
         self._real = {name: getattr(os, name) for name in PATCHED}
         for name in PATCHED:
@@ -68,7 +70,9 @@ class Disk:
         self._operation()
         self.unsynced_files.discard(os.fstat(descriptor).st_ino)
         path = self._paths[descriptor]
-        self.unsynced_names = [(where, undo) for where, undo in self.unsynced_names if where != path]
+        self.unsynced_names = [
+            (where, undo) for where, undo in self.unsynced_names if where != path
+        ]
 
     def _rename(self, source: Any, target: Any) -> None:
         self._operation()
@@ -93,10 +97,15 @@ def write_checkpoint(run_folder: Path, step: int, content: bytes) -> None:
     """One save as a world of one does it: stage, complete, publish, prune."""
     staging = folders.staging_folder(run_folder, step)
     folders.make_staging(staging)
-    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
+    names = [
+        "model/pieces-00000-of-00001.safetensors",
+        "optimizer/pieces-00000-of-00001.safetensors",
+    ]
     written = {name: durable.write_file(staging / name, [content, name.encode()]) for name in names}
     written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
-    described = manifest.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
+    described = manifest.Manifest(
+        step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written
+    )
     manifest.complete(staging, described)
     folders.publish(run_folder, staging, step)
     folders.prune(run_folder, step, keep=KEEP)
@@ -113,7 +122,9 @@ class Story:
         for step in self.before:
             write_checkpoint(root, step, b"before")
 
-    def run_until(self, last: int, root: Path, monkeypatch: pytest.MonkeyPatch, power_cut: bool) -> bool:
+    def run_until(
+        self, last: int, root: Path, monkeypatch: pytest.MonkeyPatch, power_cut: bool
+    ) -> bool:
         """Saves on a disk that dies at its `last`-th operation. Returns whether the save came to its end."""
         with monkeypatch.context() as patch:
             disk = Disk(root, last, patch)
@@ -135,7 +146,9 @@ STORIES = {"first": Story((), 1), "pruning": Story((1, 2), 3), "replacing": Stor
 def test_no_published_checkpoint_is_ever_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: Story, power_cut: bool
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below knows what it would have done
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: None
+    )  # the disk below knows what it would have done
     for kill in range(1, 1000):
         root = tmp_path / str(kill)
         story.begin(root)
@@ -144,7 +157,9 @@ def test_no_published_checkpoint_is_ever_lost(
         found = {step: manifest.find_damage(path) for step, path in folders.list_checkpoints(root)}
         assert not any(found.values()), f"killed at operation {kill}: {found}"
         ever = {*story.before, *found} | ({story.step} if ended else set())
-        assert set(sorted(ever)[-KEEP:]) <= found.keys(), f"killed at operation {kill}: only {list(found)} are left"
+        assert set(sorted(ever)[-KEEP:]) <= found.keys(), (
+            f"killed at operation {kill}: only {list(found)} are left"
+        )
         left = {path.name for path in folders.checkpoints_folder(root).glob("*")}
         assert left == {f"step-{step:08d}" for step in found}, f"killed at operation {kill}: {left}"
         write_checkpoint(root, 9, b"the run continues")
@@ -154,7 +169,9 @@ def test_no_published_checkpoint_is_ever_lost(
             return
 
 
-def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_these_tests_loses_what_was_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above must be able to fail: where no folder is synced, a published checkpoint is gone after a power cut."""
     story = STORIES["first"]
     with monkeypatch.context() as patch:

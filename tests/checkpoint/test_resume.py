@@ -53,7 +53,9 @@ class Place:
         recipe.write_text(yaml.safe_dump(given | keys))
         return ["--recipe", str(recipe), "--config", str(config)]
 
-    def run(self, name: str, layout: str, ranks: int, env: dict[str, str] | None = None, **keys: Any) -> Finished:
+    def run(
+        self, name: str, layout: str, ranks: int, env: dict[str, str] | None = None, **keys: Any
+    ) -> Finished:
         return launch_ranks(RUN, self.arguments(name, layout, **keys), ranks=ranks, env=env)
 
 
@@ -93,7 +95,9 @@ def kill_after(step: int, run_folder: Path, begin: list[str], ranks: int) -> Non
     running = start_ranks(RUN, begin, ranks=ranks)
     deadline = time.monotonic() + 120
     while not folders.step_folder(run_folder, step).exists():
-        assert all(p.poll() is None for p in running.processes) and time.monotonic() < deadline, running.output(0)
+        assert all(p.poll() is None for p in running.processes) and time.monotonic() < deadline, (
+            running.output(0)
+        )
         time.sleep(0.01)
     running.kill()
     assert all(process.wait() == -signal.SIGKILL for process in running.processes)
@@ -130,7 +134,9 @@ def test_a_killed_run_ends_bit_for_bit_as_if_nobody_had_killed_it(
         pytest.param("fsdp2", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_resumes_in_any_layout_and_on_any_number_of_ranks(place: Place, layout: str, ranks: int) -> None:
+def test_a_run_resumes_in_any_layout_and_on_any_number_of_ranks(
+    place: Place, layout: str, ranks: int
+) -> None:
     run_folder = stopped_at(place, SAVED, f"{layout}{ranks}")
     place.run(run_folder.name, layout, ranks).check()
     resumed, whole = metrics(run_folder), metrics(place.root / "whole")
@@ -140,11 +146,17 @@ def test_a_run_resumes_in_any_layout_and_on_any_number_of_ranks(place: Place, la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 3)])
-def test_what_any_layout_has_written_resumes_as_fsdp2(place: Place, layout: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("single", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 3)]
+)
+def test_what_any_layout_has_written_resumes_as_fsdp2(
+    place: Place, layout: str, ranks: int
+) -> None:
     name = f"from-{layout}{ranks}"
     place.run(name, layout, ranks).check()
-    for later in [path for step, path in folders.list_checkpoints(place.root / name) if step > SAVED]:
+    for later in [
+        path for step, path in folders.list_checkpoints(place.root / name) if step > SAVED
+    ]:
         shutil.rmtree(later)
     place.run(name, "fsdp2", 2).check()
     for one, other in zip(metrics(place.root / name), metrics(place.root / "whole"), strict=True):
@@ -167,7 +179,9 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
         assert change in text, text
     assert "Traceback" not in text
     assert "learning_rate" not in text, "the learning rate may change"
-    taken = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4, allow_changed_recipe=True).check()
+    taken = place.run(
+        "changed", "single", 1, max_steps=longer, learning_rate=1e-4, allow_changed_recipe=True
+    ).check()
     assert f"max_steps: {STEPS} -> {longer}" in taken.outputs[0]
     assert "learning_rate: 0.001 -> 0.0001" in taken.outputs[0]
     assert [line["step"] for line in metrics(run_folder)] == list(range(1, longer + 1))
@@ -179,10 +193,14 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
     assert refused.returncodes == (2,)
     assert "datasets: the same files are named, but their content has changed" in refused.outputs[0]
     elsewhere = [{"path": str(make_chat(place.root / "other.jsonl", rows=20))}]
-    refused = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4, datasets=elsewhere)
+    refused = place.run(
+        "changed", "single", 1, max_steps=longer, learning_rate=1e-4, datasets=elsewhere
+    )
     assert refused.returncodes == (2,)
     was, now = json.dumps(str(place.root / "chat.jsonl")), json.dumps(elsewhere[0]["path"])
-    assert f"\n  datasets[0].path: {was} -> {now}\n" in refused.outputs[0], "what differs, and nothing else"
+    assert f"\n  datasets[0].path: {was} -> {now}\n" in refused.outputs[0], (
+        "what differs, and nothing else"
+    )
     assert "the same files are named" not in refused.outputs[0]
 
 
@@ -196,10 +214,15 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: 
     weights.write_bytes(content)
     away = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     resumed = place.run("damaged", "fsdp2", 2, env=away).check()
-    assert f"{newest}: passed over: model/{weights.name} does not match its checksum" in resumed.outputs[0]
+    assert (
+        f"{newest}: passed over: model/{weights.name} does not match its checksum"
+        in resumed.outputs[0]
+    )
     assert f"resumed at step {STEPS - SAVED}" in resumed.outputs[0]
     assert metrics(run_folder) == metrics(place.root / "whole")
-    assert tensors(run_folder, STEPS) == tensors(place.root / "whole", STEPS), "replaced by the same step, sound"
+    assert tensors(run_folder, STEPS) == tensors(place.root / "whole", STEPS), (
+        "replaced by the same step, sound"
+    )
 
 
 # run.py, which prints each step whose batch it makes.
@@ -224,4 +247,6 @@ def test_a_resumed_run_reads_nothing_of_the_data_before_its_step(place: Place) -
     script = place.root / "prints_batches.py"
     script.write_text(PRINTS_BATCHES)
     output = launch_ranks(script, place.arguments("late", "single"), ranks=1).check().outputs[0]
-    assert sorted(map(int, re.findall(r"batch of step (\d+)", output))) == list(range(STEPS - SAVED, STEPS)), output
+    assert sorted(map(int, re.findall(r"batch of step (\d+)", output))) == list(
+        range(STEPS - SAVED, STEPS)
+    ), output

@@ -50,9 +50,16 @@ sys.exit(code)
 def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -> None:
     make_model(tmp_path / "model")
     make_chat(tmp_path / "chat.jsonl", rows=4)
-    recipe = {"model_name_or_path": str(tmp_path / "model"), "datasets": [{"path": str(tmp_path / "chat.jsonl")}]}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe | {"save_total_limit": None, "export_at_end": False}))
-    launch_ranks(HERE / "saving_on_ranks.py", [str(tmp_path), str(slow_seconds)], timeout=300).check()
+    recipe = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "datasets": [{"path": str(tmp_path / "chat.jsonl")}],
+    }
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps(recipe | {"save_total_limit": None, "export_at_end": False})
+    )
+    launch_ranks(
+        HERE / "saving_on_ranks.py", [str(tmp_path), str(slow_seconds)], timeout=300
+    ).check()
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
@@ -62,19 +69,25 @@ def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
 
 
-def test_an_adapters_config_is_the_same_bytes_in_every_process(tiny_recipe: Callable[..., Path]) -> None:
+def test_an_adapters_config_is_the_same_bytes_in_every_process(
+    tiny_recipe: Callable[..., Path],
+) -> None:
     """peft keeps its targets in a set, whose order is another one in each process: found by the soak."""
     recipe = read_recipe(str(tiny_recipe(use_peft=True, lora_r=2)))
     assert recipe.model.model_name_or_path is not None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipe.model.model_name_or_path))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(recipe.model.model_name_or_path)
+        )
     add_adapters(model, recipe.lora, torch.float32)
     files = describe_model(model, recipe, load_tokenizer(recipe.model, recipe.data))
     targets = json.loads(files["model/adapter_config.json"])["target_modules"]
     assert len(targets) == 7 and targets == sorted(targets)
 
 
-def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+def test_a_second_run_in_one_folder_is_refused(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
     folders.lock_run(tmp_path / "run")  # as this process's own run would
     before = sorted((tmp_path / "run").rglob("*"))
     refused = launch_ranks(RUN, ["--recipe", str(tiny_recipe())], ranks=1)
@@ -107,11 +120,16 @@ def test_a_run_that_could_not_save_does_not_start(
     tmp_path: Path, tiny_recipe: Callable[..., Path], mount: str, said: str
 ) -> None:
     """On a real file system that is small or read-only, mounted where only this process sees it."""
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode
+    ):
         pytest.skip("this system lets nobody mount a file system of their own (unshare -rm)")
     disk = tmp_path / "disk"
     disk.mkdir()
-    base = make_model(tmp_path / "base", dtype="bfloat16")  # trained in fp32, exported as the base's files are
+    base = make_model(
+        tmp_path / "base", dtype="bfloat16"
+    )  # trained in fp32, exported as the base's files are
     recipe = tiny_recipe(output_dir=str(disk / "run"), save_steps=1, model_name_or_path=str(base))
     script = tmp_path / "on_a_disk.py"
     script.write_text(ON_A_DISK)

@@ -7,7 +7,9 @@ import pytest
 from tests.ranks import ROOT, run_python
 
 
-@pytest.mark.parametrize(("faults", "launcher"), [(60, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("faults", "launcher"), [(60, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)]
+)
 def test_random_faults_lose_nothing(faults: int, launcher: float) -> None:
     command = ["tests/soak.py", "--faults", str(faults), "--launcher", str(launcher)]
     done = run_python(command, timeout=120 + 10 * faults)
@@ -20,9 +22,17 @@ def test_the_page_has_the_table_of_the_counts() -> None:
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     counts = json.loads((ROOT / "benchmarks" / "results" / "soak" / "soak.json").read_text())
     table = page.partition("<!-- soak -->\n")[2].partition("<!-- /soak -->")[0]
-    named = {line.split("|")[1].strip(): line.split("|")[2:] for line in table.splitlines() if line.startswith("| ")}
+    named = {
+        line.split("|")[1].strip(): line.split("|")[2:]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    }
     faults, lost, silent = (int(cell.strip().replace(",", "")) for cell in named["all"][:3])
-    assert (faults, lost, silent) == (counts["faults"], counts["lost"], counts["silent"]) and lost == silent == 0
+    assert (faults, lost, silent) == (
+        counts["faults"],
+        counts["lost"],
+        counts["silent"],
+    ) and lost == silent == 0
     assert faults >= 3000
     rows = [
         int(cells[0].strip().replace(",", ""))

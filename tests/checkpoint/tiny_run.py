@@ -32,11 +32,15 @@ def build(model_folder: str, lora: bool, world: World) -> tuple[Any, Any]:
     """The model of `model_folder` in the world's layout, with dropout, and its optimizer."""
     config = AutoConfig.from_pretrained(model_folder, attention_dropout=0.1)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
         if lora:
             from peft import LoraConfig, inject_adapter_in_model
 
-            inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1), model)
+            inject_adapter_in_model(
+                LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1), model
+            )
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     stored = read_folder(model_folder)
@@ -48,13 +52,19 @@ def build(model_folder: str, lora: bool, world: World) -> tuple[Any, Any]:
         return read_slice(stored[name.replace(".base_layer", "")], slices)
 
     model = parallelize(model, values, world)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
     return model, world.accelerator.prepare_optimizer(optimizer)
 
 
-def train_step(step: int, model: Any, optimizer: Any, world: World, saver: Saver | None = None) -> float:
+def train_step(
+    step: int, model: Any, optimizer: Any, world: World, saver: Saver | None = None
+) -> float:
     """One step on ROWS rows dealt out over the ranks; the mean loss over all of them. A pure function of state and step."""
-    ids = torch.randint(3, 200, (ROWS, 12), generator=torch.Generator().manual_seed(step))[world.rank :: world.size]
+    ids = torch.randint(3, 200, (ROWS, 12), generator=torch.Generator().manual_seed(step))[
+        world.rank :: world.size
+    ]
     torch.manual_seed(1000 * step + world.rank)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss * len(ids) / ROWS
     world.accelerator.backward(loss * world.size)

@@ -12,10 +12,14 @@ from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.errors import UserError
 
-NAMES = st.sampled_from(sorted(recipe_keys().keys() | keys_of(DatasetSource).keys())) | st.text(max_size=8)
+NAMES = st.sampled_from(sorted(recipe_keys().keys() | keys_of(DatasetSource).keys())) | st.text(
+    max_size=8
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -36,6 +40,9 @@ def test_any_mapping(recipe: dict[str, object], overrides: list[str]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=60) | st.text("-:[]{}&*!|>'\"%@`#,? \n\t0aé\u2028", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=60)
+    | st.text("-:[]{}&*!|>'\"%@`#,? \n\t0aé\u2028", max_size=60).map(str.encode)
+)
 def test_any_bytes(content: bytes) -> None:
     read(content, [])

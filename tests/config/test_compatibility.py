@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
-from finetune.config.facts import ACTIVATIONS, KINDS, MachineFacts, ModelFacts, names_vision_language, read_model_facts
+from finetune.config.facts import (
+    ACTIVATIONS,
+    KINDS,
+    MachineFacts,
+    ModelFacts,
+    names_vision_language,
+    read_model_facts,
+)
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Case
@@ -35,7 +42,9 @@ MIXTURE = LLAMA | {"model_type": "mixtral", "num_local_experts": 12, "num_expert
 VISION = LLAMA | {"architectures": ["LForConditionalGeneration"], "vision_config": {}}
 QWEN_VISION = VISION | {"model_type": "qwen3_vl_text"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-FSDP2 = Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True, source="some.yaml")
+FSDP2 = Sharding(
+    layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True, source="some.yaml"
+)
 TP = replace(FSDP2, tensor_parallel_size=4, shard_size=1)
 SP = replace(FSDP2, sequence_parallel_size=4, shard_size=1)
 EP = replace(FSDP2, expert_parallel_size=2)
@@ -229,8 +238,14 @@ def judge(
     machine: MachineFacts | None = None,
 ) -> list[str]:
     """The sentences of all problems that are no notes."""
-    recipe = read_recipe(None, ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *overrides])
-    facts = None if config is None else read_model_facts(config, "M", vision=names_vision_language(config))
+    recipe = read_recipe(
+        None, ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *overrides]
+    )
+    facts = (
+        None
+        if config is None
+        else read_model_facts(config, "M", vision=names_vision_language(config))
+    )
     found = find_problems(recipe, layout, facts, ranks, machine=machine)
     return [str(problem) for problem in found if not problem.is_note]
 
@@ -256,7 +271,13 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
         (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
-        (["packing=false", "attn_implementation=eager"], FSDP2, 1, LLAMA | {"model_type": "falcon"}, CPU),
+        (
+            ["packing=false", "attn_implementation=eager"],
+            FSDP2,
+            1,
+            LLAMA | {"model_type": "falcon"},
+            CPU,
+        ),
         (
             [LORA, "lora_target_modules=[q_a_proj, lm_head]", "modules_to_save=[lm_head]"],
             FSDP2,
@@ -265,27 +286,52 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
             CPU,
         ),
         ([], replace(FSDP2, wrap_classes=("LlamaDecoderLayer", "Embedding")), 2, LLAMA, CPU),
-        ([], replace(FSDP2, fp8=Fp8()), 1, LLAMA, replace(A100, gpu="NVIDIA L4", capability=(8, 9))),
+        (
+            [],
+            replace(FSDP2, fp8=Fp8()),
+            1,
+            LLAMA,
+            replace(A100, gpu="NVIDIA L4", capability=(8, 9)),
+        ),
     ],
 )
 def test_what_works_is_not_refused(
-    overrides: list[str], layout: Sharding, ranks: int, config: dict[str, Any], machine: MachineFacts
+    overrides: list[str],
+    layout: Sharding,
+    ranks: int,
+    config: dict[str, Any],
+    machine: MachineFacts,
 ) -> None:
-    assert judge(overrides, layout, ranks, config, replace(machine, has_package=lambda _: True)) == []
+    assert (
+        judge(overrides, layout, ranks, config, replace(machine, has_package=lambda _: True)) == []
+    )
 
 
 def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("model_name_or_path: M\ndatasets: [{path: D}]\noptim: adafactor\ntorch_compile: true\n")
+    path.write_text(
+        "model_name_or_path: M\ndatasets: [{path: D}]\noptim: adafactor\ntorch_compile: true\n"
+    )
     problems = find_problems(
-        read_recipe(str(path)), replace(TP, tensor_parallel_size=2), read_model_facts(MIXTURE, "M"), 4
+        read_recipe(str(path)),
+        replace(TP, tensor_parallel_size=2),
+        read_model_facts(MIXTURE, "M"),
+        4,
     )
     with pytest.raises(UserError) as error:
         refuse_problems(problems)
     first, *others = str(error.value).splitlines()
-    assert first.startswith("some.yaml: dp_shard_size 1 x tp_size 2 = 2"), "the layout is impossible: most important"
-    assert any(line.startswith(f"{path}:3: optim: adafactor cannot be combined with tp_size") for line in others)
-    assert any(line.startswith(f"{path}:4: torch_compile: true cannot be combined with tp_size") for line in others)
+    assert first.startswith("some.yaml: dp_shard_size 1 x tp_size 2 = 2"), (
+        "the layout is impossible: most important"
+    )
+    assert any(
+        line.startswith(f"{path}:3: optim: adafactor cannot be combined with tp_size")
+        for line in others
+    )
+    assert any(
+        line.startswith(f"{path}:4: torch_compile: true cannot be combined with tp_size")
+        for line in others
+    )
 
 
 # Keys without effect: an error where they can only be a mistake, else a note.
@@ -299,11 +345,35 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             "the run ends after 10 steps, before learning_rate is reached",
             True,
         ),
-        (["dtype=bfloat16", "learning_rate=5e-7"], None, None, "so most updates round to nothing; remove dtype", True),
-        (["learning_rate=10"], None, None, "moves every parameter by about this much in each step", True),
-        (["optim=sgd", "adam_beta1=0.8"], None, None, "adam_beta1 has no effect with this optim", True),
+        (
+            ["dtype=bfloat16", "learning_rate=5e-7"],
+            None,
+            None,
+            "so most updates round to nothing; remove dtype",
+            True,
+        ),
+        (
+            ["learning_rate=10"],
+            None,
+            None,
+            "moves every parameter by about this much in each step",
+            True,
+        ),
+        (
+            ["optim=sgd", "adam_beta1=0.8"],
+            None,
+            None,
+            "adam_beta1 has no effect with this optim",
+            True,
+        ),
         (["tf32=true"], FSDP2, CPU, "tf32 has no effect on a CPU", True),
-        (["activation_checkpointing_every=2"], Sharding(layout="single"), None, "checkpoints no layer", True),
+        (
+            ["activation_checkpointing_every=2"],
+            Sharding(layout="single"),
+            None,
+            "checkpoints no layer",
+            True,
+        ),
         (
             ["min_lr_ratio=0.1", "lr_scheduler_type=constant"],
             None,
@@ -311,7 +381,13 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             "has no end, so min_lr_ratio has no effect",
             False,
         ),
-        (["profile_steps=[5, 2]"], None, None, "profile_steps: [5, 2]: the first step comes after the last", False),
+        (
+            ["profile_steps=[5, 2]"],
+            None,
+            None,
+            "profile_steps: [5, 2]: the first step comes after the last",
+            False,
+        ),
         (
             [f"metrics=[{CODE}]"],
             None,
@@ -326,14 +402,32 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             "datasets cannot combine function with path; keep one",
             False,
         ),
-        (["exact_match_samples=5"], None, None, "exact_match_samples, but no held-out rows; set eval_datasets", False),
+        (
+            ["exact_match_samples=5"],
+            None,
+            None,
+            "exact_match_samples, but no held-out rows; set eval_datasets",
+            False,
+        ),
         *(
             ([*GRPO, *keys], None, None, said, False)
             for keys, said in [
-                (["rewards=[]"], "method: grpo learns from rewards; set rewards, such as [exact_answer]"),
-                (["max_tool_calling_iterations=2"], "max_tool_calling_iterations has no effect without tools"),
-                (["reward_weights=[1, 2]"], "reward_weights: 2 numbers for 1 rewards; give one for each"),
-                (["loss_type=ipo"], "loss_type: ipo is not for method: grpo; set one of grpo, dapo,"),
+                (
+                    ["rewards=[]"],
+                    "method: grpo learns from rewards; set rewards, such as [exact_answer]",
+                ),
+                (
+                    ["max_tool_calling_iterations=2"],
+                    "max_tool_calling_iterations has no effect without tools",
+                ),
+                (
+                    ["reward_weights=[1, 2]"],
+                    "reward_weights: 2 numbers for 1 rewards; give one for each",
+                ),
+                (
+                    ["loss_type=ipo"],
+                    "loss_type: ipo is not for method: grpo; set one of grpo, dapo,",
+                ),
                 (
                     ["max_length=16"],
                     "max_completion_length: 16 leaves no room for a prompt in 16 tokens; raise max_length",
@@ -346,15 +440,42 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["loss_type=cispo"],
                     "bounds the probability ratio itself by epsilon_high, which is to be above 1; set",
                 ),
-                (["loss_type=rloo", "scale_rewards=none"], "scale_rewards has no effect with loss_type: rloo"),
-                (["loss_type=rloo", "importance_sampling_level=sequence"], "whose ratio is the sequence's; remove it"),
-                (["attention_dropout=0.1"], "dropout cannot be combined with method: grpo: the model that learns"),
-                (["neftune_noise_alpha=5"], "neftune_noise_alpha cannot be combined with method: grpo: the model"),
-                (["streaming=true", "max_steps=3"], "streaming cannot be combined with method: grpo: a step draws"),
-                (["exact_match_samples=5", "eval_split_size=2"], "held-out prompts are answered and rewarded at every"),
-                (BACKWARD, "optim_in_backward cannot be combined with method: grpo: how many micro-batches"),
-                (["assistant_only_loss=false"], "assistant_only_loss cannot be combined with method: grpo"),
-                (["turns=last"], "turns cannot be combined with method: grpo: completions are all that is trained on"),
+                (
+                    ["loss_type=rloo", "scale_rewards=none"],
+                    "scale_rewards has no effect with loss_type: rloo",
+                ),
+                (
+                    ["loss_type=rloo", "importance_sampling_level=sequence"],
+                    "whose ratio is the sequence's; remove it",
+                ),
+                (
+                    ["attention_dropout=0.1"],
+                    "dropout cannot be combined with method: grpo: the model that learns",
+                ),
+                (
+                    ["neftune_noise_alpha=5"],
+                    "neftune_noise_alpha cannot be combined with method: grpo: the model",
+                ),
+                (
+                    ["streaming=true", "max_steps=3"],
+                    "streaming cannot be combined with method: grpo: a step draws",
+                ),
+                (
+                    ["exact_match_samples=5", "eval_split_size=2"],
+                    "held-out prompts are answered and rewarded at every",
+                ),
+                (
+                    BACKWARD,
+                    "optim_in_backward cannot be combined with method: grpo: how many micro-batches",
+                ),
+                (
+                    ["assistant_only_loss=false"],
+                    "assistant_only_loss cannot be combined with method: grpo",
+                ),
+                (
+                    ["turns=last"],
+                    "turns cannot be combined with method: grpo: completions are all that is trained on",
+                ),
                 (
                     ["num_generations=1"],
                     "num_generations: 1: grpo compares the completions of a prompt with each other; set 2",
@@ -368,7 +489,12 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "beta: the reference is read from files, which have neither random weights",
                 ),
                 (
-                    ["method=on_policy_distill", "teacher_model_name_or_path=T", "rewards=[]", "eval_split_size=2"],
+                    [
+                        "method=on_policy_distill",
+                        "teacher_model_name_or_path=T",
+                        "rewards=[]",
+                        "eval_split_size=2",
+                    ],
                     "held-out prompts are answered and rewarded, but there are no rewards; set rewards",
                 ),
                 (
@@ -379,10 +505,16 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["importance_sampling_correction=token_mask", "importance_sampling_clip_min=4"],
                     "importance_sampling_clip_min: 4.0 is not below importance_sampling_clip_max: 3.0; lower it",
                 ),
-                (["importance_sampling_clip_max=2"], "have no effect without a correction; set importance_sampling_co"),
+                (
+                    ["importance_sampling_clip_max=2"],
+                    "have no effect without a correction; set importance_sampling_co",
+                ),
                 (["rewards=[number, number]"], "rewards: two are named number"),
                 ([f"tools=[{MULTIPLY}, {MULTIPLY}]"], "tools: two are named multiply"),
-                (["soft_punish_cache=4"], "the reward soft_overlong_punishment and soft_punish_cache go together"),
+                (
+                    ["soft_punish_cache=4"],
+                    "the reward soft_overlong_punishment and soft_punish_cache go together",
+                ),
                 (["rewards=[soft_overlong_punishment]"], "and soft_punish_cache go together"),
                 (
                     ["max_num_gen_batches=3", "loss_type=reinforce++"],
@@ -400,12 +532,18 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ],
                     "streaming cannot be combined with distill_top_k: the teacher is asked of all data before",
                 ),
-                (["vllm_server_base_url=localhost:8000"], "localhost:8000 is no address; write it as http://"),
+                (
+                    ["vllm_server_base_url=localhost:8000"],
+                    "localhost:8000 is no address; write it as http://",
+                ),
                 (
                     ["vllm_server_base_url=http://a", LORA, "use_dora=true"],
                     "use_dora cannot be combined with vllm_server_base_url: vLLM loads no such adapters; remove use_dora",
                 ),
-                (["top_p=0.9"], "top_p: no such key: completions are sampled from all of the vocabulary"),
+                (
+                    ["top_p=0.9"],
+                    "top_p: no such key: completions are sampled from all of the vocabulary",
+                ),
             ]
         ),
         *(
@@ -423,24 +561,45 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     ["quantization_aware_training=nvfp4"],
                     "could not be compared with the one that was trained; use one of",
                 ),
-                (["quantization_aware_training=null", "qat_group_size=8"], "qat_group_size has no effect without"),
+                (
+                    ["quantization_aware_training=null", "qat_group_size=8"],
+                    "qat_group_size has no effect without",
+                ),
                 (["export_formats=[gguf]"], "without safetensors a run's folder has no model"),
                 (
                     ["export_formats=[safetensors, gguf]", "export_at_end=false"],
                     "export_formats has no effect with export_at_end: false",
                 ),
-                (["export_quantization=int8"], "export_quantization has no effect without export_formats"),
                 (
-                    ["quantization_aware_training=null", "export_formats=[safetensors, compressed-tensors]"],
+                    ["export_quantization=int8"],
+                    "export_quantization has no effect without export_formats",
+                ),
+                (
+                    [
+                        "quantization_aware_training=null",
+                        "export_formats=[safetensors, compressed-tensors]",
+                    ],
                     "export_formats: compressed-tensors: no scheme; set export_quantization, such as int8-int8",
                 ),
                 (
-                    ["export_formats=[safetensors, compressed-tensors]", "export_quantization=mxfp4"],
+                    [
+                        "export_formats=[safetensors, compressed-tensors]",
+                        "export_quantization=mxfp4",
+                    ],
                     "export_quantization: mxfp4: not written; use one of fp8-fp8, int4",
                 ),
-                ([LORA, "load_in_4bit=true"], "cannot be combined with load_in_4bit: the base is quantized already"),
-                ([LORA, "use_dora=true"], "cannot be combined with use_dora: only plain adapters are added"),
-                ([LORA, "lora_dropout=0.1"], "cannot be combined with lora_dropout: base and adapter are rounded"),
+                (
+                    [LORA, "load_in_4bit=true"],
+                    "cannot be combined with load_in_4bit: the base is quantized already",
+                ),
+                (
+                    [LORA, "use_dora=true"],
+                    "cannot be combined with use_dora: only plain adapters are added",
+                ),
+                (
+                    [LORA, "lora_dropout=0.1"],
+                    "cannot be combined with lora_dropout: base and adapter are rounded",
+                ),
                 (
                     [LORA, "lora_target_parameters=[experts.down_proj]"],
                     "cannot be combined with lora_target_parameters",
@@ -462,7 +621,11 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
     ],
 )
 def test_keys_without_effect_are_named(
-    overrides: list[str], layout: Sharding | None, machine: MachineFacts | None, said: str, is_note: bool
+    overrides: list[str],
+    layout: Sharding | None,
+    machine: MachineFacts | None,
+    said: str,
+    is_note: bool,
 ) -> None:
     asked = ["model_name_or_path=M", "datasets=[{path: D}]", *overrides]
     if not is_note:
@@ -476,7 +639,9 @@ def test_keys_without_effect_are_named(
 def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:
     assert [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1] == []
     for rule in RULES:
-        assert (rule.keys and all(key in recipe_keys() for key in rule.keys)) or "layout" in rule.needs, rule.name
+        assert (
+            rule.keys and all(key in recipe_keys() for key in rule.keys)
+        ) or "layout" in rule.needs, rule.name
 
 
 def test_what_a_message_names_exists() -> None:
@@ -484,7 +649,9 @@ def test_what_a_message_names_exists() -> None:
         if isinstance(rule.message, str):
             for _, field, _, _ in Formatter().parse(rule.message):
                 first, _, rest = (field or "name").partition(".")
-                owner = {"layout": Sharding, "model": ModelFacts, "quantization": Quantization}.get(first)
+                owner = {"layout": Sharding, "model": ModelFacts, "quantization": Quantization}.get(
+                    first
+                )
                 assert first in recipe_keys() or hasattr(Case, first), (rule.name, field)
                 assert not rest or hasattr(owner, rest), (rule.name, field)
 
@@ -492,8 +659,14 @@ def test_what_a_message_names_exists() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "M: num_hidden_layers: 1000000000: a whole number from 1 to 1,000 is expected"),
-        ({"vocab_size": 10**12}, "M: vocab_size: 1000000000000: a whole number from 1 to 16,777,216 is expected"),
+        (
+            {"num_hidden_layers": 10**9},
+            "M: num_hidden_layers: 1000000000: a whole number from 1 to 1,000 is expected",
+        ),
+        (
+            {"vocab_size": 10**12},
+            "M: vocab_size: 1000000000000: a whole number from 1 to 16,777,216 is expected",
+        ),
         ({"hidden_size": 0.5}, "M: hidden_size: 0.5: a whole number from 1"),
         ({"num_attention_heads": "8"}, "M: num_attention_heads: '8': a whole number"),
         ({"hidden_act": "silly"}, "M: hidden_act: 'silly': no activation of transformers"),
@@ -503,7 +676,9 @@ def test_what_a_message_names_exists() -> None:
         ),
     ],
 )
-def test_a_config_of_which_no_model_can_be_built_is_refused(change: dict[str, Any], said: str) -> None:
+def test_a_config_of_which_no_model_can_be_built_is_refused(
+    change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         read_model_facts(LLAMA | change, "M")
 
@@ -512,11 +687,24 @@ def test_a_config_of_which_no_model_can_be_built_is_refused(change: dict[str, An
 def test_a_damaged_config_is_planned_or_refused_in_sentences(family: str) -> None:
     from finetune.plan.plan import format_plan, make_plan
 
-    sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
-    sizes |= {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes |= {"n_shared_experts": 1, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1}
+    sizes = dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
+    )
+    sizes |= {
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    sizes |= {
+        "n_shared_experts": 1,
+        "shared_expert_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    }
     whole = LLAMA | sizes | {"model_type": family}
-    others = dict.fromkeys((*KINDS, "decoder_sparse_step", "quantization_config", "dtype", "tie_word_embeddings"))
+    others = dict.fromkeys(
+        (*KINDS, "decoder_sparse_step", "quantization_config", "dtype", "tie_word_embeddings")
+    )
     recipe = read_recipe("quickstart")
     for key, value in product(whole | others, ([1], {}, "x", 1.5, math.nan, -1, True)):
         model = replace(recipe.model, model_config=whole | {key: value})

@@ -5,8 +5,12 @@ from finetune.config.schema import recipe_keys
 
 
 def test_the_pages_are_current() -> None:
-    assert (DOCS / "recipes.md").read_text(encoding="utf-8") == recipes_page(), "run python benchmarks/pages.py"
-    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == coming_from_page(), "run python benchmarks/pages.py"
+    assert (DOCS / "recipes.md").read_text(encoding="utf-8") == recipes_page(), (
+        "run python benchmarks/pages.py"
+    )
+    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == coming_from_page(), (
+        "run python benchmarks/pages.py"
+    )
 
 
 def test_every_key_is_on_it_with_a_sentence() -> None:

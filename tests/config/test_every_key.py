@@ -10,7 +10,13 @@ from finetune.config.schema import DatasetSource, recipe_keys
 
 TESTS = Path(__file__).resolve().parents[1]
 # Lists of many keys show the effect of none.
-LISTS = {Path(__file__).name, "test_convert.py", "test_reader.py", "test_document.py", "test_any_file.py"}
+LISTS = {
+    Path(__file__).name,
+    "test_convert.py",
+    "test_reader.py",
+    "test_document.py",
+    "test_any_file.py",
+}
 TEXT = "\n".join(path.read_text() for path in sorted(TESTS.rglob("*.py")) if path.name not in LISTS)
 
 

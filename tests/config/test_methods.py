@@ -41,7 +41,9 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
     for key in keys:
         name, _, value = key.partition("=")
         assert str(flat[name]).removesuffix(".0") == value
-    write_recipe(recipe, tmp_path / "r.yaml")  # with every key, the other methods' defaults among them
+    write_recipe(
+        recipe, tmp_path / "r.yaml"
+    )  # with every key, the other methods' defaults among them
     assert to_dict(read_recipe(str(tmp_path / "r.yaml"))) == flat
 
 
@@ -73,7 +75,9 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo, on_policy_distill"),
     ],
 )  # fmt: skip
-def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: list[str], problem: str) -> None:
+def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(
+    keys: list[str], problem: str
+) -> None:
     (found,) = read(*keys)
     assert found.startswith(problem)
 

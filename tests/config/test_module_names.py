@@ -20,23 +20,47 @@ from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.plan.plan import make_plan
 
-LAYERS = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
-TIED = [["model.embed_tokens.weight", "lm_head.weight"], *([name] for name in LAYERS), ["model.norm.weight"]]
+LAYERS = [
+    f"model.layers.{i}.{part}.weight"
+    for i in range(12)
+    for part in ("self_attn.q_proj", "mlp.up_proj")
+]
+TIED = [
+    ["model.embed_tokens.weight", "lm_head.weight"],
+    *([name] for name in LAYERS),
+    ["model.norm.weight"],
+]
 
 
 def test_a_pattern_names_what_it_names_to_peft() -> None:
     from peft.utils.other import get_pattern_key
 
-    for pattern in ("q_proj", "layers.1.mlp.up_proj", "layers\\.[0-3]\\..*", "up_proj|q_proj", "proj", "model"):
+    for pattern in (
+        "q_proj",
+        "layers.1.mlp.up_proj",
+        "layers\\.[0-3]\\..*",
+        "up_proj|q_proj",
+        "proj",
+        "model",
+    ):
         for name in LAYERS:
             module = name.removesuffix(".weight")
-            assert is_named(module, pattern) == (get_pattern_key([pattern], module) == pattern), (pattern, module)
+            assert is_named(module, pattern) == (get_pattern_key([pattern], module) == pattern), (
+                pattern,
+                module,
+            )
 
 
 def test_a_module_is_all_that_is_in_it() -> None:
     assert [name for name in LAYERS if is_within(name, ["layers.1"])] == LAYERS[2:4]
-    trained = find_trained(TIED, Model(trainable_modules=("mlp", "lm_head"), frozen_modules=("layers.[0-9]",)))
-    assert trained == {"model.embed_tokens.weight", LAYERS[21], LAYERS[23]}  # tied: the head is the embedding
+    trained = find_trained(
+        TIED, Model(trainable_modules=("mlp", "lm_head"), frozen_modules=("layers.[0-9]",))
+    )
+    assert trained == {
+        "model.embed_tokens.weight",
+        LAYERS[21],
+        LAYERS[23],
+    }  # tied: the head is the embedding
     assert find_trained(TIED, Model()) == {names[0] for names in TIED}
 
 
@@ -54,7 +78,10 @@ def test_what_cannot_be_meant_is_refused(keys: dict[str, Any], sentence: str) ->
 
 
 def test_lists_of_modules_are_short() -> None:
-    with pytest.raises(UserError, match=r"it has model\.embed_tokens, lm_head, model\.layers\.N\.self_attn\.q_proj, "):
+    with pytest.raises(
+        UserError,
+        match=r"it has model\.embed_tokens, lm_head, model\.layers\.N\.self_attn\.q_proj, ",
+    ):
         refuse_unmatched("modules_to_save", ["head"], TIED)
 
 
@@ -67,14 +94,18 @@ def test_lists_of_modules_are_short() -> None:
         ("modules_to_save=[lm_head]", "modules_to_save has no effect without use_peft: true"),
     ],
 )
-def test_the_reader_refuses_it_at_once(override: str, sentence: str, tiny_recipe: Callable[..., Path]) -> None:
+def test_the_reader_refuses_it_at_once(
+    override: str, sentence: str, tiny_recipe: Callable[..., Path]
+) -> None:
     with pytest.raises(UserError, match=sentence):
         read_recipe(str(tiny_recipe()), [override])
 
 
 @pytest.mark.filterwarnings("error")  # peft's own would stand above the sentence
 def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
-    tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tiny_recipe: Callable[..., Path],
+    tiny_llama: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,25 +140,29 @@ def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
 
 def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> None:
     with pytest.raises(
-        UserError, match="frozen_modules is for full fine-tuning; LoRA freezes the base but for modules_to"
+        UserError,
+        match="frozen_modules is for full fine-tuning; LoRA freezes the base but for modules_to",
     ):
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
 
 
-ADAPTED_HEAD = (
-    "lora_target_modules: lm_head: names the output head, which cannot have an adapter: .*modules_to_save: .lm_head."
-)
+ADAPTED_HEAD = "lora_target_modules: lm_head: names the output head, which cannot have an adapter: .*modules_to_save: .lm_head."
 HEADS: dict[str, tuple[dict[str, Any], str | None]] = {
     "named": ({"lora_target_modules": ["q_proj", "lm_head"]}, ADAPTED_HEAD),
     "all-linear": ({}, None),
     "trained whole": ({"modules_to_save": ["lm_head"]}, None),
-    "named and trained whole": ({"lora_target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}, None),
+    "named and trained whole": (
+        {"lora_target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("case", HEADS)
-def test_the_head_gets_no_adapter(case: str, tied: bool, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_head_gets_no_adapter(
+    case: str, tied: bool, tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     """Where the recipe asks for one, the plan says so and the loading does; `all-linear` is all layers but the head."""
     keys, refusal = HEADS[case]
     recipe = read_recipe(str(tiny_recipe(use_peft=True, **keys)), [])
@@ -147,7 +182,9 @@ def test_the_head_gets_no_adapter(case: str, tied: bool, tiny_recipe: Callable[.
             make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
         return
     add_adapters(built, recipe.lora, torch.float32)
-    adapted = {name.partition(".lora_")[0] for name, _ in built.named_parameters() if ".lora_" in name}
+    adapted = {
+        name.partition(".lora_")[0] for name, _ in built.named_parameters() if ".lora_" in name
+    }
     assert "lm_head" not in adapted
     assert len(adapted) == (7 if recipe.lora.lora_target_modules == "all-linear" else 1)
     assert built.get_submodule("lm_head").weight.requires_grad == bool(recipe.lora.modules_to_save)
@@ -165,5 +202,7 @@ def test_a_head_of_another_name_is_no_part_of_all_linear() -> None:
     model = Model(model_config={"model_type": "biogpt", "max_position_embeddings": 32, **sizes})
     built = build_on_meta(load_config(model), torch.float32)
     add_adapters(built, Lora(use_peft=True), torch.float32)
-    assert not [name for name, _ in built.named_parameters() if name.startswith("output_projection.lora_")]
+    assert not [
+        name for name, _ in built.named_parameters() if name.startswith("output_projection.lora_")
+    ]
     assert [name for name, _ in built.named_parameters() if ".q_proj.lora_" in name]

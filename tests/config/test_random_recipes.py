@@ -23,14 +23,24 @@ from finetune.plan.plan import make_plan
 from tests.conftest import make_model
 from tests.training.layouts import train_all, write_config
 
-SIZES = {"num_hidden_layers": [1, 2], "hidden_size": [48, 96], "intermediate_size": [48, 96], "vocab_size": [512, 515]}
+SIZES = {
+    "num_hidden_layers": [1, 2],
+    "hidden_size": [48, 96],
+    "intermediate_size": [48, 96],
+    "vocab_size": [512, 515],
+}
 HEADS = [(4, 4), (4, 2), (6, 3), (8, 8)]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},
     "phi3": {"pad_token_id": 0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
 }
 # Keys that no rule reads, need the network, or would compile for minutes.
 LEFT_OUT = {
@@ -83,7 +93,10 @@ class Place:
     @classmethod
     def make(cls, folder: Path, tokenizer: Path) -> "Place":
         for kind, row in ROWS.items():
-            rows = [{k: v.format(n) if isinstance(v, str) else n % 2 == 0 for k, v in row.items()} for n in range(8)]
+            rows = [
+                {k: v.format(n) if isinstance(v, str) else n % 2 == 0 for k, v in row.items()}
+                for n in range(8)
+            ]
             (folder / f"{kind}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
         make_model(folder / "model", vocab_size=512, hidden_size=32, num_attention_heads=4)
         for file in tokenizer.glob("tokenizer*"):  # a teacher's tokenizer is that of the run
@@ -107,14 +120,19 @@ class Place:
             **{key: draw.choice(values) for key, values in SIZES.items()},
             **FAMILIES[family],
         }
-        config |= {"num_attention_heads": heads, "num_key_value_heads": key_values, "max_position_embeddings": 64}
+        config |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": key_values,
+            "max_position_embeddings": 64,
+        }
         return keys | {"model_config": config}
 
     def draw_recipe(self, draw: random.Random) -> Recipe:
         """A recipe whose keys may stand together by themselves: others are refused when they are read, by all alike."""
         while True:
             keys = self.base(draw) | {
-                key: draw.choice(values) for key, values in draw.sample(CANDIDATES, draw.randint(0, 5))
+                key: draw.choice(values)
+                for key, values in draw.sample(CANDIDATES, draw.randint(0, 5))
             }
             rows = METHODS[keys.get("method", "sft")].rows
             keys["datasets"] = [{"path": str(self.folder / f"{rows}.jsonl")}]
@@ -125,7 +143,9 @@ class Place:
             if keys.get("optim_offload") == "nvme":
                 keys["offload_dir"] = str(self.folder / "state")
             try:
-                return read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+                return read_recipe(
+                    None, [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+                )
             except UserError:
                 continue
 
@@ -145,7 +165,11 @@ def _words(annotation: Any) -> list[Any]:
         return [True, False]
     if typing.get_origin(annotation) is typing.Literal:
         return list(arguments)
-    return [word for each in arguments[: 1 if hasattr(annotation, "__metadata__") else None] for word in _words(each)]
+    return [
+        word
+        for each in arguments[: 1 if hasattr(annotation, "__metadata__") else None]
+        for word in _words(each)
+    ]
 
 
 CANDIDATES = [*_list_candidates()]
@@ -153,7 +177,10 @@ CANDIDATES = [*_list_candidates()]
 
 def draw_layout(draw: random.Random) -> tuple[Sharding, int]:
     """A layout, and the ranks that are launched under it."""
-    layout, ranks = draw.choice(["fsdp2", "fsdp2", "fsdp2", "fsdp1", "ddp", "single"]), draw.choice([1, 2, 4, 8])
+    layout, ranks = (
+        draw.choice(["fsdp2", "fsdp2", "fsdp2", "fsdp1", "ddp", "single"]),
+        draw.choice([1, 2, 4, 8]),
+    )
     sharding = Sharding(
         layout=layout,  # type: ignore[arg-type]
         mixed_precision=draw.choice(["no", "bf16", "bf16", "fp16"]),
@@ -167,7 +194,12 @@ def draw_layout(draw: random.Random) -> tuple[Sharding, int]:
     if layout == "fsdp2" and draw.random() < 0.5:
         tensors, sequences = draw.choice([1, 2, 4]), draw.choice([1, 1, 2])
         shards = max(1, ranks // (tensors * sequences))
-        sharding = replace(sharding, tensor_parallel_size=tensors, sequence_parallel_size=sequences, shard_size=shards)
+        sharding = replace(
+            sharding,
+            tensor_parallel_size=tensors,
+            sequence_parallel_size=sequences,
+            shard_size=shards,
+        )
     return sharding, 1 if layout == "single" else ranks
 
 
@@ -201,7 +233,10 @@ def test_plan_and_run_give_the_same_answer(count: int, place: Place) -> None:
     draw, passed = random.Random(count), 0
     for _ in range(count):
         recipe, (sharding, ranks) = place.draw_recipe(draw), draw_layout(draw)
-        planned, run = judge_as_a_plan(recipe, sharding, ranks), judge_as_a_run(recipe, sharding, ranks)
+        planned, run = (
+            judge_as_a_plan(recipe, sharding, ranks),
+            judge_as_a_run(recipe, sharding, ranks),
+        )
         assert planned == run, (recipe.places, recipe, sharding, ranks)
         passed += not planned
     assert count / 10 < passed < count * 9 / 10, "the drawn recipes show both answers"
@@ -214,14 +249,26 @@ def test_what_no_rule_refuses_starts(count: int, place: Place, tmp_path: Path) -
     machine, runs = describe_machine(single), []
     while len(runs) < count:
         recipe = place.draw_recipe(draw)
-        compiles = recipe.model.torch_compile or recipe.model.attn_implementation == "flex_attention"  # for minutes
+        compiles = (
+            recipe.model.torch_compile or recipe.model.attn_implementation == "flex_attention"
+        )  # for minutes
         if compiles or judge_as_a_run(recipe, single, 1, machine=machine):
             continue
         number = len(runs)
         path = tmp_path / f"{number}.yaml"
         write_recipe(recipe, path)
         runs.append(
-            (path, config, [f"output_dir={tmp_path / str(number)}", "export_at_end=false", "dataset_num_proc=1"])
+            (
+                path,
+                config,
+                [
+                    f"output_dir={tmp_path / str(number)}",
+                    "export_at_end=false",
+                    "dataset_num_proc=1",
+                ],
+            )
         )
     train_all(tmp_path, runs, ranks=1, timeout=60 + 20 * count)
-    assert [(tmp_path / str(number) / "metrics.jsonl").is_file() for number in range(count)] == [True] * count
+    assert [(tmp_path / str(number) / "metrics.jsonl").is_file() for number in range(count)] == [
+        True
+    ] * count

@@ -56,14 +56,18 @@ def test_a_good_recipe_is_read_in_the_types_of_the_schema(tmp_path: Path) -> Non
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(GOOD + "seed: 1\nmax_steps: 5\n")
-    recipe = read_recipe(str(file), ["seed=2", "--max_grad_norm=null", "datasets=[{path: a/b, weight: 0.5}]"])
+    recipe = read_recipe(
+        str(file), ["seed=2", "--max_grad_norm=null", "datasets=[{path: a/b, weight: 0.5}]"]
+    )
     assert (recipe.run.seed, recipe.optimization.max_steps, recipe.run.logging_steps) == (2, 5, 10)
     assert recipe.optimization.max_grad_norm is None
     assert (recipe.data.datasets[0].path, recipe.data.datasets[0].weight) == ("a/b", 0.5)
 
 
 def test_forms_that_peers_take_are_read(tmp_path: Path) -> None:
-    recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "resume_from_checkpoint=true"])
+    recipe = read_recipe(
+        None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "resume_from_checkpoint=true"]
+    )
     assert recipe.checkpoint.resume_from_checkpoint == "auto"
     for written, expected in (
         ("[wandb]", ("wandb",)),
@@ -71,7 +75,9 @@ def test_forms_that_peers_take_are_read(tmp_path: Path) -> None:
         ("[]", ()),
         ("none", ()),
     ):
-        read = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", f"report_to={written}"])
+        read = read_recipe(
+            None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", f"report_to={written}"]
+        )
         assert list_trackers(read.run.report_to) == expected
         write_recipe(read, tmp_path / "again.yaml")
         assert list_trackers(read_recipe(str(tmp_path / "again.yaml")).run.report_to) == expected
@@ -93,7 +99,9 @@ def test_a_checkpoint_as_the_model_is_its_model_folder(tmp_path: Path) -> None:
     assert recipe.model.model_name_or_path == str(checkpoint / "model")
 
 
-def test_a_file_is_looked_for_here_and_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_looked_for_here_and_beside_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "a.jsonl").touch()
     (tmp_path / "b.jsonl").touch()
@@ -121,9 +129,15 @@ MISTAKES = {
         "F:6: activation_offload: of compiled layers only the inputs are offloaded, not what activation_checkpointing_keeps "
         "names; remove one of them, or torch_compile"
     ],
-    "chat_template_date: today": ["F:4: chat_template_date: today: not a date; use the form 2026-01-31"],
-    "profile_steps: [3]": ["F:4: profile_steps: [3] does not fit; a list with one more entry is expected"],
-    "peft_type: LORA": ["F:4: peft_type: peft's name; use_peft: true trains LoRA adapters, the only kind here"],
+    "chat_template_date: today": [
+        "F:4: chat_template_date: today: not a date; use the form 2026-01-31"
+    ],
+    "profile_steps: [3]": [
+        "F:4: profile_steps: [3] does not fit; a list with one more entry is expected"
+    ],
+    "peft_type: LORA": [
+        "F:4: peft_type: peft's name; use_peft: true trains LoRA adapters, the only kind here"
+    ],
     "max_tokens: 9": ["F:4: max_tokens: no such key; max_length is the number of tokens in a row"],
     "batch_size: 8": [
         "F:4: batch_size: torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, "
@@ -135,8 +149,12 @@ MISTAKES = {
     "train_on_responses_only: true": [
         "F:4: train_on_responses_only: Unsloth's name; here it is assistant_only_loss, true by default"
     ],
-    "num_gpus: 2": ["F:4: num_gpus: no such key; --num-processes N says how many ranks run on this machine"],
-    "nproc: 2": ["F:4: nproc: no such key; --num-processes N says how many ranks run on this machine"],
+    "num_gpus: 2": [
+        "F:4: num_gpus: no such key; --num-processes N says how many ranks run on this machine"
+    ],
+    "nproc: 2": [
+        "F:4: nproc: no such key; --num-processes N says how many ranks run on this machine"
+    ],
     "warmup_steps: 0.1": [
         "F:4: warmup_steps: 0.1: a number of steps is expected; a share of them is warmup_ratio: 0.1"
     ],
@@ -157,22 +175,32 @@ MISTAKES = {
     "tp_config: {size: 2}": [
         "F:4: tp_config: no such key; write parallelism_config_tp_size in a copy of the Accelerate file"
     ],
-    "cpu_offload: true": ["F:4: cpu_offload: no such key; write fsdp_offload_params in a copy of the Accelerate file"],
+    "cpu_offload: true": [
+        "F:4: cpu_offload: no such key; write fsdp_offload_params in a copy of the Accelerate file"
+    ],
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "max_prompt_length: 9": [
         "F:4: max_prompt_length: TRL's name; no such key: max_length bounds prompt and answer together here, and cuts the end; "
         "a longer prompt loses its beginning there"
     ],
-    "method: ipo": ["F:4: method: ipo: another tool's name; here it is method: dpo with loss_type: ipo"],
+    "method: ipo": [
+        "F:4: method: ipo: another tool's name; here it is method: dpo with loss_type: ipo"
+    ],
     "mixed_precision: bf16": [
         "F:4: mixed_precision: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
     ],
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
-    "max_length: 1000000000000": ["F:4: max_length: 1000000000000 does not fit; a number of at most 1e+09 is expected"],
-    'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
+    "max_length: 1000000000000": [
+        "F:4: max_length: 1000000000000 does not fit; a number of at most 1e+09 is expected"
+    ],
+    'max_steps: "8"': [
+        'F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'
+    ],
     "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0, or -1, is expected"],
-    "max_steps: 1e9": ["F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"],
+    "max_steps: 1e9": [
+        "F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"
+    ],
     "max_steps: 1.5": ["F:4: max_steps: 1.5 does not fit; a whole number is expected"],
     "eval_datasets: [{path: a/b, weight: 1e300}]": [
         "F:4: weight: 1e+300 does not fit; a number of at most 100000 is expected"
@@ -180,8 +208,12 @@ MISTAKES = {
     "learning_rate: fast": ['F:4: learning_rate: "fast" does not fit; a number is expected'],
     "learning_rate: nan": ["F:4: learning_rate: nan does not fit; a finite number is expected"],
     "learning_rate: .nan": ["F:4: learning_rate: NaN does not fit; a finite number is expected"],
-    "learning_rate: .inf": ["F:4: learning_rate: Infinity does not fit; a finite number is expected"],
-    "learning_rate: -1e-5": ["F:4: learning_rate: -1e-05 does not fit; a number above 0 is expected"],
+    "learning_rate: .inf": [
+        "F:4: learning_rate: Infinity does not fit; a finite number is expected"
+    ],
+    "learning_rate: -1e-5": [
+        "F:4: learning_rate: -1e-05 does not fit; a number above 0 is expected"
+    ],
     "lora_dropout: 1": ["F:4: lora_dropout: 1 does not fit; a number below 1 is expected"],
     "packing: 1": ["F:4: packing: 1 does not fit; true or false is expected"],
     'packing: "True"': [
@@ -191,14 +223,24 @@ MISTAKES = {
         'F:4: overlength: "truncat" does not fit; one of truncate, drop, split, error is expected; did you mean truncate?'
     ],
     "run_name: [a]": ['F:4: run_name: ["a"] does not fit; text is expected'],
-    "eval_datasets: some/data": ["F:4: eval_datasets: a list of sources is expected; write [{path: some/data}]"],
+    "eval_datasets: some/data": [
+        "F:4: eval_datasets: a list of sources is expected; write [{path: some/data}]"
+    ],
     "eval_datasets: {path: some/data}": [
         'F:4: eval_datasets: a list of sources is expected; write [{"path": "some/data"}]'
     ],
-    "dataset_name: some/data": ["F:4: dataset_name: TRL's name; here it is datasets: [{path: FILE_OR_NAME}]"],
-    "train_file: data.jsonl": ["F:4: train_file: no such key; here it is datasets: [{path: FILE_OR_NAME}]"],
-    "packing: 'yes'": ['F:4: packing: "yes" does not fit; true or false is expected; in quotes it is text: write true'],
-    "rewards: exact_answer": ['F:4: rewards: "exact_answer" does not fit; a list is expected; write [exact_answer]'],
+    "dataset_name: some/data": [
+        "F:4: dataset_name: TRL's name; here it is datasets: [{path: FILE_OR_NAME}]"
+    ],
+    "train_file: data.jsonl": [
+        "F:4: train_file: no such key; here it is datasets: [{path: FILE_OR_NAME}]"
+    ],
+    "packing: 'yes'": [
+        'F:4: packing: "yes" does not fit; true or false is expected; in quotes it is text: write true'
+    ],
+    "rewards: exact_answer": [
+        'F:4: rewards: "exact_answer" does not fit; a list is expected; write [exact_answer]'
+    ],
     "use_peft: true\nlora_target_modules: q_proj,v_proj": [
         'F:5: lora_target_modules: "q_proj,v_proj" does not fit; one of all-linear or a list is expected; write [q_proj, '
         "v_proj]"
@@ -207,7 +249,9 @@ MISTAKES = {
         "F:4: use_lora: no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits "
         "(QLoRA)"
     ],
-    "per_device_batch_size: 4": ["F:4: per_device_batch_size: no such key; here it is per_device_train_batch_size"],
+    "per_device_batch_size: 4": [
+        "F:4: per_device_batch_size: no such key; here it is per_device_train_batch_size"
+    ],
     "r: 16": ["F:4: r: no such key; here it is lora_r"],
     "method: ppo": [
         "F:4: method: ppo: needs a model of values, which is not supported; grpo learns from rewards without one"
@@ -228,7 +272,9 @@ MISTAKES = {
     "eval_datasets:\n  - split: test": [
         "F:5: eval_datasets: an entry without a path; name its file, folder or hub name"
     ],
-    "eval_datasets:\n  - path: a/b\n    wieght: 2": ["F:6: wieght: no such key; did you mean weight?"],
+    "eval_datasets:\n  - path: a/b\n    wieght: 2": [
+        "F:6: wieght: no such key; did you mean weight?"
+    ],
     "eval_datasets:\n  - path: a/b\n    path: c/d": ["F:6: path: given twice; keep one"],
     "eval_datasets:\n  - path: data/missing.jsonl": [
         "F:5: path: data/missing.jsonl: no such file or folder, here or in the recipe's folder"
@@ -240,7 +286,9 @@ MISTAKES = {
     "streaming: true\nmax_steps: 1\neval_split_size: 0.1": [
         "F:6: eval_split_size cannot be held out of a stream; set eval_datasets"
     ],
-    "use_dora: true": ["F:4: use_dora has no effect without use_peft: true; set it, or remove use_dora"],
+    "use_dora: true": [
+        "F:4: use_dora has no effect without use_peft: true; set it, or remove use_dora"
+    ],
     "lora_r: 8": ["F:4: lora_r has no effect without use_peft: true; set it, or remove lora_r"],
     "load_in_4bit: true": [
         "F:4: load_in_4bit: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or remove "
@@ -266,7 +314,9 @@ MISTAKES = {
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
     ],
-    'run_name: "a\\0b"': ["F:4: run_name: holds a NUL character, which no text and no name has; remove it"],
+    'run_name: "a\\0b"': [
+        "F:4: run_name: holds a NUL character, which no text and no name has; remove it"
+    ],
     'sample_prompts: ["a", "a\\0b"]': [
         "F:4: sample_prompts: holds a NUL character, which no text and no name has; remove it"
     ],
@@ -277,7 +327,9 @@ MISTAKES = {
     "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
         "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"
     ],
-    "seed: &a 1\nlogging_steps: *a": ["F:5: not YAML: aliases (*name) are not read here; write the value out"],
+    "seed: &a 1\nlogging_steps: *a": [
+        "F:5: not YAML: aliases (*name) are not read here; write the value out"
+    ],
     "seed: !!python/object:os.system 1": [
         "F:4: seed: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object:os.system'"
     ],
@@ -302,7 +354,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("text", "said"), MISTAKES.items(), ids=range(len(MISTAKES)))
-def test_a_mistake_is_told_in_one_sentence(text: str, said: list[str], problems: Callable[..., list[str]]) -> None:
+def test_a_mistake_is_told_in_one_sentence(
+    text: str, said: list[str], problems: Callable[..., list[str]]
+) -> None:
     assert problems(text[1:] if text.startswith("!") else GOOD + text) == said
 
 
@@ -313,12 +367,20 @@ def test_a_mistake_is_told_in_one_sentence(text: str, said: list[str], problems:
         "max_steps": [
             "command line: max_steps: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
         ],
-        "max_steps=soon": ['command line: max_steps: "soon" does not fit; a whole number is expected'],
-        "datasets=[{path: a/b, wieght: 1}]": ["command line: wieght: no such key; did you mean weight?"],
-        "seed=[1": ["command line: seed: not a YAML value: expected ',' or ']', but got '<stream end>'"],
+        "max_steps=soon": [
+            'command line: max_steps: "soon" does not fit; a whole number is expected'
+        ],
+        "datasets=[{path: a/b, wieght: 1}]": [
+            "command line: wieght: no such key; did you mean weight?"
+        ],
+        "seed=[1": [
+            "command line: seed: not a YAML value: expected ',' or ']', but got '<stream end>'"
+        ],
     }.items(),
 )
-def test_so_is_one_on_the_command_line(override: str, said: list[str], problems: Callable[..., list[str]]) -> None:
+def test_so_is_one_on_the_command_line(
+    override: str, said: list[str], problems: Callable[..., list[str]]
+) -> None:
     assert problems(GOOD, override) == said
 
 
@@ -346,7 +408,9 @@ def test_all_mistakes_are_told_at_once_and_none_twice(problems: Callable[..., li
         (b"- \t\n ]:", "F:"),
     ],
 )
-def test_a_hostile_file_is_told_in_a_sentence_too(text: bytes, said: str, problems: Callable[..., list[str]]) -> None:
+def test_a_hostile_file_is_told_in_a_sentence_too(
+    text: bytes, said: str, problems: Callable[..., list[str]]
+) -> None:
     assert problems(text)[0].startswith(said)
 
 
@@ -355,26 +419,36 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(problems: Callable[..., 
 
 
 def test_a_recipe_that_is_not_there_is_looked_for_among_the_shipped_ones() -> None:
-    with pytest.raises(UserError, match=r"^llama31_8b_ful: no such recipe; did you mean llama31_8b_full\? give a path"):
+    with pytest.raises(
+        UserError,
+        match=r"^llama31_8b_ful: no such recipe; did you mean llama31_8b_full\? give a path",
+    ):
         read_recipe("llama31_8b_ful")
     assert Path(read_recipe("quickstart.yaml").path).resolve() == RECIPES / "quickstart.yaml"
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^{tmp_path}: a folder, not a recipe; name the recipe's file$"):
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}: a folder, not a recipe; name the recipe's file$"
+    ):
         read_recipe(str(tmp_path))
     (tmp_path / "recipe.yaml").touch()
     with pytest.raises(
-        UserError, match=rf"^{tmp_path}: a folder, not a recipe; did you mean {tmp_path}/recipe.yaml\?$"
+        UserError,
+        match=rf"^{tmp_path}: a folder, not a recipe; did you mean {tmp_path}/recipe.yaml\?$",
     ):
         read_recipe(str(tmp_path))
     with pytest.raises(UserError, match=rf"^{tmp_path}: a folder, not an Accelerate config; name"):
         read_sharding(str(tmp_path), None, {})
-    with pytest.raises(UserError, match=r"^the name of an Accelerate config is empty; give a path, or a name of"):
+    with pytest.raises(
+        UserError, match=r"^the name of an Accelerate config is empty; give a path, or a name of"
+    ):
         read_sharding("", None, {})
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])
-def test_an_inline_chat_template_is_no_path(problems: Callable[..., list[str]], ending: str) -> None:
+def test_an_inline_chat_template_is_no_path(
+    problems: Callable[..., list[str]], ending: str
+) -> None:
     template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" * 5 + ending
     assert len(template) > 255 and problems(GOOD + f"chat_template: {json.dumps(template)}\n") == []

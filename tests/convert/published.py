@@ -45,7 +45,13 @@ HERE: dict[str, Any] = {
 # Tokens of turns that published models' tokenizers have, by their names.
 TURNS = {
     r"qwen|smollm|hermes|lfm2": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-    r"llama-?3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
+    r"llama-?3": (
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|end_of_text|>",
+    ),
     r"gemma-?4": ("<|turn>", "<turn|>"),
     r"gemma-?[^4]": ("<start_of_turn>", "<end_of_turn>"),
     r"phi-?[34]": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
@@ -64,11 +70,18 @@ LATENT = {
     "v_head_dim": 16,
     "head_dim": 8,
 }
-ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their own make small
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"), MIXTURE),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3"), LATENT | ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+        ("deepseek_v2", "deepseek_v3"),
+        LATENT | ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1},
     ),
     "glm4_moe": ROUTED | {"first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT
@@ -81,7 +94,8 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
     },
-    "granitemoehybrid": MIXTURE | {"mamba_n_heads": 6, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": MIXTURE
+    | {"mamba_n_heads": 6, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
@@ -152,7 +166,9 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
     recipe |= {
-        "model_name_or_path": str(make_tiny(name, into, found.images, recipe.get("eot_tokens") or [])),
+        "model_name_or_path": str(
+            make_tiny(name, into, found.images, recipe.get("eot_tokens") or [])
+        ),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
@@ -160,7 +176,9 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
     if str(recipe.get("attn_implementation")).startswith("fl"):
         without_sdpa = find_family(guess_family(name) or "").caps_scores
-        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) or without_sdpa else "sdpa"
+        recipe["attn_implementation"] = (
+            "auto" if recipe.get("packing", True) or without_sdpa else "sdpa"
+        )
     if recipe.get("adapter_name_or_path"):
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
@@ -177,7 +195,9 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     for key in ("datasets", "eval_datasets"):
         if key in recipe:
             entries = enumerate(recipe[key])
-            recipe[key] = [write_rows(entry, rows, place / f"{key}{number}.jsonl") for number, entry in entries]
+            recipe[key] = [
+                write_rows(entry, rows, place / f"{key}{number}.jsonl") for number, entry in entries
+            ]
             if found.images in PROCESSORS:
                 add_pictures(recipe[key])
     if "accelerate_config" in recipe:
@@ -198,7 +218,12 @@ def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[s
         whole = into / "models" / kind
         whole = whole if whole.exists() else add_processor(make_vision_model(whole, kind), kind)
         return add_ends(whole, ends)
-    turns = [token for pattern, tokens in TURNS.items() if re.search(pattern, name.lower()) for token in tokens]
+    turns = [
+        token
+        for pattern, tokens in TURNS.items()
+        if re.search(pattern, name.lower())
+        for token in tokens
+    ]
     folder = into / "models" / f"{family}{len(turns)}{'-mixture' * is_mixture(name)}"
     if not folder.exists():
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
@@ -207,7 +232,12 @@ def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[s
         sizes |= {"vocab_size_per_layer_input": rows} if family == "gemma4_text" else {}
         sizes |= SMALL.get(family, {})
         if family == "gemma4_text" and is_mixture(name):
-            sizes |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+            sizes |= {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 64,
+            }
         model = build_swept(family, **sizes) if family in SWEPT else build(family, **sizes)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -219,7 +249,9 @@ def add_ends(folder: Path, ends: Sequence[str]) -> Path:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.add_special_tokens({"additional_special_tokens": list(ends)}, replace_extra_special_tokens=False):
+    if tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(ends)}, replace_extra_special_tokens=False
+    ):
         tokenizer.save_pretrained(folder)
     return folder
 
@@ -247,7 +279,9 @@ def write_rows(entry: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any
     """Rows with the columns that the entry names, else those that its type is recognized by; its entry without the hub's keys."""
     rows = [make_row(entry, kind, number) for number in range(ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {key: value for key, value in entry.items() if key not in ("name", "split", "path")} | {"path": str(path)}
+    return {key: value for key, value in entry.items() if key not in ("name", "split", "path")} | {
+        "path": str(path)
+    }
 
 
 def add_pictures(entries: list[dict[str, Any]]) -> None:
@@ -279,18 +313,33 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
             column("rejected"): worse,
         }
     if kind == "ratings" and is_text:
-        return {column("prompt"): question, column("completion"): answer, column("label"): number % 2 == 0}
+        return {
+            column("prompt"): question,
+            column("completion"): answer,
+            column("label"): number % 2 == 0,
+        }
     if kind == "ratings":
-        return {column("prompt"): chat[:1], column("completion"): chat[1:], column("label"): number % 2 == 0}
+        return {
+            column("prompt"): chat[:1],
+            column("completion"): chat[1:],
+            column("label"): number % 2 == 0,
+        }
     match entry.get("type"):
         case "alpaca":
-            names = str(entry.get("prompt_column") or "instruction"), str(entry.get("completion_column") or "output")
+            names = (
+                str(entry.get("prompt_column") or "instruction"),
+                str(entry.get("completion_column") or "output"),
+            )
             return {names[0]: question, "input": "", names[1]: answer}
         case "sharegpt":
             turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             return {str(entry.get("messages_column") or "conversations"): turns}
         case "squad":
-            return {"context": "Numbers.", "question": question, "answers": {"text": [answer], "answer_start": [0]}}
+            return {
+                "context": "Numbers.",
+                "question": question,
+                "answers": {"text": [answer], "answer_start": [0]},
+            }
         case "hellaswag":
             return {"ctx": question, "endings": [answer, "No."], "label": "0"}
         case "text":
@@ -303,11 +352,17 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
 
 def start(trial: Trial) -> tuple[bool, str]:
     """(whether the trial trained, what it printed)."""
-    finished = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(trial.recipe)], ranks=1, timeout=300)
+    finished = launch_ranks(
+        ROOT / "finetune" / "run.py", ["--recipe", str(trial.recipe)], ranks=1, timeout=300
+    )
     return finished.returncodes == (0,), finished.outputs[0]
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         trials = list_trials(Path(sys.argv[1]), Path(place))
-        print(json.dumps({f"{trial.tool}/{trial.file.name}": start(trial)[0] for trial in trials}, indent=1))
+        print(
+            json.dumps(
+                {f"{trial.tool}/{trial.file.name}": start(trial)[0] for trial in trials}, indent=1
+            )
+        )

@@ -24,13 +24,24 @@ from finetune.data.tokenizer import read_template
 from tests.ranks import ROOT
 
 SHARED = ROOT.parent / "shared"
-VOCABULARIES = {"SentencePiece": SHARED / "models" / "stories260k", "byte BPE": SHARED / "tokenizers" / "llama3"}
+VOCABULARIES = {
+    "SentencePiece": SHARED / "models" / "stories260k",
+    "byte BPE": SHARED / "tokenizers" / "llama3",
+}
 HEAD = "Below is an instruction that describes a task"
 REST = "Write a response that appropriately completes the request.\n\n"
-WORDS = st.text(st.sampled_from("aB1 .\n<é▁"), min_size=1, max_size=12).filter(lambda text: text.strip())
+WORDS = st.text(st.sampled_from("aB1 .\n<é▁"), min_size=1, max_size=12).filter(
+    lambda text: text.strip()
+)
 STRATEGIES: dict[str, dict[str, Any]] = {
     "alpaca": {"type": "alpaca"},
-    "columns": {"type": {"field_instruction": "instruction", "field_output": "output", "format": "{instruction}"}},
+    "columns": {
+        "type": {
+            "field_instruction": "instruction",
+            "field_output": "output",
+            "format": "{instruction}",
+        }
+    },
     "completion": {"type": "completion", "field": "output"},
 }
 
@@ -42,7 +53,9 @@ def load(vocabulary: str) -> Any:
     return AutoTokenizer.from_pretrained(VOCABULARIES[vocabulary])
 
 
-def expect(name: str, row: dict[str, str], tokenizer: Any, *, trains_prompt: bool) -> tuple[list[int], list[bool]]:
+def expect(
+    name: str, row: dict[str, str], tokenizer: Any, *, trains_prompt: bool
+) -> tuple[list[int], list[bool]]:
     """What Axolotl makes of a row, by its own rule."""
     end = tokenizer.eos_token_id
     if name == "completion":
@@ -59,16 +72,28 @@ def expect(name: str, row: dict[str, str], tokenizer: Any, *, trains_prompt: boo
     return prompt_ids + answer_ids, [trains_prompt] * len(prompt_ids) + [True] * len(answer_ids)
 
 
-def make_ours(name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, trains_prompt: bool) -> Any:
+def make_ours(
+    name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, trains_prompt: bool
+) -> Any:
     """(ids, trained) of a row by the converted recipe."""
     file = folder / "theirs.yaml"
     entry = {"path": "rows.jsonl", **STRATEGIES[name]}
-    file.write_text(yaml.safe_dump({"base_model": "org/llama", "train_on_inputs": trains_prompt, "datasets": [entry]}))
+    file.write_text(
+        yaml.safe_dump(
+            {"base_model": "org/llama", "train_on_inputs": trains_prompt, "datasets": [entry]}
+        )
+    )
     recipe = convert_file(file).recipe
-    tokenizer.chat_template = read_template(recipe["chat_template"]) if "chat_template" in recipe else None
+    tokenizer.chat_template = (
+        read_template(recipe["chat_template"]) if "chat_template" in recipe else None
+    )
     source = DatasetSource(**recipe["datasets"][0])
     assert source.answers_apart or name != "alpaca"
-    data = Data(datasets=(source,), assistant_only_loss=recipe.get("assistant_only_loss", True), dataset_num_proc=1)
+    data = Data(
+        datasets=(source,),
+        assistant_only_loss=recipe.get("assistant_only_loss", True),
+        dataset_num_proc=1,
+    )
     batch = RowBatch("rows.jsonl", (0,), (row,))
     (tokens,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats())
     return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
@@ -87,7 +112,9 @@ def test_a_prompt_strategy_gives_axolotls_ids(
     @given(WORDS, st.one_of(st.just(""), WORDS), WORDS)
     def check(instruction: str, further: str, answer: str) -> None:
         row = {"instruction": instruction, "input": further, "output": answer}
-        whole_prompt = trains_prompt and name != "columns"  # of two columns the prompt is never trained on, as it says
+        whole_prompt = (
+            trains_prompt and name != "columns"
+        )  # of two columns the prompt is never trained on, as it says
         ids, trained = expect(name, row, tokenizer, trains_prompt=whole_prompt)
         ours, ours_trained = make_ours(name, row, tokenizer, folder, trains_prompt=trains_prompt)
         assert ours == ids

@@ -41,7 +41,9 @@ def same(one: Conversion, other: Conversion) -> bool:
 def test_a_command_line_of_trl_is_its_file(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(TRL)
     by_file = convert_file(tmp_path / "theirs.yaml")
-    options = "--model_name_or_path org/model --dataset_name org/rows --learning-rate=1.0e-5 --packing"
+    options = (
+        "--model_name_or_path org/model --dataset_name org/rows --learning-rate=1.0e-5 --packing"
+    )
     assert same(convert(f"trl sft {options} --max_length 512"), by_file)
     script = f"accelerate launch --num_processes 2 examples/scripts/sft.py {options} \\\n  --max_length 512\n"
     (tmp_path / "train.sh").write_text(f"#!/bin/bash\nset -e\n{script}")
@@ -51,24 +53,43 @@ def test_a_command_line_of_trl_is_its_file(tmp_path: Path) -> None:
 
 def test_what_stands_on_the_command_line_prevails(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(TRL)
-    assert convert(f"trl sft --config {tmp_path / 'theirs.yaml'} --no_packing").recipe["packing"] is False
-    factory = {"model_name_or_path": "org/model", "stage": "sft", "template": "llama3", "dataset": "rows"}
+    assert (
+        convert(f"trl sft --config {tmp_path / 'theirs.yaml'} --no_packing").recipe["packing"]
+        is False
+    )
+    factory = {
+        "model_name_or_path": "org/model",
+        "stage": "sft",
+        "template": "llama3",
+        "dataset": "rows",
+    }
     (tmp_path / "factory.yaml").write_text(yaml.safe_dump(factory))
     command = f"llamafactory-cli train {tmp_path / 'factory.yaml'} learning_rate=2e-5 lora_rank=16"
     recipe = convert(command).recipe
     assert (recipe["learning_rate"], recipe["lora_r"]) == (2e-5, 16)
-    axolotl = {"base_model": "org/model", "sequence_len": 64, "datasets": [{"path": "a", "type": "completion"}]}
+    axolotl = {
+        "base_model": "org/model",
+        "sequence_len": 64,
+        "datasets": [{"path": "a", "type": "completion"}],
+    }
     (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(axolotl))
     launch = f"accelerate launch -m axolotl.cli.train {tmp_path / 'axolotl.yaml'}"
     with pytest.raises(UserError):
         convert(launch)
-    assert convert(f"axolotl train {tmp_path / 'axolotl.yaml'} --learning-rate 3e-4").recipe["learning_rate"] == 3e-4
+    assert (
+        convert(f"axolotl train {tmp_path / 'axolotl.yaml'} --learning-rate 3e-4").recipe[
+            "learning_rate"
+        ]
+        == 3e-4
+    )
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "reward"])
 def test_trl_names_the_method_on_its_command_line(method: str) -> None:
     found = convert(f"trl {method} --model_name_or_path org/model --dataset_name org/rows")
-    assert found.recipe["method"] == method and "does not say which trainer" not in str(found.remarks)
+    assert found.recipe["method"] == method and "does not say which trainer" not in str(
+        found.remarks
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +120,10 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     found = convert_file(tmp_path / "train.sh")
     expected: dict[str, Any] = {
         "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
-        "datasets": [{"path": "org/rows", "name": "default", "max_samples": 500}, {"path": "data.jsonl"}],
+        "datasets": [
+            {"path": "org/rows", "name": "default", "max_samples": 500},
+            {"path": "data.jsonl"},
+        ],
         "lora_target_modules": ["q_proj", "v_proj"],
         "gradient_accumulation_steps": 4,
         "turns": "last",
@@ -112,11 +136,18 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     assert {key: found.recipe.get(key) for key in expected} == expected
     said = "\n".join(found.differences)
     assert "template: null" in said and "model_author" in said and "not known here" not in said
-    assert any("names of ModelScope's hub" in line and "data.jsonl" not in line for line in found.to_do)
+    assert any(
+        "names of ModelScope's hub" in line and "data.jsonl" not in line for line in found.to_do
+    )
 
 
 def test_a_file_of_ms_swift_and_its_defaults_of_full_training(tmp_path: Path) -> None:
-    file = {"model": "org/model", "tuner_type": "full", "dataset": ["rows.jsonl"], "torch_dtype": "bfloat16"}
+    file = {
+        "model": "org/model",
+        "tuner_type": "full",
+        "dataset": ["rows.jsonl"],
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file | {"per_device_train_batch_size": 4}))
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.tool == "ms-swift"
@@ -127,7 +158,9 @@ def test_a_file_of_ms_swift_and_its_defaults_of_full_training(tmp_path: Path) ->
         convert_file(tmp_path / "theirs.yaml")
 
 
-def test_the_command_takes_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_a_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main(["convert", "trl sft --model_name_or_path ./models/a --dataset_name b.jsonl"])
     assert code in (0, EXIT_TO_DO)
     assert capsys.readouterr().out.startswith("# From a command line (TRL) by finetune convert.\n")

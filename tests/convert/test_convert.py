@@ -18,7 +18,15 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
 from finetune.convert.conversion import EXIT_TO_DO, convert_file, read_back
-from finetune.convert.counterparts import DATA_SET_KEYS, GRPO, KEYS, TOOL_NAMES, Carry, Tool, list_counterparts
+from finetune.convert.counterparts import (
+    DATA_SET_KEYS,
+    GRPO,
+    KEYS,
+    TOOL_NAMES,
+    Carry,
+    Tool,
+    list_counterparts,
+)
 from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.convert.runnable import find_facts
 from finetune.data.tokenizer import TEMPLATES as NAMED
@@ -183,7 +191,10 @@ def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
         "answers_apart": True,
     }
     assert (source.prompt_column, source.completion_column) == ("question", "answer")
-    assert 'datasets[0].type.field_system: "persona"   (only a prompt' in said and "field_output" not in said
+    assert (
+        'datasets[0].type.field_system: "persona"   (only a prompt' in said
+        and "field_output" not in said
+    )
 
 
 QLORA = {
@@ -192,13 +203,18 @@ QLORA = {
     "Axolotl, its own settings": AXOLOTL.replace("adapter: lora", "adapter: qlora")
     + "bnb_config_kwargs: {bnb_4bit_quant_type: fp4, bnb_4bit_use_double_quant: false}\n",
     "LLaMA-Factory": LLAMA_FACTORY + "quantization_bit: 4\nquantization_method: bnb\n",
-    "LLaMA-Factory, LoRA by default": LLAMA_FACTORY.replace("finetuning_type: lora", "quantization_bit: 4"),
+    "LLaMA-Factory, LoRA by default": LLAMA_FACTORY.replace(
+        "finetuning_type: lora", "quantization_bit: 4"
+    ),
     "LLaMA-Factory, its own settings": LLAMA_FACTORY
     + "quantization_bit: 4\nquantization_type: fp4\ndouble_quantization: false\n",
     "TRL": TRL + "load_in_4bit: true\nbnb_4bit_quant_storage: bfloat16\n",
-    "TRL, its own settings": TRL + "load_in_4bit: true\nuse_bnb_nested_quant: true\nbnb_4bit_quant_type: fp4\n",
+    "TRL, its own settings": TRL
+    + "load_in_4bit: true\nuse_bnb_nested_quant: true\nbnb_4bit_quant_type: fp4\n",
     "torchtune": TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b"),
-    "torchtune, by the key": TORCHTUNE.replace("lora_rank: 8", "lora_rank: 8\n  quantize_base: true"),
+    "torchtune, by the key": TORCHTUNE.replace(
+        "lora_rank: 8", "lora_rank: 8\n  quantize_base: true"
+    ),
 }
 # What each tool gives bitsandbytes where the file says nothing: NF4, double-quantized but in TRL.
 PLAIN, NESTED = ("nf4", False), ("nf4", True)
@@ -211,16 +227,23 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("tool", QLORA)
-def test_a_base_in_four_bits_is_one_here_with_the_tools_settings(converted: Convert, tool: str) -> None:
+def test_a_base_in_four_bits_is_one_here_with_the_tools_settings(
+    converted: Convert, tool: str
+) -> None:
     _, said, path = converted(QLORA[tool])
     recipe = read_recipe(str(path))
     assert recipe.lora.use_peft and recipe.quantization.bits == 4
-    settings = (recipe.quantization.bnb_4bit_quant_type, recipe.quantization.bnb_4bit_use_double_quant)
+    settings = (
+        recipe.quantization.bnb_4bit_quant_type,
+        recipe.quantization.bnb_4bit_use_double_quant,
+    )
     assert settings == SETTINGS[tool]
     worth_a_look = [line for line in said.splitlines() if "NF4 by torchao there" in line]
     assert len(worth_a_look) == tool.startswith("torchtune")
     rest = said.replace("".join(worth_a_look), "")
-    assert "4bit" not in rest and "quant" not in rest and "qlora" not in rest  # nothing of it differs
+    assert (
+        "4bit" not in rest and "quant" not in rest and "qlora" not in rest
+    )  # nothing of it differs
 
 
 def test_a_base_in_eight_bits_is_one_here(converted: Convert) -> None:
@@ -231,14 +254,19 @@ def test_a_base_in_eight_bits_is_one_here(converted: Convert) -> None:
     ):
         ours, _, path = converted(theirs)
         assert "rounded to 8 bits there only" in path.read_text()
-        assert read_recipe(str(path)).quantization.bits == 8 and not [key for key in ours if "4bit" in key]
+        assert read_recipe(str(path)).quantization.bits == 8 and not [
+            key for key in ours if "4bit" in key
+        ]
 
 
 def test_automodels_quantization(converted: Convert) -> None:
     given = "quantization: {load_in_4bit: true, load_in_8bit: false, bnb_4bit_compute_dtype: bfloat16}\n"
     _, said, path = converted(AUTOMODEL + given)
     quantization = read_recipe(str(path)).quantization
-    assert (quantization.bits, quantization.bnb_4bit_use_double_quant) == (4, True) and "quantization" not in said
+    assert (quantization.bits, quantization.bnb_4bit_use_double_quant) == (
+        4,
+        True,
+    ) and "quantization" not in said
 
 
 def test_a_base_that_bitsandbytes_has_quantized_is_loaded_as_it_is(converted: Convert) -> None:
@@ -272,7 +300,11 @@ def test_what_cannot_be_quantized_so_is_listed(converted: Convert, theirs: str, 
     ("name", "ours", "sentences"),
     [
         ("paged_adamw_32bit", "adamw_torch_fused", ["not paged to the host here"]),
-        ("paged_adamw_8bit", "adamw_8bit", ["not paged to the host here", "8-bit moments by bitsandbytes there"]),
+        (
+            "paged_adamw_8bit",
+            "adamw_8bit",
+            ["not paged to the host here", "8-bit moments by bitsandbytes there"],
+        ),
         ("adamw_bnb_8bit", "adamw_8bit", ["8-bit moments by bitsandbytes there"]),
         ("adamw_torch_8bit", "adamw_8bit", []),
     ],
@@ -282,7 +314,11 @@ def test_paged_and_eight_bit_adam_are_ours_with_a_sentence(
 ) -> None:
     recipe, _, path = converted(AXOLOTL.replace("adamw_torch_fused", name))
     assert recipe.get("optim", "adamw_torch_fused") == ours
-    found = [line for line in path.read_text().splitlines() if line.startswith(f'#   optimizer: "{name}"')]
+    found = [
+        line
+        for line in path.read_text().splitlines()
+        if line.startswith(f'#   optimizer: "{name}"')
+    ]
     assert len(found) == len(sentences)
     assert all(sentence in line for sentence, line in zip(sentences, found, strict=True))
 
@@ -296,8 +332,15 @@ def test_llama_factory(converted: Convert, tmp_path: Path) -> None:
     (source,) = read_recipe(str(path)).data.datasets
     assert (source.type, source.prompt_column, source.completion_column) == ("messages", "q", "a")
     assert Path(source.path).name == "questions.json"
-    assert "assistant_only_loss" not in said  # it is false, and has its effect on a question with its answer
-    expected = {"use_peft": True, "lora_r": 8, "chat_template": "llama3", "assistant_only_loss": False}
+    assert (
+        "assistant_only_loss" not in said
+    )  # it is false, and has its effect on a question with its answer
+    expected = {
+        "use_peft": True,
+        "lora_r": 8,
+        "chat_template": "llama3",
+        "assistant_only_loss": False,
+    }
     assert {key: ours[key] for key in expected} == expected
     assert "eval_strategy is dropped: no rows are held out" in said
 
@@ -310,15 +353,28 @@ def test_events_are_as_often_as_theirs(tmp_path: Path) -> None:
         return convert_file(theirs).recipe
 
     found = ours(AXOLOTL + "saves_per_epoch: 2\nevals_per_epoch: 4\n")  # of 3 epochs
-    assert (found["save_steps"], found["eval_steps"]) == (pytest.approx(1 / 6), pytest.approx(1 / 12))
+    assert (found["save_steps"], found["eval_steps"]) == (
+        pytest.approx(1 / 6),
+        pytest.approx(1 / 12),
+    )
     trl = "model_name_or_path: org/model\ndataset_name: org/data\nsave_steps: 500\n"
     found = ours(trl + "save_strategy: epoch\neval_strategy: epoch\nlogging_steps: 0.01\n")
-    assert {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_steps": 0.01}.items() <= found.items()
+    assert {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "logging_steps": 0.01,
+    }.items() <= found.items()
     assert "save_steps" not in found
     found = ours(trl.replace("500", "0.2") + "save_strategy: no\neval_strategy: no\n")
     assert not {"save_strategy", "save_steps", "eval_strategy"} & found.keys()
-    found = ours(trl + "save_strategy: best\neval_strategy: steps\neval_steps: 0.5\nmax_steps: -1\n")
-    assert {"keep_best_checkpoint": True, "save_steps": 500, "eval_steps": 0.5}.items() <= found.items()
+    found = ours(
+        trl + "save_strategy: best\neval_strategy: steps\neval_steps: 0.5\nmax_steps: -1\n"
+    )
+    assert {
+        "keep_best_checkpoint": True,
+        "save_steps": 500,
+        "eval_steps": 0.5,
+    }.items() <= found.items()
     assert "max_steps" not in found
 
 
@@ -327,8 +383,13 @@ def test_parts_by_name(tmp_path: Path) -> None:
     theirs.write_text(AXOLOTL + "lora_modules_to_save: [embed_tokens, lm_head]\n")
     assert convert_file(theirs).recipe["modules_to_save"] == ["embed_tokens", "lm_head"]
     full = AXOLOTL.replace("adapter: lora\n", "")
-    theirs.write_text(full + "unfrozen_parameters: [^lm_head.weight$, 'model.layers.4[4-7]+.mlp']\n")
-    assert convert_file(theirs).recipe["trainable_modules"] == ["lm_head.weight", "model.layers.4[4-7]+.mlp"]
+    theirs.write_text(
+        full + "unfrozen_parameters: [^lm_head.weight$, 'model.layers.4[4-7]+.mlp']\n"
+    )
+    assert convert_file(theirs).recipe["trainable_modules"] == [
+        "lm_head.weight",
+        "model.layers.4[4-7]+.mlp",
+    ]
     theirs.write_text(full + "unfrozen_parameters: ['model.embed_tokens.weight[:32000]']\n")
     found = convert_file(theirs)
     assert "trainable_modules" not in found.recipe
@@ -350,7 +411,9 @@ def test_parts_by_name(tmp_path: Path) -> None:
          {"min_lr_ratio": 0.2}),
     ],
 )  # fmt: skip
-def test_schedules_and_optimizers_keep_their_meaning(theirs_say: str, here: dict[str, object], tmp_path: Path) -> None:
+def test_schedules_and_optimizers_keep_their_meaning(
+    theirs_say: str, here: dict[str, object], tmp_path: Path
+) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(f"model_name_or_path: org/model\ndataset_name: org/data\n{theirs_say}\n")
     found = convert_file(theirs)
@@ -373,7 +436,12 @@ def test_torchtune(converted: Convert) -> None:
         "per_device_train_batch_size": 4,
         "accelerate_config": "fsdp_cpu_offload",
         "datasets": [
-            {"path": "org/pairs", "type": "messages", "prompt_column": "input", "completion_column": "output"}
+            {
+                "path": "org/pairs",
+                "type": "messages",
+                "prompt_column": "input",
+                "completion_column": "output",
+            }
         ],
     }
     assert {key: ours[key] for key in expected} == expected
@@ -420,11 +488,16 @@ def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
     for tool in TOOL_NAMES:
         pairs = list_counterparts(tool)
         names = [pair.key for pair in pairs]
-        assert len(names) == len(set(names)), (tool, sorted(name for name in names if names.count(name) > 1))
+        assert len(names) == len(set(names)), (
+            tool,
+            sorted(name for name in names if names.count(name) > 1),
+        )
         assert {pair.ours for pair in pairs} - {None} <= recipe_keys().keys()
         assert all(pair.note for pair in pairs if pair.ours is None)
         of_entries = list_counterparts(tool, DATA_SET_KEYS)
-        assert {pair.ours for pair in of_entries} - {None} <= keys_of(DatasetSource).keys() | {"chat_template"}
+        assert {pair.ours for pair in of_entries} - {None} <= keys_of(DatasetSource).keys() | {
+            "chat_template"
+        }
 
 
 @pytest.mark.parametrize("table", [KEYS, DATA_SET_KEYS])
@@ -433,10 +506,15 @@ def test_every_row_of_the_tables_is_read(table: str) -> None:
     with (Path(counterparts.__file__).parent / table).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     named = [(tool, row["key"]) for row in rows for tool in row["tools"].split()]
-    read = [(tool, pair.key) for tool in (*TOOL_NAMES, GRPO) for pair in list_counterparts(tool, table)]
+    read = [
+        (tool, pair.key) for tool in (*TOOL_NAMES, GRPO) for pair in list_counterparts(tool, table)
+    ]
     assert sorted(named) == sorted(read)
     assert {row["carry"] for row in rows} <= {"", *get_args(Carry)}
-    assert all(row["status"] in ("", "nearly", "ignored") or row["status"].startswith("lacks ") for row in rows)
+    assert all(
+        row["status"] in ("", "nearly", "ignored") or row["status"].startswith("lacks ")
+        for row in rows
+    )
     assert not any(row["ours"] and row["status"] not in ("", "nearly") for row in rows)
 
 
@@ -451,8 +529,14 @@ def test_every_row_of_the_tables_is_read(table: str) -> None:
 def test_the_sizes_of_other_dimensions(text: str, converted: Convert) -> None:
     """Tensors and sequences are divided in an Accelerate file that is written beside the recipe; a dense model has no experts."""
     exact, said, path = converted(text)
-    layout = read_sharding(None, str(path.with_name(str(exact["accelerate_config"]))), {"WORLD_SIZE": "8"})
-    assert (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.layout) == (4, 2, "fsdp2")
+    layout = read_sharding(
+        None, str(path.with_name(str(exact["accelerate_config"]))), {"WORLD_SIZE": "8"}
+    )
+    assert (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.layout) == (
+        4,
+        2,
+        "fsdp2",
+    )
     assert "expert_parallel_size" not in exact and "expert_parallel_size: 1   (" in said
 
 
@@ -490,22 +574,29 @@ def test_what_is_written_runs_by_the_rules_of_a_run(converted: Convert) -> None:
     assert ours["packing"] is True and "trust_remote_code" not in ours  # it reads a mask
     ours, said, _ = converted(PHI + "lora_target_modules: [q_proj, o_proj]\n")
     assert (
-        ours["lora_target_modules"] == ["o_proj"] and "q_proj: no such layer in this family: nothing is adapted" in said
+        ours["lora_target_modules"] == ["o_proj"]
+        and "q_proj: no such layer in this family: nothing is adapted" in said
     )
     ours, said, _ = converted(PHI + "lora_target_modules: [q_proj, v_proj]\n")
     assert (
         ours["lora_target_modules"] == ["qkv_proj"]
         and "adapters of qkv_proj here, the family's layers for q_proj, v_proj" in said
     )
-    ours, said, _ = converted(TORCHTUNE.replace("org/Llama-3.1-8B", "microsoft/Phi-3-mini-4k-instruct"))
+    ours, said, _ = converted(
+        TORCHTUNE.replace("org/Llama-3.1-8B", "microsoft/Phi-3-mini-4k-instruct")
+    )
     assert ours["lora_target_modules"] == ["o_proj", "qkv_proj"]
-    _, said, _ = converted(PHI.replace("microsoft/Phi-3-mini-4k-instruct", "cerebras/Cerebras-GPT-1.3B"))
+    _, said, _ = converted(
+        PHI.replace("microsoft/Phi-3-mini-4k-instruct", "cerebras/Cerebras-GPT-1.3B")
+    )
     assert "to do: lora_target_modules: all-linear: no such linear layer in gpt2" in said
 
 
 def test_chatml_of_alignment_handbook_brings_its_tokens(converted: Convert) -> None:
     """setup_chat_format there: both tokens are added, and the second ends a text."""
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>\\n{% endfor %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>\\n{% endfor %}"
+    )
     ours, _, _ = converted(TRL + f'chat_template: "{template}"\n')
     assert ours["added_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert ours["special_tokens"] == {"eos_token": "<|im_end|>"}
@@ -550,7 +641,9 @@ SQUAD = [{"path": "org/squad", "type": "squad", "split": "train"}]
         (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "XiaomiMiMo/MiMo-7B-Base"), {"model_name_or_path": "XiaomiMiMo/MiMo-7B-Base"}),
     ],
 )  # fmt: skip
-def test_what_was_refused_without_need_is_converted(text: str, expected: dict[str, object], converted: Convert) -> None:
+def test_what_was_refused_without_need_is_converted(
+    text: str, expected: dict[str, object], converted: Convert
+) -> None:
     ours, said, _ = converted(text)
     for key, value in expected.items():
         assert ours.get(key) == value or (value is None and not ours.get(key)), (key, said)
@@ -558,7 +651,9 @@ def test_what_was_refused_without_need_is_converted(text: str, expected: dict[st
 
 def test_llama_factorys_data_is_looked_up_from_its_root(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "dataset_info.json").write_text('{"questions": {"hf_hub_url": "org/questions"}}')
+    (tmp_path / "data" / "dataset_info.json").write_text(
+        '{"questions": {"hf_hub_url": "org/questions"}}'
+    )
     source = tmp_path / "examples" / "train_lora" / "theirs.yaml"
     source.parent.mkdir(parents=True)
     source.write_text(LLAMA_FACTORY)
@@ -572,7 +667,9 @@ def _datasets(entries: str) -> str:
 
 
 def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
-    ours, _, _ = converted(_datasets("[{path: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]"))
+    ours, _, _ = converted(
+        _datasets("[{path: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]")
+    )
     kind = {"type": "alpaca", "answers_apart": True}
     assert ours["datasets"] == [{"path": "a.jsonl", **kind}, {"path": "b.jsonl", **kind}]
     ours, said, _ = converted(_datasets("[{path: org/many, data_files: [a.jsonl]}]"))
@@ -581,13 +678,19 @@ def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
 
 
 def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
-    ours, said, _ = converted(_datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]"))
+    ours, said, _ = converted(
+        _datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]")
+    )
     columns = {"prompt_column": "q", "completion_column": "a"}
-    assert ours["datasets"] == [{"path": "org/a", "type": "alpaca", **columns, "answers_apart": True}]
+    assert ours["datasets"] == [
+        {"path": "org/a", "type": "alpaca", **columns, "answers_apart": True}
+    ]
     assert "field_" not in said
 
 
-@pytest.mark.parametrize("entry", ["{path: a/b, type: alpaca}", "{path: a/b, type: alpaca, field_output: text}"])
+@pytest.mark.parametrize(
+    "entry", ["{path: a/b, type: alpaca}", "{path: a/b, type: alpaca, field_output: text}"]
+)
 def test_alpacas_prompt_is_a_chat_template(converted: Convert, entry: str) -> None:
     ours, said, _ = converted(_datasets(f"[{entry}, {{path: c/d, type: completion}}]"))
     assert ours["chat_template"] == "alpaca"
@@ -595,10 +698,18 @@ def test_alpacas_prompt_is_a_chat_template(converted: Convert, entry: str) -> No
 
 
 def test_alpacas_prompt_beside_another_is_a_difference(converted: Convert) -> None:
-    ours, said, path = converted(_datasets("[{path: a/b, type: alpaca}, {path: c/d, type: chat_template}]"))
+    ours, said, path = converted(
+        _datasets("[{path: a/b, type: alpaca}, {path: c/d, type: chat_template}]")
+    )
     assert "chat_template" not in ours
-    assert 'datasets.type: "alpaca"   (chat_template: alpaca writes their prompt, but is one for all datasets' in said
-    assert "datasets.type" in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
+    assert (
+        'datasets.type: "alpaca"   (chat_template: alpaca writes their prompt, but is one for all datasets'
+        in said
+    )
+    assert (
+        "datasets.type"
+        in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
+    )
     _, styled, _ = converted(_datasets("[{path: a/b, type: 'alpaca:chat'}]"))
     assert 'datasets[0].type: "alpaca:chat"   (chat_template: alpaca writes the' in styled
 
@@ -608,7 +719,9 @@ def test_alpacas_prompt_beside_another_is_a_difference(converted: Convert) -> No
     [("llama4", "llama4"), ("phi_3", "phi3"), ("mistral_v3_tekken", "mistral-v3-tekken"), ("qwen3", "qwen3"), ("cohere", "command-r")],
 )  # fmt: skip
 def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
-    recipe, _, _ = converted(_datasets("[{path: a/b, type: chat_template}]") + f"chat_template: {theirs}\n")
+    recipe, _, _ = converted(
+        _datasets("[{path: a/b, type: chat_template}]") + f"chat_template: {theirs}\n"
+    )
     assert recipe["chat_template"] == ours
     assert set(TEMPLATES.values()) <= set(NAMED)
 
@@ -616,10 +729,21 @@ def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "listed"),
     [
-        (_datasets("[{path: a/b, roles_to_train: [user]}]"), ['datasets[0].roles_to_train: ["user"]']),
-        (_datasets("[{path: a/b}, {path: c/d, train_on_eos: none}]"), ['datasets[1].train_on_eos: "none"']),
+        (
+            _datasets("[{path: a/b, roles_to_train: [user]}]"),
+            ['datasets[0].roles_to_train: ["user"]'],
+        ),
+        (
+            _datasets("[{path: a/b}, {path: c/d, train_on_eos: none}]"),
+            ['datasets[1].train_on_eos: "none"'],
+        ),
         (_datasets("[{path: a/b, zzz: false}]"), ["datasets[0].zzz: false"]),
-        (_datasets("[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"), []),
+        (
+            _datasets(
+                "[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"
+            ),
+            [],
+        ),
         (
             AXOLOTL + "test_datasets: [{path: a/b, revision: main}]\n",
             ['test_datasets[0].revision: "main"', 'datasets.type: "alpaca"'],
@@ -627,7 +751,11 @@ def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
         (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4", 'datasets.type: "alpaca"']),
         (
             "model_name_or_path: a/b\ndatasets: [{path: c/d, data_dir: sub, columns: [x, y], id: k}]\n",
-            ['datasets[0].data_dir: "sub"', 'datasets[0].columns: ["x", "y"]', 'datasets[0].id: "k"'],
+            [
+                'datasets[0].data_dir: "sub"',
+                'datasets[0].columns: ["x", "y"]',
+                'datasets[0].id: "k"',
+            ],
         ),
         (
             TORCHTUNE.replace("packed: true", "bogus_key: 5\n  split_across_pack: true"),
@@ -635,14 +763,18 @@ def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
         ),
     ],
 )
-def test_what_is_not_understood_of_a_data_set_is_listed(converted: Convert, theirs: str, listed: list[str]) -> None:
+def test_what_is_not_understood_of_a_data_set_is_listed(
+    converted: Convert, theirs: str, listed: list[str]
+) -> None:
     _, said, path = converted(theirs)
     found = [line for line in said.splitlines() if line.startswith(("dataset", "test_datasets"))]
     assert [line.split("   (")[0] for line in found] == listed
     assert all(f"#   {line}\n" in path.read_text() for line in found)
 
 
-def test_what_is_not_understood_of_dataset_info_is_listed(converted: Convert, tmp_path: Path) -> None:
+def test_what_is_not_understood_of_dataset_info_is_listed(
+    converted: Convert, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     info = {
         "hf_hub_url": "org/chats",
@@ -654,7 +786,9 @@ def test_what_is_not_understood_of_dataset_info_is_listed(converted: Convert, tm
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
     ours, said, _ = converted(LLAMA_FACTORY)
-    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns", "max_samples": 100}]
+    assert ours["datasets"] == [
+        {"path": "org/chats", "messages_column": "turns", "max_samples": 100}
+    ]
     listed = ["ranking: true", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
     found = [line.split("   (")[0] for line in said.splitlines() if line.startswith("dataset_info")]
     assert found == [f"dataset_info.json: questions.{key}" for key in listed]
@@ -665,12 +799,16 @@ def test_torchtune_columns_and_a_trained_prompt(converted: Convert) -> None:
     ours, said, _ = converted(TORCHTUNE.replace("packed: true", column_map))
     columns = {"prompt_column": "q", "completion_column": "a"}
     assert ours["datasets"] == [{"path": "org/pairs", "type": "messages", **columns}]
-    assert ours["assistant_only_loss"] is False  # of a conversation the question is then trained too
+    assert (
+        ours["assistant_only_loss"] is False
+    )  # of a conversation the question is then trained too
     assert "column_map" not in said
 
 
 def test_a_prompt_that_stays_masked_is_reported(converted: Convert) -> None:
-    ours, said, _ = converted(_datasets("[{path: a/b, type: {field_output: a}}]\ntrain_on_inputs: true"))
+    ours, said, _ = converted(
+        _datasets("[{path: a/b, type: {field_output: a}}]\ntrain_on_inputs: true")
+    )
     assert "assistant_only_loss" not in ours
     assert "datasets[0]: assistant_only_loss: false has no effect" in said
 
@@ -681,7 +819,10 @@ def test_a_recipe_of_ours_is_refused_as_such(tmp_path: Path, output: list[str]) 
     (tmp_path / "mine.yaml").write_text(ours)
     ended = run_command(["python", "-m", "finetune", "convert", "mine.yaml", *output], cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("mine.yaml: a recipe of this toolkit already") and ended.stderr.count("\n") == 1
+    assert (
+        ended.stderr.startswith("mine.yaml: a recipe of this toolkit already")
+        and ended.stderr.count("\n") == 1
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
@@ -695,7 +836,9 @@ def test_what_is_left_to_do_is_listed_and_is_exit_code_1(tmp_path: Path) -> None
 
 def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
     columns = {"path": "c/d", "prompt_column": "q", "completion_column": "a"}
-    ours, said, _ = converted(f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n")
+    ours, said, _ = converted(
+        f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
+    )
     assert (ours["datasets"], said) == ([columns], "")
 
 
@@ -704,7 +847,9 @@ def test_what_are_no_data_sets_is_one_sentence(tmp_path: Path, entries: str) -> 
     (tmp_path / "theirs.yaml").write_text(_datasets(entries))
     ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
-    assert ended.stderr.startswith("theirs.yaml: datasets") and ended.stderr.endswith("; write `- path: ...`\n")
+    assert ended.stderr.startswith("theirs.yaml: datasets") and ended.stderr.endswith(
+        "; write `- path: ...`\n"
+    )
 
 
 @pytest.mark.parametrize("info", ["{bad", "[1]", '{"questions": "questions.json"}'])
@@ -739,19 +884,43 @@ FSDP = "fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: %s, fs
 
 NUL = "a\0b"
 WITH_NUL: dict[str, dict[str, Any]] = {
-    "axolotl": {"base_model": NUL, "datasets": [{"path": NUL, "type": "alpaca", "data_files": NUL}], "deepspeed": NUL},
-    "llamafactory": {"model_name_or_path": NUL, "stage": "sft", "dataset": NUL, "dataset_dir": NUL, "template": NUL},
-    "trl": {"model_name_or_path": NUL, "dataset_name": NUL, "per_device_train_batch_size": 1, "output_dir": NUL},
+    "axolotl": {
+        "base_model": NUL,
+        "datasets": [{"path": NUL, "type": "alpaca", "data_files": NUL}],
+        "deepspeed": NUL,
+    },
+    "llamafactory": {
+        "model_name_or_path": NUL,
+        "stage": "sft",
+        "dataset": NUL,
+        "dataset_dir": NUL,
+        "template": NUL,
+    },
+    "trl": {
+        "model_name_or_path": NUL,
+        "dataset_name": NUL,
+        "per_device_train_batch_size": 1,
+        "output_dir": NUL,
+    },
     "torchtune": {
         "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": NUL},
-        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": NUL},
-        "dataset": {"_component_": "torchtune.datasets.alpaca_dataset", "source": NUL, "data_files": NUL},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": NUL,
+        },
+        "dataset": {
+            "_component_": "torchtune.datasets.alpaca_dataset",
+            "source": NUL,
+            "data_files": NUL,
+        },
     },
 }
 
 
 @pytest.mark.parametrize("tool", WITH_NUL)
-def test_a_nul_in_a_name_is_no_traceback(tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nul_in_a_name_is_no_traceback(
+    tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "theirs.json").write_text(json.dumps(WITH_NUL[tool]))
     assert main(["convert", str(tmp_path / "theirs.json")]) in (0, 1, 2)
     assert "\0" not in "".join(capsys.readouterr())
@@ -766,13 +935,18 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
 def test_a_mixture_of_experts_is_converted(converted: Convert) -> None:
     """With the kernels that the tool chooses for experts left to the device."""
     mixtral = (
-        AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1") + "use_scattermoe: true\n"
+        AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1")
+        + "use_scattermoe: true\n"
     )
     ours, said, _ = converted(mixtral)
-    assert ours["model_name_or_path"] == "mistralai/Mixtral-8x7B-v0.1" and "use_scattermoe" not in said
+    assert (
+        ours["model_name_or_path"] == "mistralai/Mixtral-8x7B-v0.1" and "use_scattermoe" not in said
+    )
 
 
-def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(converted: Convert) -> None:
+def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(
+    converted: Convert,
+) -> None:
     alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
     assert converted(alpaca)[0]["assistant_only_loss"] is False
     assert converted(alpaca)[0]["datasets"][0]["alpaca_prompt"] is True  # type: ignore[index]
@@ -781,10 +955,20 @@ def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(con
 
 
 def test_layers_of_torchtunes_mlp_and_of_a_pattern(converted: Convert) -> None:
-    ours, _, _ = converted(TORCHTUNE.replace("  lora_rank: 8", "  lora_rank: 8\n  apply_lora_to_mlp: true"))
-    assert set(ours["lora_target_modules"]) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # type: ignore[call-overload]
+    ours, _, _ = converted(
+        TORCHTUNE.replace("  lora_rank: 8", "  lora_rank: 8\n  apply_lora_to_mlp: true")
+    )
+    assert set(ours["lora_target_modules"]) == {
+        "q_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }  # type: ignore[call-overload]
     pattern = r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
-    ours, _, _ = converted(AXOLOTL.replace("lora_target_linear: true", f"lora_target_modules: '{pattern}'"))
+    ours, _, _ = converted(
+        AXOLOTL.replace("lora_target_linear: true", f"lora_target_modules: '{pattern}'")
+    )
     assert ours["lora_target_modules"] == ["q_proj", "up_proj"]
 
 
@@ -802,7 +986,10 @@ def test_references_are_resolved(converted: Convert) -> None:
         (AXOLOTL + "rl: grpo\n", "rl: grpo: online RL"),
         (AXOLOTL + "process_reward_model: true\n", "a reward for each step of an answer"),
         (AXOLOTL + "num_labels: 3\n", "a classifier, for which Axolotl has no prompt strategy"),
-        (AXOLOTL + "reward_model: true\nprocessor_type: AutoProcessor\n", "a reward model of images"),
+        (
+            AXOLOTL + "reward_model: true\nprocessor_type: AutoProcessor\n",
+            "a reward model of images",
+        ),
         (
             AXOLOTL + "processor_type: AutoProcessor\n",
             "processor_type: NousResearch/Meta-Llama-3.1-8B: rows hold images, and training on images is not supported for llama;",
@@ -817,39 +1004,61 @@ def test_references_are_resolved(converted: Convert) -> None:
         ),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
-        ("model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n", "merging (finetune export)"),
-        (TORCHTUNE + TEACHER.replace("ForwardKL", "SymmetricKL"), "distillation by another divergence"),
+        (
+            "model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n",
+            "merging (finetune export)",
+        ),
+        (
+            TORCHTUNE + TEACHER.replace("ForwardKL", "SymmetricKL"),
+            "distillation by another divergence",
+        ),
         (TRL + "beta: 0.1\nloss_type: apo_down\n", "loss_type: apo_down: another loss (APO_DOWN)"),
-        ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n", "distillation"),
+        (
+            "recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n",
+            "distillation",
+        ),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),
     ],
 )
 def test_another_method_is_refused_by_name(tmp_path: Path, theirs: str, cause: str) -> None:
     (tmp_path / "theirs.yaml").write_text(theirs)
-    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"], cwd=tmp_path)
+    ended = run_command(
+        ["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"],
+        cwd=tmp_path,
+    )
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert cause in ended.stderr and not (tmp_path / "ours.yaml").exists()
 
 
 def test_aliases_of_single_values_are_read(converted: Convert) -> None:
     ours, _, _ = converted(
-        AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: &rows 2") + "eval_batch_size: *rows\n"
+        AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: &rows 2")
+        + "eval_batch_size: *rows\n"
     )
     assert ours["per_device_eval_batch_size"] == 2
 
 
 def test_a_recipe_that_our_reader_refuses_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL + "seed: -1\n")
-    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"], cwd=tmp_path)
+    ended = run_command(
+        ["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"],
+        cwd=tmp_path,
+    )
     assert (
-        ended.returncode == 2 and "not converted; the recipe would be wrong" in ended.stderr and "seed" in ended.stderr
+        ended.returncode == 2
+        and "not converted; the recipe would be wrong" in ended.stderr
+        and "seed" in ended.stderr
     )
     assert not (tmp_path / "ours.yaml").exists()
 
 
-@pytest.mark.parametrize("section", ["model", "dataset", "checkpointer", "optimizer", "lr_scheduler", "tokenizer"])
+@pytest.mark.parametrize(
+    "section", ["model", "dataset", "checkpointer", "optimizer", "lr_scheduler", "tokenizer"]
+)
 @pytest.mark.parametrize("value", ["null", "text", "[1]", "{a: 1}"])
-def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str, value: str) -> None:
+def test_a_section_of_another_shape_is_no_traceback(
+    tmp_path: Path, section: str, value: str
+) -> None:
     theirs = yaml.safe_load(TORCHTUNE) | {section: yaml.safe_load(value)}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
     try:
@@ -883,7 +1092,10 @@ def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> Non
     assert ours.get("assistant_only_loss", True) and "completion_only_loss" not in said
     ours, said, _ = converted(TRL + "completion_only_loss: false\n")
     assert ours["assistant_only_loss"] is False
-    assert "completion_only_loss: false   (of a prompt and its completion in two columns the prompt is never" in said
+    assert (
+        "completion_only_loss: false   (of a prompt and its completion in two columns the prompt is never"
+        in said
+    )
     _, said, _ = converted(LLAMA_FACTORY + "completion_only_loss: true\n")
     assert "completion_only_loss: true   (not known here)" in said
 
@@ -907,15 +1119,27 @@ def test_shares_of_a_mixer_are_kept_exactly(converted: Convert, tmp_path: Path) 
         {"path": "a/g", "split": "train"},
     ]
     assert "dataset_mixer: a/b: 0.125, a/c: 0.004   (a share that no slice names exactly" in said
-    for wrong in ("dataset_mixer: {a/b: half}\n", "dataset_mixer: {a/b: 1}\ndataset_configs: [x, y]\n"):
+    for wrong in (
+        "dataset_mixer: {a/b: half}\n",
+        "dataset_mixer: {a/b: 1}\ndataset_configs: [x, y]\n",
+    ):
         (tmp_path / "theirs.yaml").write_text("model_name_or_path: org/model\n" + wrong)
-        with pytest.raises(UserError, match=r"theirs.yaml: dataset_(mixer.a/b|configs): .* is expected, found"):
+        with pytest.raises(
+            UserError, match=r"theirs.yaml: dataset_(mixer.a/b|configs): .* is expected, found"
+        ):
             convert_file(tmp_path / "theirs.yaml")
 
 
-def test_a_history_is_reported_where_the_form_does_not_read_it(converted: Convert, tmp_path: Path) -> None:
+def test_a_history_is_reported_where_the_form_does_not_read_it(
+    converted: Convert, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
-    columns = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+    columns = {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "history": "history",
+    }
     for renamed, is_read in (({}, True), ({"prompt": "question", "query": None}, False)):
         info = {"hf_hub_url": "org/rows", "columns": columns | renamed}
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
@@ -960,7 +1184,9 @@ def test_an_odd_value_is_converted_or_one_sentence(tmp_path: Path, theirs: str, 
 
 def test_a_number_of_steps_that_is_none_names_key_and_value(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(TRL + "save_steps: auto\n")
-    with pytest.raises(UserError, match=r'theirs.yaml: save_steps: a number is expected, found "auto"; write one'):
+    with pytest.raises(
+        UserError, match=r'theirs.yaml: save_steps: a number is expected, found "auto"; write one'
+    ):
         convert_file(tmp_path / "theirs.yaml")
 
 
@@ -972,9 +1198,15 @@ def test_tokens_of_other_tools(converted: Convert) -> None:
     assert (ours["eot_tokens"], ours["pad_vocab_to_multiple_of"]) == (["<b>"], 32)
     assert ours["special_tokens"] == {"eos_token": "<b>", "pad_token": "<p>"}
     assert "token" not in said.replace("tokenize", "")
-    adapted, _, _ = converted(_datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n")
-    assert adapted["special_tokens"] == {"eos_token": "<b>"}  # a pad_token that is new would train the embedding
-    factory, _, _ = converted(LLAMA_FACTORY + "add_tokens: <a>,<b>\nadd_special_tokens: <c>\nresize_vocab: true\n")
+    adapted, _, _ = converted(
+        _datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n"
+    )
+    assert adapted["special_tokens"] == {
+        "eos_token": "<b>"
+    }  # a pad_token that is new would train the embedding
+    factory, _, _ = converted(
+        LLAMA_FACTORY + "add_tokens: <a>,<b>\nadd_special_tokens: <c>\nresize_vocab: true\n"
+    )
     assert factory["added_tokens"] == ["<a>", "<b>", "<c>"]
     trl, _, _ = converted(TRL + "eos_token: <|im_end|>\n")
     assert trl["special_tokens"] == {"eos_token": "<|im_end|>"}
@@ -1010,9 +1242,11 @@ def test_weights_in_bfloat16_are_trained_in_the_precision_of_the_launch(converte
     ours, _, path = converted(full)
     assert "dtype" not in ours and "train a copy in float32 there" in path.read_text()
     assert (
-        converted(TORCHTUNE.replace("lora_rank: 8", "").replace("lora_attn_modules: [q_proj, output_proj]", ""))[0][
-            "dtype"
-        ]
+        converted(
+            TORCHTUNE.replace("lora_rank: 8", "").replace(
+                "lora_attn_modules: [q_proj, output_proj]", ""
+            )
+        )[0]["dtype"]
         == "bfloat16"
     )  # torchtune's dtype is that of the parameters
 
@@ -1036,20 +1270,34 @@ def test_torchtunes_tokenizers_have_their_chat_format_built_in(
     recipe, _, _ = converted(theirs)
     assert recipe.get("chat_template") == ours
     assert ours is None or ours in NAMED
-    assert "chat_template" not in converted(theirs.replace("instruct_dataset", "text_completion_dataset"))[0]
+    assert (
+        "chat_template"
+        not in converted(theirs.replace("instruct_dataset", "text_completion_dataset"))[0]
+    )
 
 
-def test_templates_of_llama_factory_that_write_other_turns_are_differences(converted: Convert) -> None:
-    assert converted(LLAMA_FACTORY.replace("template: llama3", "template: llama2"))[0]["chat_template"] == "inst"
-    for name, line in (("default", "its turns are not known here"), ("qwen3", "an empty thought in every turn there")):
+def test_templates_of_llama_factory_that_write_other_turns_are_differences(
+    converted: Convert,
+) -> None:
+    assert (
+        converted(LLAMA_FACTORY.replace("template: llama3", "template: llama2"))[0]["chat_template"]
+        == "inst"
+    )
+    for name, line in (
+        ("default", "its turns are not known here"),
+        ("qwen3", "an empty thought in every turn there"),
+    ):
         _, said, _ = converted(LLAMA_FACTORY.replace("template: llama3", f"template: {name}"))
         assert f'template: "{name}"   ({line}' in said
 
 
-def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(converted: Convert) -> None:
+def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(
+    converted: Convert,
+) -> None:
     roles = "roles: {user: [user, human], assistant: [gpt]}"
     _, said, _ = converted(
-        _datasets(f"[{{path: a/b, type: chat_template, {roles}}}]") + "attn_implementation: xformers\n"
+        _datasets(f"[{{path: a/b, type: chat_template, {roles}}}]")
+        + "attn_implementation: xformers\n"
     )
     assert "roles" not in said and "xformers" not in said
     _, said, _ = converted(_datasets("[{path: a/b, type: chat_template, roles: {user: [client]}}]"))
@@ -1083,7 +1331,9 @@ def refused(theirs: str, folder: Path) -> str:
     return str(said.value)
 
 
-def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Convert, tmp_path: Path) -> None:
+def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
+    converted: Convert, tmp_path: Path
+) -> None:
     """llamafactory/v1/config: batches of 1, 1e-4, ChatML without thoughts; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
     ours, _, _ = converted(V1)
     expected = {
@@ -1093,9 +1343,14 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Conv
     }  # fmt: skip
     assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
     full, _, _ = converted(
-        V1.replace("peft_config: {name: lora, r: 16,", "kernel_config: {").replace("dist_config", "#")
+        V1.replace("peft_config: {name: lora, r: 16,", "kernel_config: {").replace(
+            "dist_config", "#"
+        )
     )
-    assert (full["dtype"], "use_peft" in full) == ("bfloat16", False)  # parameters in the dtype of the files
+    assert (full["dtype"], "use_peft" in full) == (
+        "bfloat16",
+        False,
+    )  # parameters in the dtype of the files
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
 
 
@@ -1118,7 +1373,9 @@ def test_the_end_of_a_turn_that_axolotl_leaves_untrained_is_listed(
 ) -> None:
     """prompt_strategies/chat_template.py: without eot_tokens they are [tokenizer.eos_token]."""
     rows = "datasets: [{path: a/b, type: chat_template}]"
-    said = converted(f"base_model: {model}\nchat_template: {template}\n{rows}\nsequence_len: 64\n{more}\n")[1]
+    said = converted(
+        f"base_model: {model}\nchat_template: {template}\n{rows}\nsequence_len: 64\n{more}\n"
+    )[1]
     assert ("the EOS token alone ends a trained turn there" in said) == is_untrained
 
 
@@ -1141,14 +1398,19 @@ def test_long_rows_and_joined_documents_of_llama_factory_are_named(converted: Co
         ("inclusionAI/Ling-3.0-flash", "mixtures of experts"),
     ],
 )
-def test_a_model_that_only_its_name_tells_apart_is_refused(tmp_path: Path, model: str, cause: str) -> None:
+def test_a_model_that_only_its_name_tells_apart_is_refused(
+    tmp_path: Path, model: str, cause: str
+) -> None:
     rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\n"
     assert cause in refused(f"base_model: {model}\ntrust_remote_code: true\n{rows}", tmp_path)
 
 
 def test_a_later_qwen_converts_and_a_super_of_nemotrons_is_a_mixture(converted: Convert) -> None:
     rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\nexpert_parallel_size: 2\n"
-    assert converted(f"base_model: Qwen/Qwen1.5-7B\n{rows}")[0]["model_name_or_path"] == "Qwen/Qwen1.5-7B"
+    assert (
+        converted(f"base_model: Qwen/Qwen1.5-7B\n{rows}")[0]["model_name_or_path"]
+        == "Qwen/Qwen1.5-7B"
+    )
     recipe, _, _ = converted(f"base_model: nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16\n{rows}")
     facts = find_facts(recipe)
     assert facts is not None and facts.experts
@@ -1171,8 +1433,14 @@ optim_args: {eps: 1.0e-6, bf16_stochastic_round: true}
     ours, said, path = converted(AXOLOTL + more)
     assert "not known here" not in said
     alpaca, chats = ours["datasets"][:2]  # type: ignore[index]
-    assert "chat_template_kwargs" not in alpaca and chats["chat_template_kwargs"] == {"reasoning_effort": "low"}
-    assert ours["adam_epsilon"] == 1e-6 and "are rounded to nearest here" in said and "NF4 by torchao there" in said
+    assert "chat_template_kwargs" not in alpaca and chats["chat_template_kwargs"] == {
+        "reasoning_effort": "low"
+    }
+    assert (
+        ours["adam_epsilon"] == 1e-6
+        and "are rounded to nearest here" in said
+        and "NF4 by torchao there" in said
+    )
     assert "parallelism_config_cp_size: 2" in path.with_suffix(".accelerate.yaml").read_text()
 
 
@@ -1183,13 +1451,17 @@ def test_what_is_not_known_and_not_asked_for_is_no_difference(converted: Convert
 
 
 def test_sizes_of_megatron_are_read(converted: Convert) -> None:
-    sizes = "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 1\nsequence_parallel: true\n"
+    sizes = (
+        "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 1\nsequence_parallel: true\n"
+    )
     _, said, path = converted(LLAMA_FACTORY + "bf16: true\n" + sizes)
     assert "did you mean" not in said
     assert "parallelism_config_tp_size: 2" in path.with_suffix(".accelerate.yaml").read_text()
 
 
-def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, tmp_path: Path) -> None:
+def test_the_method_of_a_v1_file_stands_on_its_command_line(
+    converted: Convert, tmp_path: Path
+) -> None:
     """llamafactory/v1/launcher.py: sft, dpo and rm are commands; none is a key of the file."""
     assert "the command names the method of such a file" in converted(V1)[1]
     assert "train_dataset" in refused(V1.replace("data/rows", "data/v1_dpo_demo"), tmp_path)
@@ -1198,16 +1470,22 @@ def test_the_method_of_a_v1_file_stands_on_its_command_line(converted: Convert, 
     (tmp_path / "train_full_dpo.yaml").write_text(V1)
     with pytest.raises(UserError, match="the file's name"):
         convert_file(tmp_path / "train_full_dpo.yaml")
-    (tmp_path / "plain.yaml").write_text(V1.replace("Qwen3-4B", "Qwen3-VL-4B-Instruct") + "model_class: other\n")
+    (tmp_path / "plain.yaml").write_text(
+        V1.replace("Qwen3-4B", "Qwen3-VL-4B-Instruct") + "model_class: other\n"
+    )
     assert convert_file(tmp_path / "plain.yaml").images == "qwen3_vl"
 
 
-def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(converted: Convert) -> None:
+def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(
+    converted: Convert,
+) -> None:
     """torch.optim.Adam adds weight_decay to the gradient; Transformer Engine's FusedAdam decays as AdamW, on fp32 copies."""
     adam, said, _ = converted(AUTOMODEL.replace("torch.optim.AdamW", "torch.optim.Adam"))
     assert adam["optim"] == "adam" and "optimizer" not in said
     full = re.sub("peft: .*", "", AUTOMODEL)
-    fused = full.replace("torch.optim.AdamW", "te.pytorch.optimizers.fused_adam.FusedAdam, master_weights: true")
+    fused = full.replace(
+        "torch.optim.AdamW", "te.pytorch.optimizers.fused_adam.FusedAdam, master_weights: true"
+    )
     assert converted(full)[0]["dtype"] == "bfloat16"
     ours, _, _ = converted(fused)
     assert (ours["optim"], "dtype" in ours) == ("adamw_torch_fused", False)
@@ -1216,7 +1494,9 @@ def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_a
 def test_muon_scales_its_updates_as_the_tool_does(converted: Convert) -> None:
     """LLaMA-Factory's third_party/muon and axolotl-contribs-mit's Muon scale updates by 0.2 x the root of the larger size;
     the latter leaves out vectors, and under FSDP2 takes Microsoft's, which scales otherwise."""
-    ours, said, _ = converted(LLAMA_FACTORY.replace("lora\n", "full\n") + "use_muon: true\nweight_decay: 0.1\n")
+    ours, said, _ = converted(
+        LLAMA_FACTORY.replace("lora\n", "full\n") + "use_muon: true\nweight_decay: 0.1\n"
+    )
     assert ours["optim"] == "muon" and "norms and biases are decayed too there" in said
     muon = AXOLOTL.replace("adamw_torch_fused", "muon").replace("adapter: lora\n", "")
     ours, said, _ = converted(muon)
@@ -1226,25 +1506,38 @@ def test_muon_scales_its_updates_as_the_tool_does(converted: Convert) -> None:
     assert "optim" not in converted(AUTOMODEL.replace("torch.optim.AdamW", "dion.Muon"))[0]
 
 
-def test_streams_of_axolotl_name_their_column_and_a_pad_token_is_mentioned(converted: Convert) -> None:
-    stream = AXOLOTL + "pretraining_dataset: [{path: a/b, type: pretrain, text_column: body}]\nmax_steps: 10\n"
+def test_streams_of_axolotl_name_their_column_and_a_pad_token_is_mentioned(
+    converted: Convert,
+) -> None:
+    stream = (
+        AXOLOTL
+        + "pretraining_dataset: [{path: a/b, type: pretrain, text_column: body}]\nmax_steps: 10\n"
+    )
     ours, _, path = converted(stream + "special_tokens: {pad_token: <pad>}\n")
     assert {"path": "a/b", "type": "text", "text_column": "body"} in ours["datasets"]
     assert "special_tokens.pad_token" in path.read_text()
 
 
-def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Convert, tmp_path: Path) -> None:
+def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(
+    converted: Convert, tmp_path: Path
+) -> None:
     """MiMo-7B and Nemotron-3-Nano-4B are dense; the 30B of the latter has experts."""
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}").replace(
         "sample_packing: true", "sample_packing: false"
     )
     for name in ("nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "XiaomiMiMo/MiMo-7B-Base"):
         assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
-    nano = theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16").replace("adapter: lora", "adapter: qlora")
-    assert "a mixture's experts are quantized here too" in converted(nano + "load_in_4bit: true\n")[1]
+    nano = theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16").replace(
+        "adapter: lora", "adapter: qlora"
+    )
+    assert (
+        "a mixture's experts are quantized here too" in converted(nano + "load_in_4bit: true\n")[1]
+    )
 
 
-def test_a_mixture_whose_config_is_at_hand_is_judged_by_it(converted: Convert, tmp_path: Path) -> None:
+def test_a_mixture_whose_config_is_at_hand_is_judged_by_it(
+    converted: Convert, tmp_path: Path
+) -> None:
     """Whatever its name says."""
     folder = tmp_path / "ling-mini-awq"
     folder.mkdir()
@@ -1260,17 +1553,26 @@ def test_a_mixture_whose_config_is_at_hand_is_judged_by_it(converted: Convert, t
     assert ours["model_name_or_path"] == str(folder)
 
 
-def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert, tmp_path: Path) -> None:
+def test_a_mixture_in_few_bits_is_converted_with_its_experts(
+    converted: Convert, tmp_path: Path
+) -> None:
     """Axolotl quantizes routed experts where `quantize_moe_experts` asks for it; here that is how a mixture is quantized."""
-    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}").replace("adapter: lora", "adapter: qlora")
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}").replace(
+        "adapter: lora", "adapter: qlora"
+    )
     theirs += "load_in_4bit: true\n"
     glm = theirs.replace("{}", "zai-org/GLM-4.5-Air")
     ours, said, _ = converted(glm + "quantize_moe_experts: true\n")
     assert ours["load_in_4bit"] is True and "experts" not in said
-    assert "a mixture's experts are quantized here too; there only linear layers are" in converted(glm)[1]
+    assert (
+        "a mixture's experts are quantized here too; there only linear layers are"
+        in converted(glm)[1]
+    )
     named = theirs.replace("lora_target_linear: true", "lora_target_modules: [q_proj, o_proj]")
     flash = named.replace("{}", "zai-org/GLM-4.7-Flash")
-    assert converted(flash)[0]["lora_target_modules"] == ["o_proj"]  # its queries come out of a latent
+    assert converted(flash)[0]["lora_target_modules"] == [
+        "o_proj"
+    ]  # its queries come out of a latent
     hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
     assert hybrid["packing"] is True  # each document starts with a new state
     for name in ("LnL-AI/dbrx-base-converted-v2", "axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16"):
@@ -1278,12 +1580,15 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert,
 
 
 def test_keys_of_axolotls_schema_have_an_effect_a_line_or_a_refusal(converted: Convert) -> None:
-    keys = (
-        "full_determinism: true\nlora_rank_pattern: {q_proj: 4}\nmin_sample_len: 10\ntiled_mlp: true\nuse_pose: true\n"
+    keys = "full_determinism: true\nlora_rank_pattern: {q_proj: 4}\nmin_sample_len: 10\ntiled_mlp: true\nuse_pose: true\n"
+    ours, said, path = converted(
+        AXOLOTL + keys + "chat_template: metharme\ncls_model_config: LlamaConfig\n"
     )
-    ours, said, path = converted(AXOLOTL + keys + "chat_template: metharme\ncls_model_config: LlamaConfig\n")
     assert ours["deterministic"] is True and ours["rank_pattern"] == {"q_proj": 4}
-    assert "min_sample_len: 10   (rows of any length" in said and "use_pose: true   (PoSE: not supported)" in said
+    assert (
+        "min_sample_len: 10   (rows of any length" in said
+        and "use_pose: true   (PoSE: not supported)" in said
+    )
     assert (
         "tiled_mlp" not in said
         and "tiled_mlp" in path.read_text()
@@ -1294,8 +1599,12 @@ def test_keys_of_axolotls_schema_have_an_effect_a_line_or_a_refusal(converted: C
 
 def test_torchtunes_phi4_and_the_files_of_its_tokenizer(converted: Convert) -> None:
     """Phi4Tokenizer.tokenize_messages ends an answer without a token unless add_eos, which its __call__ does not set."""
-    theirs = TORCHTUNE.replace("llama3.llama3_tokenizer", "phi4.phi4_tokenizer\n  vocab_path: v\n  merges_path: m")
-    ours, said, _ = converted(theirs.replace("fsdp_cpu_offload: true", "fsdp: {cpu_offload: false}"))
+    theirs = TORCHTUNE.replace(
+        "llama3.llama3_tokenizer", "phi4.phi4_tokenizer\n  vocab_path: v\n  merges_path: m"
+    )
+    ours, said, _ = converted(
+        theirs.replace("fsdp_cpu_offload: true", "fsdp: {cpu_offload: false}")
+    )
     assert (ours["chat_template"], ours["accelerate_config"]) == ("phi4", "fsdp_full_shard_auto")
     assert "no <|im_end|> follows an answer there" in said and "not known here" not in said
 
@@ -1303,7 +1612,9 @@ def test_torchtunes_phi4_and_the_files_of_its_tokenizer(converted: Convert) -> N
 def test_losses_of_tokens_have_a_key(converted: Convert) -> None:
     """TRL's SFTConfig has dft beside nll; test_token_losses.py holds the losses to LLaMA-Factory's own functions."""
     assert converted(TRL + "loss_type: dft\n")[0]["token_loss"] == "dft"
-    assert converted(LLAMA_FACTORY + "use_dft_loss: true\neaft_alpha: 2.0\n")[0]["token_loss"] == "dft"
+    assert (
+        converted(LLAMA_FACTORY + "use_dft_loss: true\neaft_alpha: 2.0\n")[0]["token_loss"] == "dft"
+    )
     ours, said, _ = converted(AXOLOTL + "use_eaft: true\neaft_alpha: 0.5\neaft_k: 20\n")
     assert (ours["token_loss"], ours["eaft_alpha"]) == ("eaft", 0.5) and "eaft" not in said
     assert "20 likeliest" in converted(AXOLOTL + "use_eaft: true\neaft_k: 10\n")[1]
@@ -1313,24 +1624,44 @@ def test_a_row_that_is_cut_before_it_is_packed_is_listed(converted: Convert) -> 
     """Muse Glimmer's file packs rows of at most 1024 tokens into 16384."""
     packed = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024, truncation: true}")
     ours, said, _ = converted(packed + "packed_sequence: {packed_sequence_size: 16384}\n")
-    assert (ours["packing"], ours["max_length"]) == (True, 16384) and "dataset.seq_length: 1024" in said
+    assert (ours["packing"], ours["max_length"]) == (
+        True,
+        16384,
+    ) and "dataset.seq_length: 1024" in said
 
 
 def test_what_a_schedule_and_a_decay_do_otherwise_is_said(converted: Convert) -> None:
     """Automodel's OptimizerParamScheduler begins at a tenth of the rate; torch's AdamW decays every parameter."""
-    full = re.sub("peft: .*", "", AUTOMODEL) + "lr_scheduler: {lr_decay_style: cosine, lr_warmup_steps: 5}\n"
+    full = (
+        re.sub("peft: .*", "", AUTOMODEL)
+        + "lr_scheduler: {lr_decay_style: cosine, lr_warmup_steps: 5}\n"
+    )
     _, said, _ = converted(full)
-    assert "from a tenth of the rate there" in said and "norms and biases are decayed too there" in said
-    _, said, _ = converted(AUTOMODEL)  # adapters are matrices alone, and no schedule is a constant rate
+    assert (
+        "from a tenth of the rate there" in said
+        and "norms and biases are decayed too there" in said
+    )
+    _, said, _ = converted(
+        AUTOMODEL
+    )  # adapters are matrices alone, and no schedule is a constant rate
     assert "from a tenth of the rate" not in said and "decayed" not in said
 
 
-def test_mixtures_that_are_published_in_fp8_or_mxfp4_are_read_as_they_are(converted: Convert) -> None:
+def test_mixtures_that_are_published_in_fp8_or_mxfp4_are_read_as_they_are(
+    converted: Convert,
+) -> None:
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}")
-    for name in ("openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3", "MiniMaxAI/MiniMax-M2", "Qwen/Qwen3-30B-A3B-FP8"):
+    for name in (
+        "openai/gpt-oss-20b",
+        "deepseek-ai/DeepSeek-V3",
+        "MiniMaxAI/MiniMax-M2",
+        "Qwen/Qwen3-30B-A3B-FP8",
+    ):
         assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
     sinks = AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b, attn_implementation: sdpa}")
-    assert "attn_implementation" not in converted(sinks)[0]  # transformers' gpt_oss: _supports_sdpa = False
+    assert (
+        "attn_implementation" not in converted(sinks)[0]
+    )  # transformers' gpt_oss: _supports_sdpa = False
 
 
 def test_automodels_lengths(converted: Convert) -> None:
@@ -1343,9 +1674,14 @@ def test_automodels_lengths(converted: Convert) -> None:
     assert ours["overlength"] == "error"
     long = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
     ours, said, _ = converted(long)
-    assert (ours["max_length"], ours["overlength"]) == (8192, "error") and "no limit of length there" in said
+    assert (ours["max_length"], ours["overlength"]) == (
+        8192,
+        "error",
+    ) and "no limit of length there" in said
     for asked in ("true", "longest_first"):
-        ours, said, _ = converted(long.replace("seq_length: 1024", f"seq_length: 1024, truncation: {asked}"))
+        ours, said, _ = converted(
+            long.replace("seq_length: 1024", f"seq_length: 1024, truncation: {asked}")
+        )
         assert ours["max_length"] == 1024 and "overlength" not in ours
 
 
@@ -1357,18 +1693,30 @@ def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
     assert "auxiliary loss" not in said
     ours, _, _ = converted(mixture.replace("A3B}", "A3B, router_aux_loss_coef: 1.0e-05}"))
     assert ours["router_aux_loss_coef"] == 1e-5
-    without = AUTOMODEL.replace("dim: 8", 'dim: 8, exclude_modules: ["*vision_tower*", "*.out_proj"]')
-    assert "LoRA without some layers" in converted(without)[1] or "they get adapters here" in converted(without)[1]
+    without = AUTOMODEL.replace(
+        "dim: 8", 'dim: 8, exclude_modules: ["*vision_tower*", "*.out_proj"]'
+    )
+    assert (
+        "LoRA without some layers" in converted(without)[1]
+        or "they get adapters here" in converted(without)[1]
+    )
     _, said, _ = converted(without.replace("org/model", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"))
     assert "they get adapters here" not in said
-    _, said, _ = converted(AUTOMODEL + "tokenizer: {add_bos_token: true, pretrained_model_name_or_path: org/model}\n")
+    _, said, _ = converted(
+        AUTOMODEL + "tokenizer: {add_bos_token: true, pretrained_model_name_or_path: org/model}\n"
+    )
     assert "tokenizer.add_bos_token: true   (the tokenizer's own files say" in said
 
 
 @pytest.mark.parametrize(
     ("given", "model", "targets", "has_head"),
     [
-        ("match_all_linear: true", "org/model", "all-linear", True),  # the whole model's linear layers
+        (
+            "match_all_linear: true",
+            "org/model",
+            "all-linear",
+            True,
+        ),  # the whole model's linear layers
         ("target_modules: ['*']", "meta-llama/Llama-3.1-8B", "all-linear", True),
         ("target_modules: '*_proj'", "meta-llama/Llama-3.1-8B", "all-linear", False),
         (
@@ -1397,13 +1745,19 @@ def test_a_file_that_automodels_names_from_its_root_is_found(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     (folder / "chat.jinja").write_text("{{ messages }}")
     chat = "components.datasets.llm.ChatDataset, path_or_dataset_id: org/rows, chat_template: examples/convergence/tulu3/chat.jinja"
-    theirs = AUTOMODEL.replace("components.datasets.llm.squad.make_squad_dataset, dataset_name: org/squad", chat)
+    theirs = AUTOMODEL.replace(
+        "components.datasets.llm.squad.make_squad_dataset, dataset_name: org/squad", chat
+    )
     (folder / "theirs.yaml").write_text(theirs)
-    assert convert_file(folder / "theirs.yaml").recipe["chat_template"] == str(folder / "chat.jinja")
+    assert convert_file(folder / "theirs.yaml").recipe["chat_template"] == str(
+        folder / "chat.jinja"
+    )
 
 
 def test_a_constant_rate_has_no_minimum(converted: Convert) -> None:
-    ours, _, _ = converted(AUTOMODEL + "lr_scheduler: {lr_decay_style: constant, lr_warmup_steps: 5, min_lr: 1.0e-6}\n")
+    ours, _, _ = converted(
+        AUTOMODEL + "lr_scheduler: {lr_decay_style: constant, lr_warmup_steps: 5, min_lr: 1.0e-6}\n"
+    )
     assert ours["lr_scheduler_type"] == "constant" and "min_lr_ratio" not in ours
 
 
@@ -1412,27 +1766,37 @@ def test_a_file_of_automodels_without_checkpoints_at_epochs(converted: Convert) 
     assert converted(epochs)[0]["save_strategy"] == "epoch"
     assert (
         "save_strategy"
-        not in converted(epochs.replace("epochs: 3", "epochs: 3, save_checkpoint_every_epoch: false"))[0]
+        not in converted(
+            epochs.replace("epochs: 3", "epochs: 3, save_checkpoint_every_epoch: false")
+        )[0]
     )
 
 
 def test_moments_in_fewer_bits(converted: Convert) -> None:
-    ours, said, _ = converted(AXOLOTL.replace("optimizer: adamw_torch_fused", "optimizer: adamw_torch_4bit"))
+    ours, said, _ = converted(
+        AXOLOTL.replace("optimizer: adamw_torch_fused", "optimizer: adamw_torch_4bit")
+    )
     assert ours["optim"] == "adamw_8bit" and "moments in 4 bits there, in 8 bits here" in said
     adam = "optimizer: {_target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam, exp_avg_dtype: torch.bfloat16, lr: 1.0e-4}"
-    ours, _, _ = converted(AUTOMODEL.replace("optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}", adam))
+    ours, _, _ = converted(
+        AUTOMODEL.replace("optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}", adam)
+    )
     assert ours["optim"] == "adamw_bf16_moments"
 
 
 @pytest.mark.parametrize("name", ["GaLore", "APOLLO", "BAdam"])
-def test_an_optimizer_without_a_kept_library_is_refused_by_name(converted: Convert, name: str) -> None:
+def test_an_optimizer_without_a_kept_library_is_refused_by_name(
+    converted: Convert, name: str
+) -> None:
     _, said, _ = converted(LLAMA_FACTORY + f"use_{name.lower()}: true\n{name.lower()}_rank: 8\n")
     assert f"use_{name.lower()}: true" in said and f"({name}: not supported)" in said
 
 
 def test_the_turns_of_mistral_common(converted: Convert) -> None:
     theirs = AXOLOTL + "tokenizer_use_mistral_common: true\n"
-    ours, _, _ = converted(theirs.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Ministral-3-3B-Reasoning-2512"))
+    ours, _, _ = converted(
+        theirs.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Ministral-3-3B-Reasoning-2512")
+    )
     assert ours["chat_template"] == "mistral-v13-tekken"
     _, said, _ = converted(theirs)
     assert "tokenizer_use_mistral_common: true   (the tokenizer's own template is used)" in said
@@ -1457,14 +1821,22 @@ def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
 
 def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:
     ours, said, _ = converted(
-        AUTOMODEL + "neftune: {noise_alpha: 5.0}\nmoe_metrics: {enabled: true}\noffload_teacher_model: false\n"
+        AUTOMODEL
+        + "neftune: {noise_alpha: 5.0}\nmoe_metrics: {enabled: true}\noffload_teacher_model: false\n"
     )
     assert ours["neftune_noise_alpha"] == 5.0 and "not known here" not in said
     assert "not known here" not in converted(TRL + "average_tokens_across_devices: true\n")[1]
 
 
-def test_a_hybrid_is_refused_only_where_its_code_is_its_own(converted: Convert, tmp_path: Path) -> None:
-    for name in ("ai21labs/Jamba-v0.1", "Zyphra/Zamba2-1.2B", "tiiuae/falcon-mamba-7b", "Qwen/Qwen3.5-4B"):
+def test_a_hybrid_is_refused_only_where_its_code_is_its_own(
+    converted: Convert, tmp_path: Path
+) -> None:
+    for name in (
+        "ai21labs/Jamba-v0.1",
+        "Zyphra/Zamba2-1.2B",
+        "tiiuae/falcon-mamba-7b",
+        "Qwen/Qwen3.5-4B",
+    ):
         theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", name)
         assert converted(theirs)[0]["model_name_or_path"] == name
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "nvidia/Nemotron-Flash-1B")
@@ -1474,9 +1846,18 @@ def test_a_hybrid_is_refused_only_where_its_code_is_its_own(converted: Convert, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (AUTOMODEL + "method: 500\n", "not converted; the recipe would be wrong: the recipe: method: 500 does not fit"),
-        (AXOLOTL + "optim: ours\n", 'not converted; the recipe would be wrong: the recipe: optim: "ours" does not fit'),
-        (TORCHTUNE.replace("source: org/pairs", "data_files: []"), "names no source; set it to a file or hub name"),
+        (
+            AUTOMODEL + "method: 500\n",
+            "not converted; the recipe would be wrong: the recipe: method: 500 does not fit",
+        ),
+        (
+            AXOLOTL + "optim: ours\n",
+            'not converted; the recipe would be wrong: the recipe: optim: "ours" does not fit',
+        ),
+        (
+            TORCHTUNE.replace("source: org/pairs", "data_files: []"),
+            "names no source; set it to a file or hub name",
+        ),
     ],
 )
 def test_our_own_key_with_a_value_that_is_none_and_a_data_set_of_no_file_are_one_sentence(

@@ -29,7 +29,12 @@ cutoff_len: 2048
 learning_rate: 1.0e-4
 """
 SHAREGPT = {"messages": "messages", "images": "images"}
-TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+}
 AUTOMODEL = """
 recipe: FinetuneRecipeForVLM
 model: {_target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained, pretrained_model_name_or_path: google/gemma-3-4b-it}
@@ -43,7 +48,12 @@ optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}
 
 def write_factory(folder: Path, text: str = FACTORY, **columns: str) -> Path:
     """A file of LLaMA-Factory beside a data/dataset_info.json with mllm_demo as its own has it."""
-    demo = {"formatting": "sharegpt", "columns": SHAREGPT | columns, "tags": TAGS, "file_name": "mllm_demo.json"}
+    demo = {
+        "formatting": "sharegpt",
+        "columns": SHAREGPT | columns,
+        "tags": TAGS,
+        "file_name": "mllm_demo.json",
+    }
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "dataset_info.json").write_text(json.dumps({"mllm_demo": demo}))
     (folder / "data" / "mllm_demo.json").write_text("[]")
@@ -82,11 +92,21 @@ def test_llama_factorys_images_are_read_from_their_column(tmp_path: Path) -> Non
     found = convert_file(file)
     theirs = yaml.safe_load(FACTORY)
     (entry,) = found.recipe["datasets"]
-    assert (entry["path"], entry["image_folder"]) == (str(file.parent / "data" / "mllm_demo.json"), theirs["media_dir"])
-    assert found.recipe["max_length"] == theirs["cutoff_len"] and found.recipe["lora_target_modules"] == "all-linear"
-    assert "chat_template" not in found.recipe and not found.to_do and not found.missing_capabilities
+    assert (entry["path"], entry["image_folder"]) == (
+        str(file.parent / "data" / "mllm_demo.json"),
+        theirs["media_dir"],
+    )
+    assert (
+        found.recipe["max_length"] == theirs["cutoff_len"]
+        and found.recipe["lora_target_modules"] == "all-linear"
+    )
+    assert (
+        "chat_template" not in found.recipe and not found.to_do and not found.missing_capabilities
+    )
     (size,) = found.differences
-    assert size.startswith(f"image_max_pixels: {theirs['image_max_pixels']}   (the model's own image processor")
+    assert size.startswith(
+        f"image_max_pixels: {theirs['image_max_pixels']}   (the model's own image processor"
+    )
     trained, said = start(make_trial(file, found, tmp_path))
     assert trained and "images" in said, said
 
@@ -101,7 +121,10 @@ def test_what_a_tool_trains_beside_the_language_model_is_listed(tmp_path: Path) 
         "columns.images" in line and "rename it" in line
         for line in convert_file(write_factory(tmp_path / "named", images="pictures")).differences
     )
-    assert "video" in convert_file(write_factory(tmp_path / "video", videos="videos")).missing_capabilities
+    assert (
+        "video"
+        in convert_file(write_factory(tmp_path / "video", videos="videos")).missing_capabilities
+    )
 
 
 def test_automodels_recipes_for_images_are_read(tmp_path: Path) -> None:
@@ -124,6 +147,7 @@ def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path:
         assert convert_file(file).images == family
     else:
         with pytest.raises(
-            Refusal, match=f"training on images is not supported for {family}; it is tested with gemma3"
+            Refusal,
+            match=f"training on images is not supported for {family}; it is tested with gemma3",
         ):
             convert_file(file)

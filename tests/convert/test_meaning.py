@@ -38,7 +38,8 @@ def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
     if problems:
         recipe["model_name_or_path"] = "some/model"
         recipe["datasets"] = [
-            {"path": "some/rows"} | {k: v for k, v in d.items() if k != "path"} for d in recipe["datasets"]
+            {"path": "some/rows"} | {k: v for k, v in d.items() if k != "path"}
+            for d in recipe["datasets"]
         ]
         if "teacher_model_name_or_path" in recipe:
             recipe["teacher_model_name_or_path"] = "some/teacher"
@@ -50,7 +51,9 @@ def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
         (tmp_path / "accelerate.yaml").write_text(found.accelerate_file)
         read["accelerate_config"] = str(tmp_path / "accelerate.yaml")
     layout = read_sharding(None, read["accelerate_config"], {"WORLD_SIZE": "8"})
-    shape = "ddp" if layout.layout == "ddp" else "offload" if layout.cpu_offload else layout.strategy
+    shape = (
+        "ddp" if layout.layout == "ddp" else "offload" if layout.cpu_offload else layout.strategy
+    )
     return read | {"precision": layout.mixed_precision, "layout": shape, "dtype": read["dtype"]}
 
 
@@ -61,7 +64,9 @@ def number(value: Any) -> float:
 def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
     """torchtune's recipes: no scheduler is a constant rate, AdamW decays 0.01, nothing is clipped, cut or packed unasked."""
     optimizer, schedule = file["optimizer"], file.get("lr_scheduler")
-    command = next(line for line in text.splitlines() if "tune run" in line) if "tune run" in text else ""
+    command = (
+        next(line for line in text.splitlines() if "tune run" in line) if "tune run" in text else ""
+    )
     meaning: Meaning = {
         "learning_rate": number(optimizer["lr"]),
         "lr_scheduler_type": "cosine" if schedule else "constant",
@@ -72,32 +77,64 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
         "gradient_accumulation_steps": file.get("gradient_accumulation_steps", 1),
         "num_train_epochs": float(file["epochs"]),
         "packing": file["dataset"].get("packed", False),
-        "assistant_only_loss": not file["dataset"].get("train_on_input", "alpaca" in file["dataset"]["_component_"]),
+        "assistant_only_loss": not file["dataset"].get(
+            "train_on_input", "alpaca" in file["dataset"]["_component_"]
+        ),
         "precision": file["dtype"],
-        "layout": "ddp" if "single_device" in command else "offload" if file.get("fsdp_cpu_offload") else "FULL_SHARD",
+        "layout": "ddp"
+        if "single_device" in command
+        else "offload"
+        if file.get("fsdp_cpu_offload")
+        else "FULL_SHARD",
         "optim_in_backward": bool(file.get("optimizer_in_bwd")),
         "activation_offload": bool(file.get("enable_activation_offloading")),
         "save_strategy": "epoch" if file["epochs"] > 1 else "steps",
     }
     if meaning["optim_in_backward"] and meaning["layout"] == "ddp":
-        meaning["layout"] = "FULL_SHARD"  # DDP keeps every gradient; in one process there is nothing to shard
+        meaning["layout"] = (
+            "FULL_SHARD"  # DDP keeps every gradient; in one process there is nothing to shard
+        )
     length = file["tokenizer"].get("max_seq_len")
-    meaning |= {"max_length": length} if length else {"overlength": "error"}  # nothing is cut where there is no limit
+    meaning |= (
+        {"max_length": length} if length else {"overlength": "error"}
+    )  # nothing is cut where there is no limit
     model = file["model"]
     if "lora_rank" in model:
-        layers = model["lora_attn_modules"] + (["w1", "w2", "w3"] if model.get("apply_lora_to_mlp") else [])
-        meaning |= {"use_peft": True, "lora_r": model["lora_rank"], "lora_alpha": model["lora_alpha"]}
+        layers = model["lora_attn_modules"] + (
+            ["w1", "w2", "w3"] if model.get("apply_lora_to_mlp") else []
+        )
+        meaning |= {
+            "use_peft": True,
+            "lora_r": model["lora_rank"],
+            "lora_alpha": model["lora_alpha"],
+        }
         meaning |= {"lora_target_modules": {RENAMED.get(layer, layer) for layer in layers}}
     else:
         meaning |= {"use_peft": False, "dtype": "bfloat16"}
     if "kd_loss" in file:  # (1 - kd_ratio) x cross entropy + kd_ratio x KL(teacher, student)
-        meaning |= {"method": "distill", "distill_beta": 0.0, "distill_alpha": file["kd_ratio"], "temperature": 1.0}
+        meaning |= {
+            "method": "distill",
+            "distill_beta": 0.0,
+            "distill_alpha": file["kd_ratio"],
+            "temperature": 1.0,
+        }
         assert file["kd_loss"]["_component_"].startswith("torchtune.modules.loss.ForwardKL")
     if file["loss"]["_component_"] == "torchtune.rlhf.loss.DPOLoss":  # beta 0.1; on answers alone
-        meaning |= {"method": "dpo", "loss_type": "sigmoid", "beta": 0.1, "assistant_only_loss": True}
+        meaning |= {
+            "method": "dpo",
+            "loss_type": "sigmoid",
+            "beta": 0.1,
+            "assistant_only_loss": True,
+        }
         assert "stack_exchange_paired" in file["dataset"]["_component_"]
-        named = {"prompt_column": "question", "chosen_column": "response_j", "rejected_column": "response_k"}
-        meaning |= {"datasets": [{"path": "lvwerra/stack-exchange-paired", "type": "messages"} | named]}
+        named = {
+            "prompt_column": "question",
+            "chosen_column": "response_j",
+            "rejected_column": "response_k",
+        }
+        meaning |= {
+            "datasets": [{"path": "lvwerra/stack-exchange-paired", "type": "messages"} | named]
+        }
     return meaning
 
 
@@ -125,7 +162,10 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         "overlength": "drop",  # rows that are too long, but for plain text, of which no file here is made
         "activation_offload": bool(file.get("activation_offloading")),
     }
-    if file.get("save_steps") or (file.get("saves_per_epoch") or 0) * (file.get("num_epochs") or 1) > 1:
+    if (
+        file.get("save_steps")
+        or (file.get("saves_per_epoch") or 0) * (file.get("num_epochs") or 1) > 1
+    ):
         meaning["save_total_limit"] = file.get("save_total_limit") or 4
     if not file.get("batch_size"):
         meaning["gradient_accumulation_steps"] = file.get("gradient_accumulation_steps", 1)
@@ -141,7 +181,11 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
     if meaning["use_peft"]:
         meaning |= {"lora_r": file.get("lora_r"), "lora_alpha": file.get("lora_alpha")}
     if file.get("rl"):  # by TRL's trainers: without dropout; orpo_alpha is its beta
-        meaning |= {"method": file["rl"], "beta": file.get("orpo_alpha", file.get("rl_beta", 0.1)), "lora_dropout": 0.0}
+        meaning |= {
+            "method": file["rl"],
+            "beta": file.get("orpo_alpha", file.get("rl_beta", 0.1)),
+            "lora_dropout": 0.0,
+        }
     if not file.get("fsdp") and not file.get("fsdp_config") and not file.get("deepspeed"):
         # Ranks that share rows need FSDP2 here.
         meaning["layout"] = "FULL_SHARD" if file.get("context_parallel_size", 1) > 1 else "ddp"
@@ -153,7 +197,9 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
 def trainer(file: Mapping[str, Any]) -> Meaning:
     """transformers' TrainingArguments: linear, 3 epochs, batches of 8, no warm-up, no decay, clipped at 1."""
     return {
-        "lr_scheduler_type": str(file.get("lr_scheduler_type", "linear")).removesuffix("_with_min_lr"),
+        "lr_scheduler_type": str(file.get("lr_scheduler_type", "linear")).removesuffix(
+            "_with_min_lr"
+        ),
         "warmup_ratio": file.get("warmup_ratio", 0.0),
         "weight_decay": file.get("weight_decay", 0.0),
         "max_grad_norm": file.get("max_grad_norm", 1.0),
@@ -165,7 +211,10 @@ def trainer(file: Mapping[str, Any]) -> Meaning:
     } | (
         {}
         if file.get("save_strategy", "steps") != "steps"
-        else {"save_steps": file.get("save_steps", 500), "save_total_limit": file.get("save_total_limit")}
+        else {
+            "save_steps": file.get("save_steps", 500),
+            "save_total_limit": file.get("save_total_limit"),
+        }
     )
 
 
@@ -192,26 +241,48 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
     }
     if meaning["use_peft"]:
         rank = file.get("lora_rank", 8)
-        meaning |= {"lora_r": rank, "lora_alpha": file.get("lora_alpha", 2 * rank), "lora_target_modules": "all-linear"}
-    if file.get("use_asft_loss"):  # the sum of DFT and asft_alpha x KL there, their mean by these weights here
+        meaning |= {
+            "lora_r": rank,
+            "lora_alpha": file.get("lora_alpha", 2 * rank),
+            "lora_target_modules": "all-linear",
+        }
+    if file.get(
+        "use_asft_loss"
+    ):  # the sum of DFT and asft_alpha x KL there, their mean by these weights here
         meaning |= {
             "max_grad_norm": pytest.approx(1 / (1 + file["asft_alpha"])),
             "token_loss": "dft",
             "distill_beta": 0.0,
         }
-        meaning |= {"method": "distill", "distill_alpha": pytest.approx(file["asft_alpha"] / (1 + file["asft_alpha"]))}
+        meaning |= {
+            "method": "distill",
+            "distill_alpha": pytest.approx(file["asft_alpha"] / (1 + file["asft_alpha"])),
+        }
     if file["stage"] in ("dpo", "kto"):  # its trainers are TRL's: without dropout
-        meaning |= {"method": file["stage"], "beta": file["pref_beta"], "loss_type": "sigmoid", "lora_dropout": 0.0}
+        meaning |= {
+            "method": file["stage"],
+            "beta": file["pref_beta"],
+            "loss_type": "sigmoid",
+            "lora_dropout": 0.0,
+        }
     return meaning
 
 
 def trl(file: Mapping[str, Any], text: str) -> Meaning:
     """TRL's SFTConfig: loss on every token, 1024 of them, 2e-5, nothing packed unasked; its DPOConfig: 1e-6, beta 0.1."""
     if "beta" in file:
-        meaning = {"method": "dpo", "beta": file["beta"], "loss_type": file.get("loss_type", "sigmoid")}
+        meaning = {
+            "method": "dpo",
+            "beta": file["beta"],
+            "loss_type": file.get("loss_type", "sigmoid"),
+        }
         length = file.get("max_length", 1024)  # of prompt and one answer, as here
         rate = number(file.get("learning_rate", 1e-6))
-        return trainer(file) | meaning | {"max_length": length, "learning_rate": rate, "packing": False}
+        return (
+            trainer(file)
+            | meaning
+            | {"max_length": length, "learning_rate": rate, "packing": False}
+        )
     return trainer(file) | {
         "method": "sft",
         "learning_rate": number(file.get("learning_rate", 2e-5)),
@@ -225,11 +296,16 @@ def trl(file: Mapping[str, Any], text: str) -> Meaning:
 def automodel(file: Mapping[str, Any], text: str) -> Meaning:
     """NeMo Automodel: no scheduler is a constant rate; with one, cosine to 1% after 10%; clipped at 1; not packed unasked."""
     optimizer, schedule, steps = file["optimizer"], file.get("lr_scheduler"), file["step_scheduler"]
-    rate, size = number(optimizer["lr"]), file.get("packed_sequence", {}).get("packed_sequence_size", 0)
+    rate, size = (
+        number(optimizer["lr"]),
+        file.get("packed_sequence", {}).get("packed_sequence_size", 0),
+    )
     meaning: Meaning = {
         "learning_rate": rate,
         "lr_scheduler_type": schedule.get("lr_decay_style", "cosine") if schedule else "constant",
-        "weight_decay": optimizer.get("weight_decay", 0.0 if optimizer["_target_"].endswith(".Adam") else 0.01),
+        "weight_decay": optimizer.get(
+            "weight_decay", 0.0 if optimizer["_target_"].endswith(".Adam") else 0.01
+        ),
         "adam_beta2": optimizer["betas"][1],
         "max_grad_norm": file.get("clip_grad_norm", {}).get("max_norm", 1.0),
         "global_batch_size": steps["global_batch_size"],

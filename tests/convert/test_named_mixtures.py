@@ -9,7 +9,12 @@ import torch
 import yaml
 
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import UNTRIED_IN_FEW_BITS, find_refused_models, guess_family, is_mixture
+from finetune.convert.model_names import (
+    UNTRIED_IN_FEW_BITS,
+    find_refused_models,
+    guess_family,
+    is_mixture,
+)
 from finetune.convert.rules import Conversion
 from tests.conftest import let_states_last, make_chat, make_tokenizer
 from tests.models.sweep import tiny_config
@@ -39,10 +44,20 @@ NAMES = {
 }
 FAMILIES = [family for family in NAMES.values() if family not in UNTRIED_IN_FEW_BITS]
 # On a CPU bitsandbytes dequantizes a matrix rightly where its rows are a multiple of 64.
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 OWN: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
 }
 
 
@@ -52,15 +67,21 @@ def make_mixture(folder: Path, family: str) -> Path:
     if family == "mistral4":  # whose only class is that of Mistral 3, with its tower
         return make_vision_model(folder, family)
     tokenizer, config = make_tokenizer(), tiny_config(family)
-    sizes = {name: 64 for name in (*WIDTHS, "q_lora_rank", "kv_lora_rank") if getattr(config, name, None)}
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {
+        name: 64 for name in (*WIDTHS, "q_lora_rank", "kv_lora_rank") if getattr(config, name, None)
+    }
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     vocabulary = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY)
     for name, value in (sizes | vocabulary | ids | OWN.get(family, {})).items():
         setattr(config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = let_states_last(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    assert any(".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
+    assert any(
+        ".experts." in name and parameter.dim() == 3 for name, parameter in model.named_parameters()
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -75,7 +96,11 @@ def test_a_name_says_its_family(name: str, family: str) -> None:
 
 def convert(folder: Path, **keys: Any) -> Conversion:
     """The conversion of a file of Axolotl's with these keys."""
-    file = {"base_model": "org/model", "sequence_len": 64, "datasets": [{"path": "a", "type": "completion"}]}
+    file = {
+        "base_model": "org/model",
+        "sequence_len": 64,
+        "datasets": [{"path": "a", "type": "completion"}],
+    }
     (folder / "theirs.yaml").write_text(yaml.safe_dump(file | keys))
     return convert_file(folder / "theirs.yaml")
 
@@ -93,7 +118,11 @@ def test_a_pattern_that_leaves_shared_experts_out_is_listed(tmp_path: Path) -> N
 
 def test_a_pattern_of_a_text_model_names_its_layers(tmp_path: Path) -> None:
     pattern = r"model.text_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
-    keys = {"base_model": "HuggingFaceTB/SmolVLM2-2.2B-Instruct", "adapter": "lora", "trust_remote_code": True}
+    keys = {
+        "base_model": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
+        "adapter": "lora",
+        "trust_remote_code": True,
+    }
     found = convert(tmp_path, processor_type="AutoProcessor", lora_target_modules=pattern, **keys)
     assert found.recipe["lora_target_modules"] == ["q_proj", "up_proj"]
     assert not any("vision tower by these names" in line for line in found.differences)
@@ -113,8 +142,16 @@ def test_a_model_that_is_not_here_has_layers_for_a_pipeline(tmp_path: Path) -> N
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": "meta-llama/Llama-3.3-70B-Instruct",
     }
-    data = {"_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset", "dataset_name": "a/b"}
-    file = {"step_scheduler": {"global_batch_size": 8}, "model": model, "distributed": sizes, "dataset": data}
+    data = {
+        "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
+        "dataset_name": "a/b",
+    }
+    file = {
+        "step_scheduler": {"global_batch_size": 8},
+        "model": model,
+        "distributed": sizes,
+        "dataset": data,
+    }
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.recipe["pipeline_parallel_size"] == 2 and "0 layers" not in str(found.remarks)
@@ -124,17 +161,27 @@ def test_a_model_that_is_not_here_has_layers_for_a_pipeline(tmp_path: Path) -> N
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("mixtures")
     data = make_chat(folder / "chat.jsonl", rows=8)
-    keys: dict[str, Any] = {"global_batch_size": 2, "max_steps": 2, "use_peft": True, "load_in_4bit": True, "lora_r": 4}
+    keys: dict[str, Any] = {
+        "global_batch_size": 2,
+        "max_steps": 2,
+        "use_peft": True,
+        "load_in_4bit": True,
+        "lora_r": 4,
+    }
     keys |= {"lora_target_modules": ["o_proj"], "packing": True}
     return {
-        family: write_recipe(folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **keys)
+        family: write_recipe(
+            folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **keys
+        )
         for family in FAMILIES
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_losses_are_those_of_transformers_peft_and_bitsandbytes(family: str, recipes: dict[str, Path]) -> None:
+def test_its_losses_are_those_of_transformers_peft_and_bitsandbytes(
+    family: str, recipes: dict[str, Path]
+) -> None:
     folder = recipes[family].parent
     runs = train_families(folder, recipes, [(family, "single", 1)], [])
     assert_losses(runs(family, "single", 1), reference.losses(recipes[family]))

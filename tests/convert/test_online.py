@@ -46,8 +46,14 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
 
 
 def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
-    found = convert(TRL + "top_p: 0.9\ntop_k: 50\ndelta: 2.0\ntop_entropy_quantile: 0.2\n", tmp_path)
-    assert sorted(line.split(":")[0] for line in found.differences) == ["delta", "top_entropy_quantile", "top_p"]
+    found = convert(
+        TRL + "top_p: 0.9\ntop_k: 50\ndelta: 2.0\ntop_entropy_quantile: 0.2\n", tmp_path
+    )
+    assert sorted(line.split(":")[0] for line in found.differences) == [
+        "delta",
+        "top_entropy_quantile",
+        "top_p",
+    ]
     assert {"GRPO with delta", "GRPO with top_entropy_quantile"} <= set(found.missing_capabilities)
 
 
@@ -60,11 +66,14 @@ def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
         ("vllm_server_timeout", "auto"),
     ],
 )  # fmt: skip
-def test_a_value_that_the_tool_does_not_read_is_one_sentence(key: str, value: str, tmp_path: Path) -> None:
+def test_a_value_that_the_tool_does_not_read_is_one_sentence(
+    key: str, value: str, tmp_path: Path
+) -> None:
     server = {"use_vllm": True, "vllm_mode": "server"}
     text = yaml.safe_dump(yaml.safe_load(TRL) | server | {key: yaml.safe_load(value)})
     with pytest.raises(
-        UserError, match=rf"^\S+theirs.yaml: {key}: .* is expected, found .*; write one, such as {key}: "
+        UserError,
+        match=rf"^\S+theirs.yaml: {key}: .* is expected, found .*; write one, such as {key}: ",
     ):
         convert(text, tmp_path)
 
@@ -73,12 +82,17 @@ def test_a_server_that_samples_is_one_here(tmp_path: Path) -> None:
     """With TRL's own correction, which is on unless the file says otherwise; a colocated vLLM is the model itself here."""
     server = "use_vllm: true\nvllm_mode: server\n"
     found = convert(
-        TRL + server + "vllm_server_host: gpu3\nvllm_server_port: 8001\nvllm_server_timeout: 30\n", tmp_path
+        TRL + server + "vllm_server_host: gpu3\nvllm_server_port: 8001\nvllm_server_timeout: 30\n",
+        tmp_path,
     )
     expected = {"vllm_server_base_url": "http://gpu3:8001", "vllm_server_timeout": 30.0}
-    assert (expected | {"importance_sampling_correction": "sequence_mask"}).items() <= found.recipe.items()
+    assert (
+        expected | {"importance_sampling_correction": "sequence_mask"}
+    ).items() <= found.recipe.items()
     (to_do,) = found.to_do
-    assert to_do == "vllm_server_base_url: start the server of http://gpu3:8001 as docs/online.md says"
+    assert (
+        to_do == "vllm_server_base_url: start the server of http://gpu3:8001 as docs/online.md says"
+    )
     own = "vllm_server_base_url: http://a:1\nvllm_importance_sampling_mode: token_truncate\nvllm_importance_sampling_cap: 2.0\n"
     found = convert(TRL + server + own, tmp_path)
     assert found.recipe["vllm_server_base_url"] == "http://a:1"
@@ -86,7 +100,10 @@ def test_a_server_that_samples_is_one_here(tmp_path: Path) -> None:
     assert found.recipe["importance_sampling_clip_max"] == 2.0
     found = convert(TRL + server + "vllm_importance_sampling_correction: false\n", tmp_path)
     assert "importance_sampling_correction" not in found.recipe
-    assert "vllm_server_base_url" not in convert(TRL + "use_vllm: true\nvllm_mode: colocate\n", tmp_path).recipe
+    assert (
+        "vllm_server_base_url"
+        not in convert(TRL + "use_vllm: true\nvllm_mode: colocate\n", tmp_path).recipe
+    )
 
 
 def test_tools_are_to_be_named(tmp_path: Path) -> None:
@@ -100,19 +117,32 @@ def test_tools_are_to_be_named(tmp_path: Path) -> None:
 
 def test_rewards_of_trl_and_of_the_user_are_named(tmp_path: Path) -> None:
     names = "[accuracy_reward, my_lib.rewards.short, get_soft_overlong_punishment]"
-    found = convert(TRL.replace("[think_format_reward]", names) + "max_completion_length: 1280\n", tmp_path)
-    rewards = ["my_rewards.py:accuracy_reward", "my_lib/rewards.py:short", "soft_overlong_punishment"]
+    found = convert(
+        TRL.replace("[think_format_reward]", names) + "max_completion_length: 1280\n", tmp_path
+    )
+    rewards = [
+        "my_rewards.py:accuracy_reward",
+        "my_lib/rewards.py:short",
+        "soft_overlong_punishment",
+    ]
     assert found.recipe["rewards"] == rewards and found.recipe["soft_punish_cache"] == 256
     assert found.to_do == [
         "reward_funcs: accuracy_reward: write my_rewards.py: from trl.rewards import accuracy_reward"
     ]
-    none = convert("model_name_or_path: a/model\ndataset_name: a/prompts\nnum_generations: 8\n", tmp_path)
-    assert none.to_do == ["rewards: the file names none; name your functions, such as my_rewards.py:right"]
+    none = convert(
+        "model_name_or_path: a/model\ndataset_name: a/prompts\nnum_generations: 8\n", tmp_path
+    )
+    assert none.to_do == [
+        "rewards: the file names none; name your functions, such as my_rewards.py:right"
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "cause"),
-    [("loss_type: sapo\n", "another loss (SAPO)"), ("reward_model_name_or_path: a/rm\n", "a reward model")],
+    [
+        ("loss_type: sapo\n", "another loss (SAPO)"),
+        ("reward_model_name_or_path: a/rm\n", "a reward model"),
+    ],
 )
 def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="not supported") as refusal:
@@ -123,8 +153,14 @@ def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_pat
 @pytest.mark.slow
 def test_every_key_of_trls_own_trainer_is_known() -> None:
     config = pytest.importorskip("trl.trainer.grpo_config")
-    known = {pair.key for pair in list_counterparts("TRL") + list_counterparts(GRPO)} | recipe_keys().keys()
-    listed = {"max_tool_calling_iterations", "chat_template_kwargs", "model_init_kwargs"}  # as not known here
+    known = {
+        pair.key for pair in list_counterparts("TRL") + list_counterparts(GRPO)
+    } | recipe_keys().keys()
+    listed = {
+        "max_tool_calling_iterations",
+        "chat_template_kwargs",
+        "model_init_kwargs",
+    }  # as not known here
     own = config.GRPOConfig.__annotations__.keys()
     assert own - known == listed
 
@@ -132,7 +168,10 @@ def test_every_key_of_trls_own_trainer_is_known() -> None:
 @pytest.mark.slow
 def test_a_converted_file_trains_as_trl_counts_its_steps(shared: Path, tmp_path: Path) -> None:
     lines = (shared / "data" / "gsm8k_train.jsonl").read_text().splitlines()[:24]
-    rows = [{"prompt": json.loads(line)["question"], "answer": json.loads(line)["answer"]} for line in lines]
+    rows = [
+        {"prompt": json.loads(line)["question"], "answer": json.loads(line)["answer"]}
+        for line in lines
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_rewards.py").write_text(
         "def short(completion_ids, **_):\n    return [float(len(set(x))) for x in completion_ids]\n"
@@ -144,15 +183,27 @@ def test_a_converted_file_trains_as_trl_counts_its_steps(shared: Path, tmp_path:
     }  # fmt: skip
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
     found = convert_file(tmp_path / "theirs.yaml")
-    ours = found.recipe | {"export_at_end": False, "dataset_cache_dir": str(tmp_path / "cache"), "save_steps": None}
+    ours = found.recipe | {
+        "export_at_end": False,
+        "dataset_cache_dir": str(tmp_path / "cache"),
+        "save_steps": None,
+    }
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump(ours))
     train_all(
         tmp_path,
-        [(tmp_path / "ours.yaml", write_config(tmp_path, "single"), [f"output_dir={tmp_path / 'run'}"])],
+        [
+            (
+                tmp_path / "ours.yaml",
+                write_config(tmp_path, "single"),
+                [f"output_dir={tmp_path / 'run'}"],
+            )
+        ],
         ranks=1,
     )
     steps = steps_of(tmp_path / "run")
     assert (
         len(steps) == 2 * 2 * 6
     )  # 24 prompts, 4 in a step (16 completions, 4 of each), twice each time, in two epochs
-    assert steps[-1]["epoch"] == 2.0 and steps[0]["log_ratio/mean"] < 5e-6 < steps[1]["log_ratio/mean"]
+    assert (
+        steps[-1]["epoch"] == 2.0 and steps[0]["log_ratio/mean"] < 5e-6 < steps[1]["log_ratio/mean"]
+    )

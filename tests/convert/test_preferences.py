@@ -113,13 +113,19 @@ def test_weights_of_another_shape_are_no_traceback(weights: str, tmp_path: Path)
 
 
 def test_axolotls_orpo_alpha_is_beta(tmp_path: Path) -> None:
-    found = convert(AXOLOTL + "rl: orpo\norpo_alpha: 0.4\n" + AXOLOTL_DATA % "chat_template.argilla", tmp_path)
+    found = convert(
+        AXOLOTL + "rl: orpo\norpo_alpha: 0.4\n" + AXOLOTL_DATA % "chat_template.argilla", tmp_path
+    )
     assert (found.recipe["method"], found.recipe["beta"]) == ("orpo", 0.4)
 
 
-def test_trl_names_no_trainer_so_the_name_of_the_file_or_its_folder_says_which(tmp_path: Path) -> None:
+def test_trl_names_no_trainer_so_the_name_of_the_file_or_its_folder_says_which(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "orpo").mkdir()
-    assert convert(TRL + "beta: 0.1\n", tmp_path, "orpo/config_full.yaml").recipe["method"] == "orpo"
+    assert (
+        convert(TRL + "beta: 0.1\n", tmp_path, "orpo/config_full.yaml").recipe["method"] == "orpo"
+    )
     assert convert(TRL + "beta: 0.1\n", tmp_path, "kto-run.yaml").recipe["method"] == "kto"
     guessed = convert(TRL + "beta: 0.1\n", tmp_path, "run.yaml")
     assert guessed.recipe["method"] == "dpo" and "does not say which trainer" in guessed.remarks[0]
@@ -150,7 +156,9 @@ def test_columns_of_axolotls_types(kind: str, expected: dict[str, str], tmp_path
         ("{field_prompt: q, field_completion: a, field_label: good}", {"prompt_column": "q", "completion_column": "a", "label_column": "good"}),
     ],
 )  # fmt: skip
-def test_columns_of_axolotls_rated_types(kind: str, expected: dict[str, str], tmp_path: Path) -> None:
+def test_columns_of_axolotls_rated_types(
+    kind: str, expected: dict[str, str], tmp_path: Path
+) -> None:
     found = convert(AXOLOTL + "rl: kto\n" + AXOLOTL_DATA % kind, tmp_path)
     assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
 
@@ -166,23 +174,47 @@ def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
          {"prompt_column": "q", "type": "messages", "chosen_column": "good", "rejected_column": "bad"}),
         ({"ranking": True, "formatting": "sharegpt", "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}}, {}),
     ):  # fmt: skip
-        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": {"hf_hub_url": "a/pairs"} | entry}))
+        (tmp_path / "data" / "dataset_info.json").write_text(
+            json.dumps({"ours": {"hf_hub_url": "a/pairs"} | entry})
+        )
         stage = "dpo" if "ranking" in entry else "kto"
         found = convert(FACTORY + f"stage: {stage}\n", tmp_path)
-        assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+        assert (
+            found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+        )
 
 
-REWARD_AXOLOTL = AXOLOTL + "reward_model: true\nchat_template: llama3\n" + AXOLOTL_DATA % "bradley_terry.chat_template"
+REWARD_AXOLOTL = (
+    AXOLOTL
+    + "reward_model: true\nchat_template: llama3\n"
+    + AXOLOTL_DATA % "bradley_terry.chat_template"
+)
 
 
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        (TRL + "center_rewards_coefficient: 0.01\n", "a.yaml", {"learning_rate": 1e-4, "max_length": 1024}),
+        (
+            TRL + "center_rewards_coefficient: 0.01\n",
+            "a.yaml",
+            {"learning_rate": 1e-4, "max_length": 1024},
+        ),
         (TRL + "use_peft: true\nlora_dropout: 0.1\n", "reward.yaml", {"lora_dropout": 0.0}),
-        (FACTORY + "stage: rm\nlearning_rate: 1e-5\npref_beta: 0.2\n", "a.yaml", {"learning_rate": 1e-5}),
-        (REWARD_AXOLOTL + "center_rewards_coefficient: 0.01\n", "a.yaml", {"center_rewards_coefficient": 0.01}),
-        (REWARD_AXOLOTL, "a.yaml", {"datasets": [{"path": "a/pairs", "prompt_column": "input", "type": "messages"}]}),
+        (
+            FACTORY + "stage: rm\nlearning_rate: 1e-5\npref_beta: 0.2\n",
+            "a.yaml",
+            {"learning_rate": 1e-5},
+        ),
+        (
+            REWARD_AXOLOTL + "center_rewards_coefficient: 0.01\n",
+            "a.yaml",
+            {"center_rewards_coefficient": 0.01},
+        ),
+        (
+            REWARD_AXOLOTL,
+            "a.yaml",
+            {"datasets": [{"path": "a/pairs", "prompt_column": "input", "type": "messages"}]},
+        ),
     ],
 )
 def test_reward_models(text: str, name: str, expected: dict[str, Any], tmp_path: Path) -> None:
@@ -190,7 +222,8 @@ def test_reward_models(text: str, name: str, expected: dict[str, Any], tmp_path:
     assert found.recipe["method"] == "reward" and not found.missing_capabilities
     assert {key: found.recipe[key] for key in expected} == expected
     assert (
-        not {"beta", "assistant_only_loss"} & found.recipe.keys() and found.recipe.get("overlength", "drop") == "drop"
+        not {"beta", "assistant_only_loss"} & found.recipe.keys()
+        and found.recipe.get("overlength", "drop") == "drop"
     )
 
 

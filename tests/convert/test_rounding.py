@@ -34,23 +34,47 @@ def converted(tmp_path: Path, theirs: dict[str, Any]) -> Any:
     ("theirs", "ours"),
     [
         (
-            AXOLOTL | {"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "fake_quant_after_n_steps": 20}},
-            {"quantization_aware_training": "int8-int4", "qat_group_size": 32, "fake_quant_after_n_steps": 20},
+            AXOLOTL
+            | {
+                "qat": {
+                    "activation_dtype": "int8",
+                    "weight_dtype": "int4",
+                    "fake_quant_after_n_steps": 20,
+                }
+            },
+            {
+                "quantization_aware_training": "int8-int4",
+                "qat_group_size": 32,
+                "fake_quant_after_n_steps": 20,
+            },
         ),
         (
             TORCHTUNE
-            | {"quantizer": {"_component_": f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer", "groupsize": 64}}
+            | {
+                "quantizer": {
+                    "_component_": f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer",
+                    "groupsize": 64,
+                }
+            }
             | {"fake_quant_after_n_steps": 1000},
-            {"quantization_aware_training": "int8-int4", "qat_group_size": 64, "fake_quant_after_n_steps": 1000},
+            {
+                "quantization_aware_training": "int8-int4",
+                "qat_group_size": 64,
+                "fake_quant_after_n_steps": 1000,
+            },
         ),
         (AXOLOTL, {}),
     ],
 )
-def test_the_scheme_is_converted(theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
+def test_the_scheme_is_converted(
+    theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path
+) -> None:
     found = converted(tmp_path, theirs)
     names = ("quantization_aware_training", "qat_group_size", "fake_quant_after_n_steps")
     assert {name: found.recipe[name] for name in names if name in found.recipe} == ours
-    assert any("the output head is rounded there too" in line for line in found.differences) == bool(ours)
+    assert any(
+        "the output head is rounded there too" in line for line in found.differences
+    ) == bool(ours)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +82,16 @@ def test_the_scheme_is_converted(theirs: dict[str, Any], ours: dict[str, Any], t
     [
         AXOLOTL | {"qat": {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4", "group_size": 16}},
         AXOLOTL | {"qat": {"weight_dtype": "int4", "group_size": 128}},
-        TORCHTUNE | {"quantizer": {"_component_": f"{QUANTIZER}Int4WeightOnlyQATQuantizer", "groupsize": 128}},
+        TORCHTUNE
+        | {
+            "quantizer": {"_component_": f"{QUANTIZER}Int4WeightOnlyQATQuantizer", "groupsize": 128}
+        },
     ],
 )
-def test_what_torchao_finishes_on_some_gpus_only_is_refused(theirs: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="quantization-aware training that torchao finishes on some GPUs only"):
+def test_what_torchao_finishes_on_some_gpus_only_is_refused(
+    theirs: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        Refusal, match="quantization-aware training that torchao finishes on some GPUs only"
+    ):
         converted(tmp_path, theirs)

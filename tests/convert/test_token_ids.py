@@ -22,7 +22,14 @@ from transformers import AutoTokenizer
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import EMPTY_SYSTEM, OTHER_TURNS, SPACE_TRAINED, TEMPLATES, TOKENIZERS, TURN_ENDS
+from finetune.convert.model_names import (
+    EMPTY_SYSTEM,
+    OTHER_TURNS,
+    SPACE_TRAINED,
+    TEMPLATES,
+    TOKENIZERS,
+    TURN_ENDS,
+)
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
@@ -44,7 +51,10 @@ TOKENS = [
 ]  # fmt: skip
 # Vocabularies of SentencePiece, which puts a space before every text that it is given; the others are of bytes.
 PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer")
-EOS = {"cohere": "<|END_OF_TURN_TOKEN|>", "granite3": "<|end_of_text|>"}  # of the models, where it is part of a turn
+EOS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "granite3": "<|end_of_text|>",
+}  # of the models, where it is part of a turn
 NAMES = {
     "torchtune": [name for name in TOKENIZERS if not name.startswith("qwen3")],  # of a later version
     "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "qwen3_5", "qwen3_6", "gemma", "gemma2", "gemma3",
@@ -88,7 +98,11 @@ pytestmark = pytest.mark.slow
 def conversations(name: str) -> list[list[dict[str, str]]]:
     """One question, two, and two after a system message, which torchtune's Mistral refuses."""
     turns = [{"role": role, "content": content} for role, content in TURNS]
-    system = [] if name == "mistral_tokenizer" else [[{"role": "system", "content": "Be brief."}, *turns]]
+    system = (
+        []
+        if name == "mistral_tokenizer"
+        else [[{"role": "system", "content": "Be brief."}, *turns]]
+    )
     return [turns[:2], turns, *system]
 
 
@@ -103,7 +117,9 @@ def vocabulary(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         eos = EOS.get(name)
         if eos not in made:
             tokenizer = copy.deepcopy(bytes_alone)
-            tokenizer.add_special_tokens({"additional_special_tokens": TOKENS, **({"eos_token": eos} if eos else {})})
+            tokenizer.add_special_tokens(
+                {"additional_special_tokens": TOKENS, **({"eos_token": eos} if eos else {})}
+            )
             made[eos] = folder / str(len(made))
             tokenizer.save_pretrained(made[eos])
         return made[eos]
@@ -117,20 +133,43 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     """What each tool writes, by name: ids, and which of them it trains on."""
     folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("tools"))
     if not (folder / "nemo_automodel").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+            *PACKAGES,
+        ]
         installed = subprocess.run(command, capture_output=True, text=True)
         if installed.returncode:
             pytest.skip(f"pip cannot install {', '.join(PACKAGES)}: {installed.stderr[-300:]}")
     cases = [
-        {"tool": tool, "name": name, "tokenizer": str(vocabulary(name)), "conversations": conversations(name)}
+        {
+            "tool": tool,
+            "name": name,
+            "tokenizer": str(vocabulary(name)),
+            "conversations": conversations(name),
+        }
         for tool, names in NAMES.items()
         for name in names
     ]
     cases += [
-        {"tool": "Automodel", "name": name, "tokenizer": str(vocabulary(name)), "conversations": [rows]}
+        {
+            "tool": "Automodel",
+            "name": name,
+            "tokenizer": str(vocabulary(name)),
+            "conversations": [rows],
+        }
         for name, rows in AUTOMODELS.items()
     ]
-    script, environment = Path(__file__).with_name("tool_rendering.py"), os.environ | {"DISABLE_VERSION_CHECK": "1"}
+    script, environment = (
+        Path(__file__).with_name("tool_rendering.py"),
+        os.environ | {"DISABLE_VERSION_CHECK": "1"},
+    )
     finished = subprocess.run(
         [sys.executable, str(script)],
         input=json.dumps(cases),
@@ -145,11 +184,20 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 def convert_name(tool: str, name: str, folder: Path) -> Conversion:
     """The conversion of a small file of that tool which names the template, or torchtune's tokenizer."""
-    factory = {"model_name_or_path": "org/model", "stage": "sft", "do_train": True, "template": name, "dataset": "rows"}
+    factory = {
+        "model_name_or_path": "org/model",
+        "stage": "sft",
+        "do_train": True,
+        "template": name,
+        "dataset": "rows",
+    }
     tune = {
         "tokenizer": {"_component_": f"torchtune.models.family.{name}"},
         "model": {"_component_": "torchtune.models.family.one_7b"},
-        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "org/model"},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": "org/model",
+        },
         "dataset": {
             "_component_": "torchtune.datasets.chat_dataset",
             "source": "org/rows",
@@ -162,7 +210,9 @@ def convert_name(tool: str, name: str, folder: Path) -> Conversion:
     return convert_file(path)
 
 
-def render_ours(template: str, turns: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def render_ours(
+    template: str, turns: list[dict[str, str]], tokenizer: Any
+) -> tuple[list[int], list[bool]]:
     """(ids, which of them are trained on) of a conversation under a named template."""
     tokenizer.chat_template = read_template(template)
     document = parse_row({"messages": turns}, DatasetSource(path="rows.jsonl")).document
@@ -172,7 +222,9 @@ def render_ours(template: str, turns: list[dict[str, str]], tokenizer: Any) -> t
     return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
 
 
-@pytest.mark.parametrize(("tool", "name"), [(tool, name) for tool, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("tool", "name"), [(tool, name) for tool, names in NAMES.items() for name in names]
+)
 def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     theirs: Rendered, vocabulary: Callable[[str], Path], tmp_path: Path, tool: str, name: str
 ) -> None:
@@ -184,8 +236,12 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
         ours, ours_trained = render_ours(template, turns, tokenizer)
         both = min(len(ids), len(ours))
         # What follows the last trained token changes no gradient: an end of text, a line break.
-        same.append(ids[:both] == ours[:both] and not any(trained[both:]) and not any(ours_trained[both:]))
-        assert not same[-1] or all(there for there, here in zip(trained, ours_trained, strict=False) if here)
+        same.append(
+            ids[:both] == ours[:both] and not any(trained[both:]) and not any(ours_trained[both:])
+        )
+        assert not same[-1] or all(
+            there for there, here in zip(trained, ours_trained, strict=False) if here
+        )
         more |= (
             {tokenizer.decode([ids[i]]) for i in range(both) if trained[i] and not ours_trained[i]}
             if same[-1]
@@ -195,8 +251,12 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     assert all(same) != differs, f"{same}: {found.differences}"
     if differs:
         return
-    says_header = any("the header of an answer is trained too there" in line for line in found.remarks)
-    says_break = any("the line break after an answer is trained too there" in line for line in found.remarks)
+    says_header = any(
+        "the header of an answer is trained too there" in line for line in found.remarks
+    )
+    says_break = any(
+        "the line break after an answer is trained too there" in line for line in found.remarks
+    )
     assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
     assert says_break == (more == {"\n"})
     assert says_header or says_break or not more
@@ -207,28 +267,47 @@ def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trai
     theirs: Rendered, vocabulary: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     kind, _, turns = name.partition("+")
-    path = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}.get(kind, "path_or_dataset_id")
-    dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}", path: "org/rows", "split": "train"}
+    path = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}.get(
+        kind, "path_or_dataset_id"
+    )
+    dataset = {
+        "_target_": f"nemo_automodel.components.datasets.llm.{kind}",
+        path: "org/rows",
+        "split": "train",
+    }
     model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
     model |= {"pretrained_model_name_or_path": "org/model"}
     optimizer = {"_target_": "torch.optim.Adam", "lr": 1e-5}
     (tmp_path / "theirs.yaml").write_text(
-        yaml.safe_dump({"model": model, "dataset": dataset, "optimizer": optimizer, "step_scheduler": {}})
+        yaml.safe_dump(
+            {"model": model, "dataset": dataset, "optimizer": optimizer, "step_scheduler": {}}
+        )
     )
     found = convert_file(tmp_path / "theirs.yaml")
     tokenizer = AutoTokenizer.from_pretrained(vocabulary(name))
     tokenizer.chat_template = tool_rendering.TURNS if turns else None
     (entry,) = found.recipe["datasets"]
-    document = parse_row(AUTOMODELS[name][0], DatasetSource(**{**entry, "path": "rows.jsonl"})).document
+    document = parse_row(
+        AUTOMODELS[name][0], DatasetSource(**{**entry, "path": "rows.jsonl"})
+    ).document
     assert document is not None
     texts = render_turns(document, make_renderer(tokenizer, True))
     tokens = tokenize(texts, [(0, 0)] * len(texts), make_encoder(tokenizer))
-    ours, ours_trained = tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
+    ours, ours_trained = (
+        tokens.input_ids.tolist(),
+        [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()],
+    )
     ((ids, trained),) = theirs["Automodel"][name]
     said, both = " ".join(found.remarks), min(len(ids), len(ours))
-    assert ("under a chat template the header of an answer is trained too there" in said) == (kind != "HellaSwag")
-    assert ("the end-of-text token is trained after each answer here" in said) == (kind != "ChatDataset")
-    if name == "make_squad_dataset":  # prompt and answer are one text there: the space goes to the answer's first token
+    assert ("under a chat template the header of an answer is trained too there" in said) == (
+        kind != "HellaSwag"
+    )
+    assert ("the end-of-text token is trained after each answer here" in said) == (
+        kind != "ChatDataset"
+    )
+    if (
+        name == "make_squad_dataset"
+    ):  # prompt and answer are one text there: the space goes to the answer's first token
         assert tokenizer.decode(ids) == tokenizer.decode(ours).removesuffix(tokenizer.eos_token)
         assert "the space before an answer is no part of its first token" in said
         answers = [tokenizer.decode([i for i, t in zip(*each, strict=True) if t])
@@ -248,8 +327,19 @@ def axolotls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("axolotl"))
     templates = folder / "axolotl" / "utils" / "chat_templates" / "templates"
     if not (templates.is_dir() and (folder / "addict").is_dir()):
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-requires-python", "--target"]
-        installed = subprocess.run([*command, str(folder), *AXOLOTL], capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--ignore-requires-python",
+            "--target",
+        ]
+        installed = subprocess.run(
+            [*command, str(folder), *AXOLOTL], capture_output=True, text=True
+        )
         if installed.returncode:
             pytest.skip(f"pip cannot install {AXOLOTL[0]}: {installed.stderr[-300:]}")
     return templates
@@ -259,24 +349,39 @@ def axolotls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_template_of_axolotls_writes_its_ids_or_convert_says_what_differs(
     axolotls: Path, shared: Path, tmp_path: Path, name: str
 ) -> None:
-    path, tokenizer = tmp_path / "theirs.yaml", AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    path, tokenizer = (
+        tmp_path / "theirs.yaml",
+        AutoTokenizer.from_pretrained(shared / "models" / "stories260k"),
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, *EOS_OF_AXOLOTL.values()]})
     tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
     rows = {"path": "rows.jsonl", "type": "chat_template"}
-    path.write_text(yaml.safe_dump({"base_model": "org/model", "chat_template": name, "datasets": [rows]}))
+    path.write_text(
+        yaml.safe_dump({"base_model": "org/model", "chat_template": name, "datasets": [rows]})
+    )
     found, text = convert_file(path), (axolotls / f"{name}.jinja").read_text()
     same = []
-    for turns in conversations("")[: 2 if name == "gemma" else 3]:  # Gemma's refuses system messages
-        ids = tokenizer.apply_chat_template(turns, chat_template=text, tokenize=True, return_dict=False)
+    for turns in conversations("")[
+        : 2 if name == "gemma" else 3
+    ]:  # Gemma's refuses system messages
+        ids = tokenizer.apply_chat_template(
+            turns, chat_template=text, tokenize=True, return_dict=False
+        )
         ours, trained = render_ours(str(found.recipe["chat_template"]), turns, tokenizer)
         both = min(len(ids), len(ours))
         same.append(ids[:both] == ours[:both] and not any(trained[both:]) and len(ids) - both < 3)
     assert all(same) != (name in SAID), f"{same}: {found.differences}"
-    assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (name in SAID)
+    assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (
+        name in SAID
+    )
 
 
 def train_by_axolotl(
-    name: str, rows: list[dict[str, Any]], tokenizer: Any, templates: Path, eot_tokens: list[str] | None
+    name: str,
+    rows: list[dict[str, Any]],
+    tokenizer: Any,
+    templates: Path,
+    eot_tokens: list[str] | None,
 ) -> list[list[tuple[int, bool]]]:
     """(id, whether it is trained on) of conversations, by the prompt strategy that reads type: chat_template."""
     sys.path.append(str(templates.parents[3]))
@@ -285,11 +390,19 @@ def train_by_axolotl(
     text = (templates / f"{name}.jinja").read_text()
     fields = {"role": "role", "content": "content"}
     prompter = ChatTemplatePrompter(tokenizer, chat_template=text, message_property_mappings=fields)
-    options = {"train_on_inputs": False, "sequence_len": 4096, "train_on_eos": "turn", "eot_tokens": eot_tokens}
+    options = {
+        "train_on_inputs": False,
+        "sequence_len": 4096,
+        "train_on_eos": "turn",
+        "eot_tokens": eot_tokens,
+    }
     strategy = ChatTemplateStrategy(prompter, tokenizer, roles_to_train=["assistant"], **options)
     tokenized = [strategy.tokenize_prompt(row) for row in rows]
     return [
-        [(i, label != IGNORE_INDEX) for i, label in zip(row["input_ids"], row["labels"], strict=True)]
+        [
+            (i, label != IGNORE_INDEX)
+            for i, label in zip(row["input_ids"], row["labels"], strict=True)
+        ]
         for row in tokenized
     ]
 
@@ -302,11 +415,17 @@ def test_a_template_of_axolotls_trains_its_tokens_or_convert_says_which_more(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / vocabulary)
     ends = sorted(set(TURN_ENDS.values()))
-    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, *ends, *EOS_OF_AXOLOTL.values()]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [*TOKENS, *ends, *EOS_OF_AXOLOTL.values()]}
+    )
     tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
     end = TURN_ENDS.get(TEMPLATES[name])
     eot_tokens = [end] if names_end and end else None
-    file = {"base_model": "org/model", "chat_template": name, "datasets": [{"path": "a", "type": "chat_template"}]}
+    file = {
+        "base_model": "org/model",
+        "chat_template": name,
+        "datasets": [{"path": "a", "type": "chat_template"}],
+    }
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file | {"eot_tokens": eot_tokens}))
     found = convert_file(tmp_path / "theirs.yaml")
     conversations_of_text = conversations("")[:2]
@@ -314,14 +433,18 @@ def test_a_template_of_axolotls_trains_its_tokens_or_convert_says_which_more(
     more = set()
     theirs = train_by_axolotl(name, rows, tokenizer, axolotls, eot_tokens)
     for turns, tokens in zip(conversations_of_text, theirs, strict=True):
-        ours = list(zip(*render_ours(str(found.recipe["chat_template"]), turns, tokenizer), strict=True))
+        ours = list(
+            zip(*render_ours(str(found.recipe["chat_template"]), turns, tokenizer), strict=True)
+        )
         both = min(len(ours), len(tokens))
         assert [i for i, _ in ours[:both]] == [i for i, _ in tokens[:both]]
         assert not any(trained for _, trained in [*ours[both:], *tokens[both:]])
         trained = list(zip(ours, tokens, strict=False))
         assert not [i for (i, here), (_, there) in trained if there and not here]
         more |= {tokenizer.decode([i]) for (i, here), (_, there) in trained if here and not there}
-    says_end = any("the EOS token alone ends a trained turn there" in line for line in found.differences)
+    says_end = any(
+        "the EOS token alone ends a trained turn there" in line for line in found.differences
+    )
     says_space = any(SPACE_TRAINED in line for line in found.remarks)
     has_own_space = vocabulary.startswith("models")
     expected = {end} if says_end and end != tokenizer.eos_token else set()
@@ -348,26 +471,42 @@ def test_a_reward_model_of_axolotls_scores_its_ids_or_convert_says_what_differs(
     from axolotl.prompt_strategies.chat_template import ChatTemplatePrompter
 
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, "<turn|>", *EOS_OF_AXOLOTL.values()]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [*TOKENS, "<turn|>", *EOS_OF_AXOLOTL.values()]}
+    )
     tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
     rows = {"path": "rows.jsonl", "type": "bradley_terry.chat_template"}
-    file = {"base_model": "org/model", "reward_model": True, "chat_template": name, "datasets": [rows]}
+    file = {
+        "base_model": "org/model",
+        "reward_model": True,
+        "chat_template": name,
+        "datasets": [rows],
+    }
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
     found = convert_file(tmp_path / "theirs.yaml")
     said = "\n".join(found.differences)
     fields = {"role": "role", "content": "content"}
     text = (axolotls / f"{name}.jinja").read_text()
-    prompter = ChatTemplatePrompter(tokenizer, chat_template=text, message_property_mappings=fields, max_length=4096)
-    strategy = BTChatTemplateStrategy(prompter, tokenizer, train_on_inputs=False, sequence_len=4096, roles_to_train=[])
+    prompter = ChatTemplatePrompter(
+        tokenizer, chat_template=text, message_property_mappings=fields, max_length=4096
+    )
+    strategy = BTChatTemplateStrategy(
+        prompter, tokenizer, train_on_inputs=False, sequence_len=4096, roles_to_train=[]
+    )
     for system in ("Be brief.", ""):
         row = {"system": system, "input": "What is 1+1?", "chosen": "It is 2.", "rejected": "Three"}
         made = strategy._tokenize_single_prompt(dict(row))
         theirs = [made["chosen_ids"], made["rejected_ids"]]
         is_same = score_ours(found, row, copy.deepcopy(tokenizer)) == theirs
-        if system and name not in ("mistral_v7_tekken", "phi_4"):  # of which a line is about rows without one
+        if system and name not in (
+            "mistral_v7_tekken",
+            "phi_4",
+        ):  # of which a line is about rows without one
             assert is_same != bool(re.search(r"^chat_template", said, re.MULTILINE))
         elif not system:
-            assert EMPTY_SYSTEM in said and is_same == (name == "deepseek_v3")  # whose template writes no role
+            assert EMPTY_SYSTEM in said and is_same == (
+                name == "deepseek_v3"
+            )  # whose template writes no role
 
 
 @pytest.mark.parametrize("trains_prompt", [False, True])
@@ -381,7 +520,9 @@ def test_alpacas_ids_are_those_of_axolotls_own_classes(
     from axolotl.prompters import AlpacaPrompter
 
     tokenizer = load(vocabulary)
-    strategy = AlpacaPromptTokenizingStrategy(AlpacaPrompter("instruct"), tokenizer, trains_prompt, 4096)
+    strategy = AlpacaPromptTokenizingStrategy(
+        AlpacaPrompter("instruct"), tokenizer, trains_prompt, 4096
+    )
     for further in ("", "2 and 3"):
         row = {"instruction": "Add the numbers.", "input": further, "output": "\nBlue, or 5."}
         made = strategy.tokenize_prompt(row)
@@ -391,13 +532,28 @@ def test_alpacas_ids_are_those_of_axolotls_own_classes(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", "gemma", "mistral", "cohere", "chatml", "qwen", "phi4", "deepseek3", "granite3", "llama4"]
+    "name",
+    [
+        "llama3",
+        "gemma",
+        "mistral",
+        "cohere",
+        "chatml",
+        "qwen",
+        "phi4",
+        "deepseek3",
+        "granite3",
+        "llama4",
+    ],
 )
 def test_white_space_that_our_template_trims_is_said(
     vocabulary: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     """LLaMA-Factory's templates keep it: its formatters insert a text as it is."""
-    found, tokenizer = convert_name("LLaMA-Factory", name, tmp_path), AutoTokenizer.from_pretrained(vocabulary(name))
+    found, tokenizer = (
+        convert_name("LLaMA-Factory", name, tmp_path),
+        AutoTokenizer.from_pretrained(vocabulary(name)),
+    )
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there \n"}]
     text = tokenizer.decode(render_ours(found.recipe["chat_template"], turns, tokenizer)[0])
     assert any("white space around a turn is kept there" in line for line in found.remarks) == (

@@ -28,14 +28,25 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The loss functions of LLaMA-Factory; TEMPLATE_TOOLS names a folder with it installed, else pip installs it."""
     folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("tools"))
     if not (folder / FILE).is_file():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+            PACKAGE,
+        ]
         installed = subprocess.run(command, capture_output=True, text=True)
         if installed.returncode:
             pytest.skip(f"pip cannot install {PACKAGE}: {installed.stderr[-300:]}")
     functions = [
         node
         for node in ast.parse((folder / FILE).read_text()).body
-        if isinstance(node, ast.FunctionDef) and ("cross_entropy" in node.name or node.name == "_kl_divergence")
+        if isinstance(node, ast.FunctionDef)
+        and ("cross_entropy" in node.name or node.name == "_kl_divergence")
     ]
     names: dict[str, Any] = {"torch": torch, "F": F, "Optional": Optional}
     exec(compile(ast.Module(functions, []), str(FILE), "exec"), names)
@@ -47,14 +58,20 @@ def test_a_weighted_loss_is_llama_factorys(theirs: dict[str, Any], kind: Any, al
     hidden, weight, bias, labels = problem()
     sources, count = [hidden, weight, bias], int((labels != -100).sum())
     more = {"alpha": alpha} if kind == "eaft" else {}
-    expected = theirs[f"_{kind}_cross_entropy"](F.linear(hidden, weight, bias), labels, torch.tensor(count), **more)
+    expected = theirs[f"_{kind}_cross_entropy"](
+        F.linear(hidden, weight, bias), labels, torch.tensor(count), **more
+    )
     chunks = ChunkOptions(tokens=7, weigh=TokenWeights(kind, alpha))
     found = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
+    )
 
 
-def test_asft_is_a_distillation_from_the_model_before_training(theirs: dict[str, Any], tmp_path: Path) -> None:
+def test_asft_is_a_distillation_from_the_model_before_training(
+    theirs: dict[str, Any], tmp_path: Path
+) -> None:
     """Their dft + asft_alpha x KL is ours times 1 + asft_alpha; gradients are clipped at the bound over the same."""
     path = tmp_path / "asft.yaml"
     file = {"model_name_or_path": "org/model", "stage": "sft", "do_train": True, "finetuning_type": "full",
@@ -78,4 +95,6 @@ def test_asft_is_a_distillation_from_the_model_before_training(theirs: dict[str,
     sums = linear_divergence(hidden, weight, labels, teacher, options, chunks, bias=bias)
     found = 1.05 * sums[0] / count
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
+    )

@@ -37,8 +37,14 @@ IGNORED = -100
 class Unused(MetaPathFinder, Loader):
     """Imports each of UNUSED as a stub."""
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in UNUSED else None
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return (
+            ModuleSpec(fullname, self, is_package=True)
+            if fullname.partition(".")[0] in UNUSED
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> Any:
         module = MagicMock(name=spec.name, __spec__=spec)
@@ -72,7 +78,9 @@ class Shared:
     def pad_id(self) -> int:
         return 0
 
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False, **_: Any) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool = False, add_eos: bool = False, **_: Any
+    ) -> list[int]:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [self.bos_id()] * add_bos + list(ids) + [self.eos_id()] * add_eos
 
@@ -96,7 +104,10 @@ def make_torchtune(name: str, tokenizer: Any, folder: Path) -> Any:
     family = name.removesuffix("_tokenizer").removesuffix("_mini")
     module: Any = importlib.import_module(f"torchtune.models.{family}._tokenizer")
     made = getattr(module, CLASSES[family])
-    shared, special = type("Shared", (Shared,), {"tokenizer": tokenizer}), dict(tokenizer.get_added_vocab())
+    shared, special = (
+        type("Shared", (Shared,), {"tokenizer": tokenizer}),
+        dict(tokenizer.get_added_vocab()),
+    )
     _sentencepiece.SentencePieceProcessor = _tiktoken.Encoding = shared
     _tiktoken.load_tiktoken_bpe = lambda path: {}
     if family == "phi4":
@@ -111,15 +122,22 @@ def make_torchtune(name: str, tokenizer: Any, folder: Path) -> Any:
     return qwen
 
 
-def by_torchtune(name: str, tokenizer: Any, conversation: Sequence[dict[str, str]], folder: Path) -> Any:
+def by_torchtune(
+    name: str, tokenizer: Any, conversation: Sequence[dict[str, str]], folder: Path
+) -> Any:
     from torchtune.data import Message
 
-    turns = [Message(role=t["role"], content=t["content"], masked=t["role"] != "assistant") for t in conversation]
+    turns = [
+        Message(role=t["role"], content=t["content"], masked=t["role"] != "assistant")
+        for t in conversation
+    ]
     ids, masked = make_torchtune(name, tokenizer, folder).tokenize_messages(turns)
     return ids, [not hidden for hidden in masked]
 
 
-def by_llama_factory(name: str, tokenizer: Any, conversation: Sequence[dict[str, str]], folder: Path) -> Any:
+def by_llama_factory(
+    name: str, tokenizer: Any, conversation: Sequence[dict[str, str]], folder: Path
+) -> Any:
     from llamafactory.data.mm_plugin import get_mm_plugin
     from llamafactory.data.processor.supervised import SupervisedDatasetProcessor
     from llamafactory.data.template import get_template_and_fix_tokenizer
@@ -145,11 +163,21 @@ def by_automodel(name: str, tokenizer: Any, rows: Sequence[dict[str, Any]], fold
     place = folder / f"{kind}-{len(list(folder.iterdir()))}"
     place.mkdir()
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = {"make_squad_dataset": make_squad_dataset, "HellaSwag": HellaSwag, "ChatDataset": ChatDataset}[kind]
+    made = {
+        "make_squad_dataset": make_squad_dataset,
+        "HellaSwag": HellaSwag,
+        "ChatDataset": ChatDataset,
+    }[kind]
     paths = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}
     path = str(place / "train.jsonl") if kind == "ChatDataset" else str(place)
-    row = made(**{paths.get(kind, "path_or_dataset_id"): path}, tokenizer=tokenizer, split="train")[0]
-    ids = [token for token, attended in zip(row["input_ids"], row["attention_mask"], strict=True) if attended]
+    row = made(**{paths.get(kind, "path_or_dataset_id"): path}, tokenizer=tokenizer, split="train")[
+        0
+    ]
+    ids = [
+        token
+        for token, attended in zip(row["input_ids"], row["attention_mask"], strict=True)
+        if attended
+    ]
     labels = row["labels"][: len(ids)]  # what follows each token
     ids += labels[-1:] if labels[-1] != IGNORED else []
     return ids, [False, *(label != IGNORED for label in labels)][: len(ids)]
@@ -171,9 +199,12 @@ def main() -> None:
         for case in json.load(sys.stdin):
             place = case["tokenizer"]
             tokenizers[place] = tokenizers.get(place) or AutoTokenizer.from_pretrained(place)
-            given = copy.deepcopy(tokenizers[place])  # LLaMA-Factory sets tokens of the one that it is given
+            given = copy.deepcopy(
+                tokenizers[place]
+            )  # LLaMA-Factory sets tokens of the one that it is given
             written.setdefault(case["tool"], {})[case["name"]] = [
-                TOOLS[case["tool"]](case["name"], given, turns, Path(folder)) for turns in case["conversations"]
+                TOOLS[case["tool"]](case["name"], given, turns, Path(folder))
+                for turns in case["conversations"]
             ]
     print(json.dumps(written))
 

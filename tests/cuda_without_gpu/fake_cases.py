@@ -23,7 +23,12 @@ from finetune.training.objectives.preference import PreferenceObjective, RatingO
 from finetune.training.reference import Reference, StoredReference, without_adapters
 from tests.models.families import FAMILIES
 
-LENGTHS = (30, 5, 60, 33)  # tokens of the documents of a micro-batch; a multiple of ROUND_TOKENS together
+LENGTHS = (
+    30,
+    5,
+    60,
+    33,
+)  # tokens of the documents of a micro-batch; a multiple of ROUND_TOKENS together
 FUSED = Optimization(optim="adamw_torch_fused")
 
 MakeObjective = Callable[[Recipe, World], Objective]
@@ -109,14 +114,31 @@ IN_STAGES = {"pipeline_parallel_size": 2}
 BY_EXPERTS = {"expert_parallel_size": 2}
 CASES = (
     Case(name="full", optimizations=every_optimizer(on_device=True)),
-    Case(name="offload", sharding={"cpu_offload": True}, optimizations=every_optimizer(on_device=False)),
+    Case(
+        name="offload",
+        sharding={"cpu_offload": True},
+        optimizations=every_optimizer(on_device=False),
+    ),
     Case(name="two layers, accumulated", layers=2, accumulation=2),
     Case(name="one process", layout="single"),
     Case(name="ddp", layout="ddp", accumulation=2),
-    Case(name="ddp, lora, checkpointed", layout="ddp", lora=PEFT, sharding={"activation_checkpointing": True}),
-    Case(name="hybrid", sharding={"strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 1}, accumulation=2),
+    Case(
+        name="ddp, lora, checkpointed",
+        layout="ddp",
+        lora=PEFT,
+        sharding={"activation_checkpointing": True},
+    ),
+    Case(
+        name="hybrid",
+        sharding={"strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 1},
+        accumulation=2,
+    ),
     Case(name="updated in backward", optimizations=UPDATED_IN_BACKWARD),
-    Case(name="updated in backward, offload", sharding={"cpu_offload": True}, optimizations=UPDATED_IN_BACKWARD),
+    Case(
+        name="updated in backward, offload",
+        sharding={"cpu_offload": True},
+        optimizations=UPDATED_IN_BACKWARD,
+    ),
     Case(name="fp16", sharding={"mixed_precision": "fp16"}),
     Case(name="fp8", sharding={"fp8": Fp8()}),
     Case(name="padded rows", packing=False),
@@ -128,22 +150,46 @@ CASES = (
     Case(name="lora", lora=PEFT),
     Case(name="lora, offload", lora=PEFT, sharding={"cpu_offload": True}, accumulation=2),
     Case(name="nf4", lora=PEFT, quantization=NF4),
-    Case(name="nf4, checkpointed", lora=PEFT, quantization=NF4, sharding={"activation_checkpointing": True}),
-    Case(name="int8, one process", layout="single", lora=PEFT, quantization=Quantization(load_in_8bit=True)),
-    Case(name="neftune", optimizations={"step": replace(FUSED, neftune_noise_alpha=5.0, label_smoothing=0.1)}),
     Case(
-        name="sequence, dpo", sharding=IN_SEQUENCES, lora=PEFT, method=DPO, make_objective=compare_pairs(adapters_off)
+        name="nf4, checkpointed",
+        lora=PEFT,
+        quantization=NF4,
+        sharding={"activation_checkpointing": True},
+    ),
+    Case(
+        name="int8, one process",
+        layout="single",
+        lora=PEFT,
+        quantization=Quantization(load_in_8bit=True),
+    ),
+    Case(
+        name="neftune",
+        optimizations={"step": replace(FUSED, neftune_noise_alpha=5.0, label_smoothing=0.1)},
+    ),
+    Case(
+        name="sequence, dpo",
+        sharding=IN_SEQUENCES,
+        lora=PEFT,
+        method=DPO,
+        make_objective=compare_pairs(adapters_off),
     ),
     Case(name="sequence, more ranks than heads", sharding={"sequence_parallel_size": 8}, ranks=8),
     Case(name="tensor", family="qwen3", ranks=4, sharding=IN_TENSORS, accumulation=2),
     Case(name="tensor, lora", sharding=IN_TENSORS | {"shard_size": 1}, lora=PEFT),
-    Case(name="tensor, offload", family="qwen3", ranks=4, sharding=IN_TENSORS | {"cpu_offload": True}),
+    Case(
+        name="tensor, offload", family="qwen3", ranks=4, sharding=IN_TENSORS | {"cpu_offload": True}
+    ),
     Case(
         name="sequence, tensor, checkpointed",
         ranks=4,
         sharding=IN_SEQUENCES | {"tensor_parallel_size": 2, "activation_checkpointing": True},
     ),
-    *(Case(name=f"pipeline, stage {rank}", sharding=IN_STAGES, rank=rank, layers=2, accumulation=3) for rank in (0, 1)),
+    *(
+        Case(
+            name=f"pipeline, stage {rank}", sharding=IN_STAGES, rank=rank, layers=2, accumulation=3
+        )
+        for rank in (0, 1)
+    ),
     *(
         Case(
             name=f"pipeline, lora, checkpointed, stage {rank}",
@@ -157,7 +203,13 @@ CASES = (
         )
         for rank in (0, 1)
     ),
-    Case(name="experts", family="mixtral", ranks=4, sharding=BY_EXPERTS, model={"router_aux_loss_coef": 0.01}),
+    Case(
+        name="experts",
+        family="mixtral",
+        ranks=4,
+        sharding=BY_EXPERTS,
+        model={"router_aux_loss_coef": 0.01},
+    ),
     Case(
         name="experts, lora, checkpointed",
         family="mixtral",
@@ -200,7 +252,12 @@ CASES = (
 
 def config_of(case: Case) -> dict[str, Any]:
     """A small model, whose heads have a size that 8 does not divide where the family allows it."""
-    sizes = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": case.layers}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": case.layers,
+    }
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -218,7 +275,10 @@ def make_micro_batch(packing: bool, parts: int = 1) -> MicroBatch:
     if packing:
         shape, positions = (1, sum(LENGTHS) // parts), torch.cat([torch.arange(n) for n in LENGTHS])
     else:
-        shape, positions = (len(LENGTHS), max(LENGTHS)), torch.arange(max(LENGTHS)).repeat(len(LENGTHS))
+        shape, positions = (
+            (len(LENGTHS), max(LENGTHS)),
+            torch.arange(max(LENGTHS)).repeat(len(LENGTHS)),
+        )
     trained = torch.arange(ROUND_TOKENS)
     documents = torch.arange(ROUND_TOKENS) % len(LENGTHS)
     batch = MicroBatch(

@@ -76,7 +76,9 @@ class DeviceWaits(TorchDispatchMode):
                 break
         self.found.append(Wait(what, place or "nowhere in finetune", by))
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if operator is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -125,17 +127,27 @@ class DeviceWaits(TorchDispatchMode):
     def _replace_masks(self, operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Indices in place of masks, which the device would have to search first."""
         target, indices, *rest = args
-        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        masks = [
+            each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)
+        ]
         if not masks or not is_on_device(args):
             return args
-        is_filling = operator is not aten.index.Tensor and rest[0].numel() == 1 and rest[0].device.type == "cpu"
+        is_filling = (
+            operator is not aten.index.Tensor
+            and rest[0].numel() == 1
+            and rest[0].device.type == "cpu"
+        )
         if is_filling and len(indices) == 1:
             return args  # masked_fill
         self.add(f"{operator} by a mask")
         found: list[Any] = []
         for each in indices:
             is_mask = any(each is mask for mask in masks)
-            places = [each.new_zeros(each.numel(), dtype=torch.int64) for _ in range(each.dim())] if is_mask else [each]
+            places = (
+                [each.new_zeros(each.numel(), dtype=torch.int64) for _ in range(each.dim())]
+                if is_mask
+                else [each]
+            )
             found += places
         return (target, found, *rest)
 
@@ -145,7 +157,10 @@ class DeviceWaits(TorchDispatchMode):
             is_async = kwargs.get("non_blocking", False)
         else:
             many = operator is aten._foreach_copy_.default
-            pairs = [(to.device, source) for to, source in (zip(*args[:2], strict=True) if many else [args[:2]])]
+            pairs = [
+                (to.device, source)
+                for to, source in (zip(*args[:2], strict=True) if many else [args[:2]])
+            ]
             is_async = kwargs.get("non_blocking", len(args) > 2 and args[2])
         for to, source in pairs:
             kinds = source.device.type, torch.device(to).type
@@ -162,7 +177,9 @@ def _ones(shape: tuple[int, ...]) -> Any:
 
 def is_on_device(values: Any) -> bool:
     """Whether any tensor among `values` is on the device."""
-    return any(isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in tree_leaves(values))
+    return any(
+        isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in tree_leaves(values)
+    )
 
 
 class Event:
@@ -206,7 +223,9 @@ class HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _replace_parameters(
+    module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """In place of `nn.Module._apply`, which swaps the content of fake tensors, and cannot while FakeTensorMode refers to them."""
     for child in module.children() if recurse else ():
         child._apply(change)
@@ -232,7 +251,9 @@ def _leave_uncompiled(function: Any = None, **_: Any) -> Any:
 def build_device(library: Path) -> None:
     """Compiles fake_device.cpp."""
     compiler, source = shutil.which("c++"), Path(__file__).with_name("fake_device.cpp")
-    assert compiler is not None, "a C++ compiler is needed: torch's own Python interface knows no such device"
+    assert compiler is not None, (
+        "a C++ compiler is needed: torch's own Python interface knows no such device"
+    )
     options = [
         "-O0",
         "-std=c++20",
@@ -288,7 +309,9 @@ def pretend_device(before: Sequence[str] = (), traces: bool = False) -> None:
 def _repair_addmm() -> None:
     """`torch.addmm` of factors in another dtype: torch 2.11 takes the dtype of a fake result for a factor."""
 
-    def add(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    def add(
+        total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
         result = total + (left @ right).to(dtype)
         return result if out is None else out.copy_(result)
 

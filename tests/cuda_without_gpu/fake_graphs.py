@@ -30,7 +30,11 @@ def trace(case: Case) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     try:
-        with joined(case) as world, FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            joined(case) as world,
+            FakeTensorMode(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             keys = Model(model_config=config_of(case), torch_compile=True, **case.model)
             optimization = next(iter(case.optimizations.values()))
             model, _ = load.load_model(keys, case.lora, 0, world, case.quantization, optimization)
@@ -60,7 +64,9 @@ if __name__ == "__main__":
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *_: None
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
-    backend = aot_autograd(fw_compiler=nop, decompositions={torch.ops.aten.constant_pad_nd.default: pad_in_rows})
+    backend = aot_autograd(
+        fw_compiler=nop, decompositions={torch.ops.aten.constant_pad_nd.default: pad_in_rows}
+    )
     load.compile_layers = partial(compile_layers, backend=backend)  # type: ignore[assignment]
     chosen = set(sys.argv[2:])
     results = {case.name: trace(case) for case in CASES if case.name in chosen}

@@ -24,14 +24,21 @@ from finetune.distributed import model_parts, pipeline
 
 def join_ranks(size: int, rank: int = 0) -> None:
     """Joins a world as `rank` of `size` ranks of a node, of which there are no others."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 def pretend_groups() -> None:
     """Makes groups and meshes of them work among fake tensors."""
     all_reduce = dist.all_reduce
-    dist.all_reduce = lambda tensor, *a, **k: None if tensor.device.type == "cpu" else all_reduce(tensor, *a, **k)
+    dist.all_reduce = lambda tensor, *a, **k: (
+        None if tensor.device.type == "cpu" else all_reduce(tensor, *a, **k)
+    )
     make_mesh = _with_real_tensors(device_mesh.init_device_mesh)
     device_mesh.init_device_mesh = fully_shard.init_device_mesh = mesh.init_device_mesh = make_mesh
     # Ranks exchange once which stages know their shapes, and which numbers the last one measures.
@@ -43,7 +50,9 @@ def pretend_groups() -> None:
         setattr(DeviceMesh, name, _with_real_tensors(getattr(DeviceMesh, name)))
     find_slices = _with_real_tensors(model_parts.compute_local_shape_and_global_offset)
     model_parts.compute_local_shape_and_global_offset = find_slices
-    distributed._verify_param_shape_across_processes = distributed._sync_module_states = lambda *_, **__: None
+    distributed._verify_param_shape_across_processes = distributed._sync_module_states = (
+        lambda *_, **__: None
+    )
     construct = _with_python_reducer(distributed.DistributedDataParallel.__init__)
     distributed.DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
 

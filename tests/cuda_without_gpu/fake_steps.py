@@ -50,7 +50,9 @@ def make_world(case: Case) -> World:
         join_ranks(size, case.rank)
     accelerator = make_accelerator(sharding, device)
     group = make_sequence_group(sharding, size, device.type)
-    return World(case.rank, size, case.rank, size, device, sharding, accelerator, sequence_group=group)
+    return World(
+        case.rank, size, case.rank, size, device, sharding, accelerator, sequence_group=group
+    )
 
 
 @contextmanager
@@ -65,7 +67,10 @@ def joined(case: Case) -> Iterator[World]:
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        for cached in (head_chunks._can_add_to_fp32, quantized_weights.nested_values):  # fake tensors of this case
+        for cached in (
+            head_chunks._can_add_to_fp32,
+            quantized_weights.nested_values,
+        ):  # fake tensors of this case
             cached.cache_clear()
 
 
@@ -79,7 +84,9 @@ def build_fake(*arguments: Any) -> torch.nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor not in fake:
                     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                    fake[tensor] = torch.nn.Parameter(made) if tensors is module._parameters else made
+                    fake[tensor] = (
+                        torch.nn.Parameter(made) if tensors is module._parameters else made
+                    )
                 tensors[name] = fake[tensor] if tensor is not None else None
     return model
 
@@ -98,14 +105,20 @@ def take_steps(case: Case, world: World, waits: DeviceWaits) -> dict[str, Any]:
     micro_batches_of_all = world.data_parallel.size * case.accumulation
     tokens, groups = micro_batches_of_all * sum(LENGTHS), micro_batches_of_all * len(LENGTHS)
     for name, optimization in case.optimizations.items():
-        recipe = Recipe(path="recipe.yaml", model=keys, method=case.method, optimization=optimization)
+        recipe = Recipe(
+            path="recipe.yaml", model=keys, method=case.method, optimization=optimization
+        )
         objective = case.make_objective(recipe, world)
         optimizer = build_optimizer(model, optimization)
         guard = make_guard(optimizer, optimization, world)
-        in_backward = UpdateInBackward(optimizer, recipe, world) if optimization.optim_in_backward else None
+        in_backward = (
+            UpdateInBackward(optimizer, recipe, world) if optimization.optim_in_backward else None
+        )
         for step in range(2):
             waits.found.clear()
-            micro_batches = tuple(make_micro_batch(case.packing, case.parts) for _ in range(case.accumulation))
+            micro_batches = tuple(
+                make_micro_batch(case.packing, case.parts) for _ in range(case.accumulation)
+            )
             batch = StepBatch(step, 0.0, micro_batches, tokens, tokens, tokens // 2, groups)
             with in_backward or nullcontext():
                 result = train_step(
@@ -158,8 +171,12 @@ def pretend(traces: bool = False) -> None:
 
 if __name__ == "__main__":
     pretend()
-    of_teacher = Model(model_config=config_of(Case(name="teacher")))  # which a recipe names by a folder
-    load.load_config = lambda model, *rest: load_config(model if model.model_config else of_teacher, *rest)
+    of_teacher = Model(
+        model_config=config_of(Case(name="teacher"))
+    )  # which a recipe names by a folder
+    load.load_config = lambda model, *rest: load_config(
+        model if model.model_config else of_teacher, *rest
+    )
     chosen = set(sys.argv[2:])
     results: dict[str, Any] = {"waits": find_waits()}
     for case in CASES:

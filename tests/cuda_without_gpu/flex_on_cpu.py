@@ -23,4 +23,8 @@ def patch_flex(patch: pytest.MonkeyPatch, backend: str | Callable[..., Any] | No
         patch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         patch.setattr(block_attention, "_compile_attention", lambda: block_attention._attend)
     else:
-        patch.setattr(block_attention, "_compile_attention", partial(block_attention._compile_attention, backend))
+        patch.setattr(
+            block_attention,
+            "_compile_attention",
+            partial(block_attention._compile_attention, backend),
+        )

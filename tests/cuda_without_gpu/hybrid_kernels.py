@@ -41,7 +41,9 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
     return_final_states: bool = False, final_states_out: Any = None, activation: Any = None,
 ) -> Tensor:  # fmt: skip
-    assert activation in (None, "silu", "swish") and initial_states is None and not return_final_states
+    assert (
+        activation in (None, "silu", "swish") and initial_states is None and not return_final_states
+    )
     assert seq_idx is None or x.stride(1) == 1, "seq_idx is only supported for channel last layout"
     CALLS["causal_conv1d_fn"] += 1
     PACKED["causal_conv1d_fn"] += seq_idx is not None
@@ -61,17 +63,24 @@ def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: Any = None, initial_state: Any = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    assert (not output_final_state and initial_state is None and "seq_idx" not in kwargs) or cu_seqlens is not None
+    assert (
+        not output_final_state and initial_state is None and "seq_idx" not in kwargs
+    ) or cu_seqlens is not None
     CALLS["chunk_gated_delta_rule"] += 1
     lengths = [q.shape[1]]
     if cu_seqlens is not None:
         PACKED["chunk_gated_delta_rule"] += 1
-        assert cu_seqlens.dtype == torch.int64 and q.shape[0] == 1 and int(cu_seqlens[-1]) == q.shape[1]
+        assert (
+            cu_seqlens.dtype == torch.int64
+            and q.shape[0] == 1
+            and int(cu_seqlens[-1]) == q.shape[1]
+        )
         lengths = cu_seqlens.diff().tolist()
     compute = reference("qwen3_next", "torch_chunk_gated_delta_rule")
     rows = zip(*(each.split(lengths, dim=1) for each in (q, k, v, g, beta)), strict=True)
     found = [
-        compute(*row[:3], g=row[3], beta=row[4], use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0] for row in rows
+        compute(*row[:3], g=row[3], beta=row[4], use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)[0]
+        for row in rows
     ]
     return torch.cat(found, dim=1), None
 
@@ -96,7 +105,16 @@ def mamba_chunk_scan_combined(
     compute = reference("bamba", "mamba2_chunk_scan")
     lengths = lengths_of(seq_idx, x, x.shape[1])
     found = [
-        compute(*row[:2], A, *row[2:], chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+        compute(
+            *row[:2],
+            A,
+            *row[2:],
+            chunk_size,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+        )
         for row in zip(*(each.split(lengths, dim=1) for each in (x, dt, B, C)), strict=True)
     ]
     return torch.cat([each[0] if isinstance(each, tuple) else each for each in found], dim=1)
@@ -110,7 +128,11 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
 ) -> Tensor:  # fmt: skip
     """Convolution, scan, gated norm and output projection in one, as in training."""
-    assert not return_final_states and initial_states is None and (rmsnorm_weight is None or not norm_before_gate)
+    assert (
+        not return_final_states
+        and initial_states is None
+        and (rmsnorm_weight is None or not norm_before_gate)
+    )
     CALLS["mamba_split_conv1d_scan_combined"] += 1
     PACKED["mamba_split_conv1d_scan_combined"] += seq_idx is not None
     rows, tokens, _ = zxbcdt.shape
@@ -129,7 +151,9 @@ def mamba_split_conv1d_scan_combined(
     ).reshape(rows, tokens, inner) * F.silu(z)  # fmt: skip
     if rmsnorm_weight is not None:
         grouped = y.view(rows, tokens, ngroups, -1)
-        y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + rmsnorm_eps)).view_as(y) * rmsnorm_weight
+        y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + rmsnorm_eps)).view_as(
+            y
+        ) * rmsnorm_weight
     return F.linear(y, outproj_weight, outproj_bias)
 
 
@@ -138,7 +162,10 @@ def install() -> None:
     places = {
         "causal_conv1d": (causal_conv1d_fn, causal_conv1d_update),
         "fla.ops.gated_delta_rule": (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule),
-        "mamba_ssm.ops.triton.ssd_combined": (mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined),
+        "mamba_ssm.ops.triton.ssd_combined": (
+            mamba_chunk_scan_combined,
+            mamba_split_conv1d_scan_combined,
+        ),
     }
     for place, functions in places.items():
         parts = place.split(".")
@@ -179,7 +206,9 @@ def compare(family: str) -> dict[str, Any]:
     isolation._read_documents = read
     with torch.no_grad():
         evaluated = plain_loss(build(family).eval(), documents())
-        result["evaluated"] = relative_error(ours(build(family)).eval()(**packed(documents())), evaluated)
+        result["evaluated"] = relative_error(
+            ours(build(family)).eval()(**packed(documents())), evaluated
+        )
     return result
 
 
@@ -214,5 +243,8 @@ if __name__ == "__main__":
 
     found = {family: compare(family) for family in sys.argv[1:]}
     if find_spec("bitsandbytes") is not None:
-        found = {family: each | {"quantized": compare_quantized(family)} for family, each in found.items()}
+        found = {
+            family: each | {"quantized": compare_quantized(family)}
+            for family, each in found.items()
+        }
     print(json.dumps(found))

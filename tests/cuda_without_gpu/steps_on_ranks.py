@@ -62,7 +62,9 @@ class CountingBackend:
         is_differentiated = torch.is_grad_enabled() and any(
             isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
         )
-        compiled = aot_eager(graph, inputs) if self.differentiates and is_differentiated else graph.forward
+        compiled = (
+            aot_eager(graph, inputs) if self.differentiates and is_differentiated else graph.forward
+        )
         self.differentiated += compiled != graph.forward
 
         def run(*arguments: Any) -> Any:
@@ -105,7 +107,9 @@ def saved_bytes(loss_of: Callable[[], torch.Tensor]) -> int:
     return total
 
 
-def run(job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(
+    job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """One model through all steps, evaluated and generating before the first and after the second."""
     torch._dynamo.reset()
     counters.clear()
@@ -125,7 +129,9 @@ def run(job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPat
     recipe = Recipe(
         path="recipe.yaml",
         model=Model(
-            model_name_or_path=str(folder), torch_compile=job["compile"], activation_checkpointing_keeps=job["keeps"]
+            model_name_or_path=str(folder),
+            torch_compile=job["compile"],
+            activation_checkpointing_keeps=job["keeps"],
         ),
         optimization=TRAINED_FROM,
     )
@@ -186,7 +192,9 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if world.is_main:
         make_model(folder / "llama", head_dim=HEAD_SIZE)
-        make_model(folder / "mixtral", model_type="mixtral", head_dim=HEAD_SIZE, num_local_experts=4)
+        make_model(
+            folder / "mixtral", model_type="mixtral", head_dim=HEAD_SIZE, num_local_experts=4
+        )
         build("gemma2", vocab_size=len(make_tokenizer())).save_pretrained(folder / "gemma2")
     world.barrier()
     results = {}

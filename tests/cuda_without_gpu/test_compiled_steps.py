@@ -23,7 +23,13 @@ JOBS: dict[str, dict[str, Any]] = {
 # With adapters on the experts.
 MIXTURES: dict[str, dict[str, Any]] = {
     "cpu": {"family": "mixtral", "lora": True},
-    "compiled": {"family": "mixtral", "lora": True, "varlen": True, "compile": True, "keeps": "attention"},
+    "compiled": {
+        "family": "mixtral",
+        "lora": True,
+        "varlen": True,
+        "compile": True,
+        "keeps": "attention",
+    },
 }
 CAPPED: dict[str, dict[str, Any]] = {
     "cpu": {"family": "gemma2"},
@@ -36,7 +42,9 @@ COMPILED = slow_but(("compiled",), ("compiled", "lora, compiled"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, list[dict[str, Any]]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, slow_too: bool
+) -> dict[str, list[dict[str, Any]]]:
     """What each of JOBS found, by rank; those of LoRA are slow."""
     jobs = {name: job for name, job in JOBS.items() if slow_too or "lora" not in name}
     return run_jobs(tmp_path_factory.mktemp("steps"), jobs)
@@ -44,7 +52,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str,
 
 def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """What each job found, by rank: FSDP2 on two ranks, activations checkpointed."""
-    (folder / "jobs.json").write_text(json.dumps([{"name": name} | PLAIN | job for name, job in jobs.items()]))
+    (folder / "jobs.json").write_text(
+        json.dumps([{"name": name} | PLAIN | job for name, job in jobs.items()])
+    )
     launch_ranks(Path(__file__).with_name("steps_on_ranks.py"), [str(folder)], timeout=300).check()
     results: dict[str, list[dict[str, Any]]] = json.loads((folder / "results.json").read_text())
     return results
@@ -62,7 +72,9 @@ def test_the_branch_that_cuda_takes_trains_to_the_losses_of_the_cpus(found: Any,
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_one_graph_serves_every_layer_and_length_and_generation_makes_none(found: Any, name: str) -> None:
+def test_one_graph_serves_every_layer_and_length_and_generation_makes_none(
+    found: Any, name: str
+) -> None:
     for rank in (0, 1):
         each = found[name][rank]
         assert each["graphs_of_generation"] == [0, 0]
@@ -70,7 +82,9 @@ def test_one_graph_serves_every_layer_and_length_and_generation_makes_none(found
         first = [2, 0] if rank == 0 else [1, 1]
         assert each["graphs"] == [*first, 0, 0, 0], f"{each['graphs']}: recompiled"
         assert each["evaluation_graphs"] == [2, 0], "without gradients other graphs, once"
-        assert each["unique_graphs"] == [4 if rank == 0 else 3, 4, 4, 4, 4], "dynamo counts the same, none after step 2"
+        assert each["unique_graphs"] == [4 if rank == 0 else 3, 4, 4, 4, 4], (
+            "dynamo counts the same, none after step 2"
+        )
         assert each["differentiated"] == ("lora" not in name)
         losses = [2] * 5 if rank == 0 else [0, 1, 1, 1, 1]  # micro-batches with trained tokens
         calls = [2 * LAYERS + loss for loss in losses]
@@ -98,7 +112,9 @@ def test_a_mixture_compiles_to_one_graph_without_a_break(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_capped_scores_train_to_the_losses_of_the_cpus_by_masks_that_layers_share(tmp_path: Path) -> None:
+def test_capped_scores_train_to_the_losses_of_the_cpus_by_masks_that_layers_share(
+    tmp_path: Path,
+) -> None:
     """By flex_attention, compiled by itself or within its layer: one graph for all lengths."""
     found = run_jobs(tmp_path, CAPPED)
     for name in ("flex", "compiled"):
@@ -107,7 +123,9 @@ def test_capped_scores_train_to_the_losses_of_the_cpus_by_masks_that_layers_shar
             for what in ("losses", "norms", "held_out"):
                 assert each[what] == pytest.approx(expected[what], rel=1e-5), (name, what)
             # Compiled layers that slide are another graph than those that do not, and the loss is one.
-            assert sum(each["graphs"][:2]) == (3 if name == "compiled" else 1), f"{name}: {each['graphs']}"
+            assert sum(each["graphs"][:2]) == (3 if name == "compiled" else 1), (
+                f"{name}: {each['graphs']}"
+            )
             assert each["graphs"][2:] == [0, 0, 0], f"{name}: {each['graphs']}: recompiled"
             assert each["evaluation_graphs"] == [3 if name == "compiled" else 1, 0]
             assert each["graphs_of_generation"] == [0, 0]

@@ -57,13 +57,17 @@ def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str,
     """What the steps of each case wait for, or its error."""
     results = tmp_path_factory.mktemp("fake-steps") / "results.json"
     chosen = [] if slow_too else QUICK
-    done = run_python([str(Path(__file__).with_name("fake_steps.py")), str(results), *chosen], timeout=400)
+    done = run_python(
+        [str(Path(__file__).with_name("fake_steps.py")), str(results), *chosen], timeout=400
+    )
     assert done.returncode == 0, done.stderr
     read: dict[str, Any] = json.loads(results.read_text())
     return read
 
 
-def test_every_way_to_wait_for_the_device_is_found_and_operands_on_two_devices_are_refused(found: Any) -> None:
+def test_every_way_to_wait_for_the_device_is_found_and_operands_on_two_devices_are_refused(
+    found: Any,
+) -> None:
     waits = found["waits"]
     assert all(len(waits[name]) == 1 for name in WAITING), waits
     assert not any(waits[name] for name in NOT_WAITING), waits
@@ -72,14 +76,19 @@ def test_every_way_to_wait_for_the_device_is_found_and_operands_on_two_devices_a
 
 def expected_places(case: Case, optimization: Optimization) -> set[str]:
     """Those of ALLOWED at which this step waits."""
-    offloads, is_scaled = "cpu_offload" in case.sharding, case.sharding.get("mixed_precision") == "fp16"
+    offloads, is_scaled = (
+        "cpu_offload" in case.sharding,
+        case.sharding.get("mixed_precision") == "fp16",
+    )
     reads_flag = OPTIMIZERS[optimization.optim].reads_found_inf and not (offloads or is_scaled)
     waits = {
         "step.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
         "step.py:accumulate_gradients": offloads,
         "gradients.py:update": is_scaled,
-        "tensor_parallel.py:sum_partial_gradients": offloads and "tensor_parallel_size" in case.sharding,
-        "update_in_backward.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
+        "tensor_parallel.py:sum_partial_gradients": offloads
+        and "tensor_parallel_size" in case.sharding,
+        "update_in_backward.py:_update": optimization.optim_in_backward
+        and not (reads_flag or offloads),
         "update_in_backward.py:_mark_unless": optimization.optim_in_backward and offloads,
         "experts.py:forward": "expert_parallel_size" in case.sharding,
     }
@@ -87,9 +96,15 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
+        for case in CASES
+    ],
 )
-def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(found: Any, case: Case) -> None:
+def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(
+    found: Any, case: Case
+) -> None:
     assert "error" not in found[case.name], found[case.name].get("error")
     assert len(found[case.name]) == len(case.optimizations)
     for name, optimization in case.optimizations.items():
@@ -100,4 +115,6 @@ def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(foun
         assert set(places) == expected, f"{case.name}, {name}: {waits}"
         assert places["step.py:must_skip"] <= 1
         forwards = 2 if case.sharding.get("activation_checkpointing") else 1
-        assert places["experts.py:forward"] <= case.layers * forwards, "one wait for each layer's tokens"
+        assert places["experts.py:forward"] <= case.layers * forwards, (
+            "one wait for each layer's tokens"
+        )

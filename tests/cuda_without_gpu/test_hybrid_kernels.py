@@ -14,7 +14,9 @@ CONVOLUTION = {"causal_conv1d_fn"}
 MAMBA = {"causal_conv1d_fn", "mamba_split_conv1d_scan_combined", "mamba_chunk_scan_combined"}
 KERNELS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "olmo_hybrid"), DELTA),
-    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"), MAMBA),
+    **dict.fromkeys(
+        ("falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"), MAMBA
+    ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
 }
 AT_A_TIME = ("jamba", "kimi_linear")
@@ -29,13 +31,21 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", [*KERNELS, *AT_A_TIME])
-def test_losses_and_gradients_are_those_of_one_document_at_a_time(family: str, found: dict[str, Any]) -> None:
-    assert found[family]["loss"] < CLOSE and found[family]["gradients"] < CLOSE and found[family]["evaluated"] < CLOSE
+def test_losses_and_gradients_are_those_of_one_document_at_a_time(
+    family: str, found: dict[str, Any]
+) -> None:
+    assert (
+        found[family]["loss"] < CLOSE
+        and found[family]["gradients"] < CLOSE
+        and found[family]["evaluated"] < CLOSE
+    )
     assert found[family]["without"] > 100 * CLOSE
 
 
 @pytest.mark.parametrize("family", [*KERNELS, *AT_A_TIME])
-def test_a_kernel_that_reads_a_weight_gets_the_dequantized_one(family: str, found: dict[str, Any]) -> None:
+def test_a_kernel_that_reads_a_weight_gets_the_dequantized_one(
+    family: str, found: dict[str, Any]
+) -> None:
     """Mamba's read that of the output projection, whose layer is not called."""
     pytest.importorskip("bitsandbytes")
     assert found[family]["quantized"] < CLOSE
@@ -49,6 +59,8 @@ def test_every_call_receives_the_boundaries(family: str, found: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("family", AT_A_TIME)
-def test_modules_that_would_ignore_boundaries_see_one_document(family: str, found: dict[str, Any]) -> None:
+def test_modules_that_would_ignore_boundaries_see_one_document(
+    family: str, found: dict[str, Any]
+) -> None:
     assert found[family]["calls"] == {"causal_conv1d_fn": len(LENGTHS)}
     assert found[family]["packed"] == {"causal_conv1d_fn": 0}

@@ -41,12 +41,16 @@ def check_operands(
     """Refuses what ATen's `mha_varlen_fwd` refuses on CUDA, and what is not causal attention within documents."""
     left, right = window_size
     assert right == 0 and is_causal == (left < 0), "training is causal"
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32, "mha_varlen_fwd: cu_seqlens must have dtype int32"
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32, (
+        "mha_varlen_fwd: cu_seqlens must have dtype int32"
+    )
     assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the heads have one size"
     assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
     assert query.shape[-1] <= 256, "mha_varlen_fwd: head dimension at most 256"
     assert enable_gqa or not NEEDS_ENABLE_GQA or query.shape[1] == key.shape[1] == value.shape[1]
-    assert all(each.stride(-1) == 1 for each in (query, key, value)), "mha_varlen_fwd: contiguous last dimension"
+    assert all(each.stride(-1) == 1 for each in (query, key, value)), (
+        "mha_varlen_fwd: contiguous last dimension"
+    )
 
 
 def _forward(
@@ -63,12 +67,18 @@ def _forward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[tokens, heads, head size] of each -> the attended values, log-sum-exp and random state; the last two are not read."""
-    check_operands(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest)
+    check_operands(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest
+    )
     assert int(cu_seq_q.diff().max()) <= max_q and int(cu_seq_k.diff().max()) <= max_k
     out = torch.empty_like(query)
     for rows, seen, weights in _weights(query, key, cu_seq_q, cu_seq_k, scale, window_size):
         out[rows] = (weights @ _repeated(value[seen], query)).transpose(0, 1)
-    return out, query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        out,
+        query.new_empty(query.shape[1], len(query), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 def _backward(
@@ -96,20 +106,30 @@ def _backward(
         to_weights = upstream @ _repeated(value[seen], query).transpose(1, 2)
         to_scores = weights * (to_weights - (to_weights * weights).sum(-1, keepdim=True)) * factor
         grads[0][rows] = (to_scores @ _repeated(key[seen], query)).transpose(0, 1)
-        of_heads = (to_scores.transpose(1, 2) @ query[rows].transpose(0, 1), weights.transpose(1, 2) @ upstream)
+        of_heads = (
+            to_scores.transpose(1, 2) @ query[rows].transpose(0, 1),
+            weights.transpose(1, 2) @ upstream,
+        )
         for grad, each in zip(grads[1:], of_heads, strict=True):
             grad[seen] = each.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
     return grads
 
 
 def _weights(
-    query: Tensor, key: Tensor, of_queries: Tensor, of_keys: Tensor, scale: float | None, window_size: Any
+    query: Tensor,
+    key: Tensor,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    scale: float | None,
+    window_size: Any,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """For each document its queries, which are the last of its tokens, its keys, and the attention weights [heads, queries, keys]."""
     left, right = window_size
     assert right == 0, "causal attention is expected"
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    for spans in zip(itertools.pairwise(of_queries.tolist()), itertools.pairwise(of_keys.tolist()), strict=True):
+    for spans in zip(
+        itertools.pairwise(of_queries.tolist()), itertools.pairwise(of_keys.tolist()), strict=True
+    ):
         rows, seen = (slice(*span) for span in spans)
         tokens, keys = (end - start for start, end in spans)
         visible = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)

@@ -23,7 +23,9 @@ def prepare(tmp_path: Path) -> Prepare:
     tokenizer = tmp_path / "tokenizer"
     make_tokenizer().save_pretrained(tokenizer)
 
-    def make(datasets: list[dict[str, Any]], *, rank: int = 0, size: int = 1, **keys: Any) -> PreparedData:
+    def make(
+        datasets: list[dict[str, Any]], *, rank: int = 0, size: int = 1, **keys: Any
+    ) -> PreparedData:
         recipe = {
             "model_config": {"model_type": "llama"},
             "tokenizer_name_or_path": str(tokenizer),

@@ -24,9 +24,15 @@ def loader(
     lengths: Sequence[int] = LENGTHS, *, packing: bool, size: int = 1, rank: int = 0, threads: int = 0,
     global_batch_size: int = 6, per_device: int = 2, seed: int = 0, epochs: int = 3,
 ) -> StoredBatches:  # fmt: skip
-    config = BatchConfig(seed=seed, packing=packing, max_length=64, global_batch_size=global_batch_size)
+    config = BatchConfig(
+        seed=seed, packing=packing, max_length=64, global_batch_size=global_batch_size
+    )
     batches = make_batches(
-        examples_of(lengths), config, Rank(rank, size), per_device_batch_size=per_device, threads=threads
+        examples_of(lengths),
+        config,
+        Rank(rank, size),
+        per_device_batch_size=per_device,
+        threads=threads,
     )
     return replace(batches, steps=epochs * batches.steps_per_epoch)
 
@@ -35,11 +41,21 @@ def ids_of_steps(ranks: Sequence[StoredBatches], from_step: int = 0) -> list[Cou
     """For each step the ids of its examples over all ranks; asserts what holds on every rank of every step."""
     steps = []
     for shares in zip(*(batches.batches(from_step) for batches in ranks), strict=True):
-        assert len({(b.step, b.epoch, b.tokens, b.trained_tokens, len(b.micro_batches)) for b in shares}) == 1
+        assert (
+            len(
+                {
+                    (b.step, b.epoch, b.tokens, b.trained_tokens, len(b.micro_batches))
+                    for b in shares
+                }
+            )
+            == 1
+        )
         micro_batches = [m for share in shares for m in share.micro_batches]
         ids = Counter(i for m in micro_batches for i in m.example_ids)
         assert shares[0].tokens == sum(ranks[0].examples.lengths[i] * n for i, n in ids.items())
-        assert shares[0].trained_tokens == sum(int((m.labels != IGNORE_INDEX).sum()) for m in micro_batches)
+        assert shares[0].trained_tokens == sum(
+            int((m.labels != IGNORE_INDEX).sum()) for m in micro_batches
+        )
         steps.append(ids)
     return steps
 
@@ -56,12 +72,17 @@ def test_every_epoch_holds_every_example_once_and_no_two_are_alike(packing: bool
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_sequence_is_the_same_on_any_ranks_with_any_threads_and_after_any_stop(packing: bool) -> None:
+def test_the_sequence_is_the_same_on_any_ranks_with_any_threads_and_after_any_stop(
+    packing: bool,
+) -> None:
     truth = ids_of_steps([loader(packing=packing)])
     for size in (1, 2, 3):
         for threads in (0, 1, 2):
             for start in (0, 1, len(truth) // 2, len(truth) - 1, len(truth)):
-                ranks = [loader(packing=packing, size=size, rank=rank, threads=threads) for rank in range(size)]
+                ranks = [
+                    loader(packing=packing, size=size, rank=rank, threads=threads)
+                    for rank in range(size)
+                ]
                 assert ids_of_steps(ranks, start) == truth[start:]
 
 
@@ -89,7 +110,9 @@ def test_no_split_over_ranks_loses_or_repeats_anything(
     ]
     steps = ids_of_steps(ranks)
     assert sum(steps, Counter()) == Counter(range(len(lengths)))
-    assert steps == ids_of_steps([loader(lengths, packing=packing, global_batch_size=global_batch_size, epochs=1)])
+    assert steps == ids_of_steps(
+        [loader(lengths, packing=packing, global_batch_size=global_batch_size, epochs=1)]
+    )
 
 
 def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
@@ -100,16 +123,25 @@ def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
         assert micro_batch.max_document_length == max(b - a for a, b in itertools.pairwise(bounds))
         pieces = [(0, a, b) for a, b in itertools.pairwise(bounds)]
     else:
-        pieces = [(row, 0, micro_batch.input_ids.shape[1]) for row in range(len(micro_batch.input_ids))]
+        pieces = [
+            (row, 0, micro_batch.input_ids.shape[1]) for row in range(len(micro_batch.input_ids))
+        ]
     for row, start, stop in pieces:
-        ids, labels = micro_batch.input_ids[row, start:stop].tolist(), micro_batch.labels[row, start:stop].tolist()
+        ids, labels = (
+            micro_batch.input_ids[row, start:stop].tolist(),
+            micro_batch.labels[row, start:stop].tolist(),
+        )
         assert micro_batch.position_ids[row, start:stop].tolist() == list(range(stop - start))
         length = max(i for i, token in enumerate(ids) if i == 0 or token) + 1  # the padding is 0
         assert labels[length:] == [IGNORE_INDEX] * (len(ids) - length)
         found.append((ids[:length], labels[:length]))
     padding = found[len(micro_batch.example_ids) :]
-    assert len(padding) <= 1 and all(label == IGNORE_INDEX for _, labels in padding for label in labels)
-    if micro_batch.example_ids:  # a pad token's embedding may be zero, which some families cannot differentiate
+    assert len(padding) <= 1 and all(
+        label == IGNORE_INDEX for _, labels in padding for label in labels
+    )
+    if (
+        micro_batch.example_ids
+    ):  # a pad token's embedding may be zero, which some families cannot differentiate
         assert {token for ids, _ in padding for token in ids} <= {found[0][0][0]}
     return found[: len(micro_batch.example_ids)]
 
@@ -121,9 +153,14 @@ def test_a_micro_batch_holds_its_documents_whole_with_shifted_labels(packing: bo
         for micro_batch in step.micro_batches:
             trained = (micro_batch.labels != IGNORE_INDEX).sum()
             looked_at = micro_batch.labels.flatten()[micro_batch.trained_positions]
-            assert looked_at[:trained].ne(IGNORE_INDEX).all() and looked_at[trained:].eq(IGNORE_INDEX).all()
+            assert (
+                looked_at[:trained].ne(IGNORE_INDEX).all()
+                and looked_at[trained:].eq(IGNORE_INDEX).all()
+            )
             assert len(looked_at) == len(micro_batch.trained_positions.unique())
-            for example_id, (ids, labels) in zip(micro_batch.example_ids, documents(micro_batch), strict=True):
+            for example_id, (ids, labels) in zip(
+                micro_batch.example_ids, documents(micro_batch), strict=True
+            ):
                 assert ids == [1000 * example_id + t for t in range(LENGTHS[example_id])]
                 assert labels == [*ids[1:], IGNORE_INDEX]
 
@@ -173,7 +210,9 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
     folder = shared / "models" / "stories260k"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lines = (shared / "data" / "gsm8k_train.jsonl").read_text().splitlines()[:64]
-    ids = [tokenizer(line).input_ids[:length] for length, line in zip(range(1, 65), lines, strict=True)]
+    ids = [
+        tokenizer(line).input_ids[:length] for length, line in zip(range(1, 65), lines, strict=True)
+    ]
     examples = cut(store_of(ids, first_trained=3), 64, "error")[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     install_attention(model)
@@ -184,16 +223,25 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
         found = {}
         for step in make_batches(examples, config, Rank(), per_device_batch_size=4).batches():
             for micro_batch in step.micro_batches:
-                inputs = {k: v for k, v in micro_batch.inputs.items() if k not in ("labels", "trained_positions")}
+                inputs = {
+                    k: v
+                    for k, v in micro_batch.inputs.items()
+                    if k not in ("labels", "trained_positions")
+                }
                 with torch.no_grad():
                     logits = model(**inputs, use_cache=False).logits
                 each = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+                    logits.flatten(0, 1),
+                    micro_batch.labels.flatten(),
+                    ignore_index=IGNORE_INDEX,
+                    reduction="none",
                 )
                 places = [
                     (i, p)
                     for i, length in zip(
-                        micro_batch.example_ids, examples.lengths[list(micro_batch.example_ids)], strict=True
+                        micro_batch.example_ids,
+                        examples.lengths[list(micro_batch.example_ids)],
+                        strict=True,
                     )
                     for p in range(length)
                 ]
@@ -205,4 +253,6 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
 
     packed, padded = losses(True), losses(False)
     assert packed.keys() == padded.keys() and len(packed) == sum(range(1, 65))
-    assert max(abs(packed[place] - padded[place]) for place in packed) <= 1e-6 * max(packed.values())
+    assert max(abs(packed[place] - padded[place]) for place in packed) <= 1e-6 * max(
+        packed.values()
+    )

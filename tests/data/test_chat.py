@@ -16,7 +16,13 @@ from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 
 SOURCE = DatasetSource(path="chat.jsonl")
-FAMILY_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+FAMILY_TOKENS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 FAMILY_TOKENS += (
     "<start_of_turn>",
     "<end_of_turn>",
@@ -40,16 +46,25 @@ THINKING = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 # Phi3 ends the whole conversation with its own token, which does not belong to earlier turns.
-FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
+FINAL_END = (
+    TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
+)
 TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 OPENED = {
     "nemotron3": "</think>",
     "glm4.7": "</think>",
 }  # their prompt opens <think>, and an answer without reasoning is none after it
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
-ENDS = dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>")
+ENDS = dict.fromkeys(
+    ("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>"
+)
 ENDS |= dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8"), "<|im_end|>") | {"glm4.5": "<|user|>"}
-ENDS |= {"llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>"}
+ENDS |= {
+    "llama3": "<|eot_id|>",
+    "llama3.1": "<|eot_id|>",
+    "llama4": "<|eot|>",
+    "gemma": "<end_of_turn>",
+}
 ENDS |= dict.fromkeys(("kimi-k2", "kimi-k2-thinking", "nemotron3"), "<|im_end|>") | {
     "gemma4": "<turn|>",
     "glm4.7": "<|user|>",
@@ -59,7 +74,12 @@ ENDS |= (
     | dict.fromkeys(("deepseek-v3.1", "deepseek-v3.2"), "<｜end▁of▁sentence｜>")
     | {"granite4": "<|end_of_text|>"}
 )
-ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "glm4": "<|user|>", "llama2": " <|end|>"}
+ENDS |= {
+    "command-r": "<|END_OF_TURN_TOKEN|>",
+    "granite": "<|end_of_text|>",
+    "glm4": "<|user|>",
+    "llama2": " <|end|>",
+}
 # Templates with a space before the assistant's words, which the model writes.
 SPACED = (
     "inst",
@@ -94,7 +114,10 @@ RENDERERS: dict[str, Renderer] = {
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     document = parse_row({"messages": messages}, SOURCE).document
@@ -111,19 +134,35 @@ def trained(document: Conversation, renderer: Renderer) -> list[str]:
 def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> None:
     end = ENDS.get(name, "<|end|>")
     found = trained(
-        conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
+        conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."),
+        RENDERERS[name],
     )
-    before = {"glm4": "\n", "glm4.5": "\n<think></think>\n", "qwen3.8": "\n</think>\n\n"} | dict.fromkeys(SPACED, " ")
-    before |= {"kimi-k2-thinking": "<think></think>", "gpt-oss": "<|channel|>final<|message|>"} | OPENED
+    before = {
+        "glm4": "\n",
+        "glm4.5": "\n<think></think>\n",
+        "qwen3.8": "\n</think>\n\n",
+    } | dict.fromkeys(SPACED, " ")
+    before |= {
+        "kimi-k2-thinking": "<think></think>",
+        "gpt-oss": "<|channel|>final<|message|>",
+    } | OPENED
     space = before.get(name, "")
     first = "<|end|>" if name == "gpt-oss" else end
     assert found == [f"{space}Hello user{first}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
 
 
 # Rendered up to an earlier answer, these write the system's text elsewhere than in the whole conversation, or open <think>.
-ELSE_BEFORE_EARLIER_ANSWERS = ("mistral-v2", "mistral-v3", "mistral-v3-tekken", "qwen3.5", "qwen3.6")
+ELSE_BEFORE_EARLIER_ANSWERS = (
+    "mistral-v2",
+    "mistral-v3",
+    "mistral-v3-tekken",
+    "qwen3.5",
+    "qwen3.6",
+)
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20).filter(str.strip)
+WORDS = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20
+).filter(str.strip)
 
 
 @given(
@@ -135,7 +174,9 @@ def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
     name: str, contents: list[str], system: str | None
 ) -> None:
     document, renderer = conversation(*contents, system=system), RENDERERS[name]
-    text = tokenizer_with(TESTED_TEMPLATES[name]).apply_chat_template(list(document.messages), tokenize=False)
+    text = tokenizer_with(TESTED_TEMPLATES[name]).apply_chat_template(
+        list(document.messages), tokenize=False
+    )
     rendered = render(document, renderer)
     assert rendered.text == text
     assert len(rendered.spans) == len(contents) // 2
@@ -148,14 +189,19 @@ def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
         return
     # A span begins where generation would: after the prompt.
     turn = -1 if name in ELSE_BEFORE_EARLIER_ANSWERS else 0
-    asked = [i for i, message in enumerate(document.messages) if message["role"] == "assistant"][turn]
+    asked = [i for i, message in enumerate(document.messages) if message["role"] == "assistant"][
+        turn
+    ]
     assert text[: rendered.spans[turn][0]] == apply_template(
         renderer, list(document.messages[:asked]), add_generation_prompt=True
     )
 
 
 def test_reasoning_dropped_from_the_history_is_handled() -> None:
-    found = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), RENDERERS["thinking"])
+    found = trained(
+        conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"),
+        RENDERERS["thinking"],
+    )
     assert found == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
 
 
@@ -168,7 +214,11 @@ def test_generation_markers_are_used_and_the_end_of_turn_is_added() -> None:
     document = conversation("Hi", "Hello", "And?", "Bye", system="S")
     renderer = make_renderer(tokenizer_with(marked), True)
     assert renderer.has_markers
-    assert trained(document, renderer) == trained(document, RENDERERS["chatml"]) == ["Hello<|im_end|>", "Bye<|im_end|>"]
+    assert (
+        trained(document, renderer)
+        == trained(document, RENDERERS["chatml"])
+        == ["Hello<|im_end|>", "Bye<|im_end|>"]
+    )
 
 
 def test_train_false_excludes_a_message() -> None:
@@ -182,7 +232,8 @@ def test_train_false_excludes_a_message() -> None:
     assert isinstance(document, Conversation)
     assert trained(document, RENDERERS["llama3"]) == ["right<|eot_id|>"]
     weighted = parse_row(
-        {"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]}, SOURCE
+        {"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]},
+        SOURCE,
     ).document
     assert isinstance(weighted, Conversation)
     assert trained(weighted, RENDERERS["llama3"]) == ["right<|eot_id|>"]
@@ -203,7 +254,11 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not() -> None:
     row = {
         "messages": [
             {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "weather"}}],
+            },
             {"role": "tool", "content": "rain"},
             {"role": "assistant", "content": "It rains."},
         ],
@@ -218,15 +273,22 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not() -> None:
 def test_findings_of_a_conversation() -> None:
     typed = render(conversation("Q <|end|>", "A"), RENDERERS["llama3"])
     assert typed.findings == ("typed_special_token",)
-    dropping = TEMPLATES["chatml"].replace("in messages -%}", "in messages if message['role'] != 'system' -%}")
+    dropping = TEMPLATES["chatml"].replace(
+        "in messages -%}", "in messages if message['role'] != 'system' -%}"
+    )
     assert render(
         conversation("Q", "A", system="Be kind."), make_renderer(tokenizer_with(dropping), True)
     ).findings == ("system_dropped",)
     endless = "{%- for m in messages -%}{{- m['role'] + ': ' + m['content'] + ' ' -}}{%- endfor -%}"
-    assert "no_end_of_turn" in render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True)).findings
+    assert (
+        "no_end_of_turn"
+        in render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True)).findings
+    )
     plain = make_tokenizer()  # has no <|im_end|>
     plain.chat_template = TEMPLATES["chatml"]
-    assert "end_of_turn_is_text" in render(conversation("Q", "A"), make_renderer(plain, True)).findings
+    assert (
+        "end_of_turn_is_text" in render(conversation("Q", "A"), make_renderer(plain, True)).findings
+    )
 
 
 @pytest.mark.parametrize("name", TESTED_TEMPLATES)
@@ -237,17 +299,25 @@ def test_content_that_a_template_trims_or_moves_is_not_reported_as_dropped(name:
         "And then?",
         "<think>so</think>\n\n Because,\n you see. \n",
     )
-    assert not {"user_dropped", "assistant_dropped"} & set(render(conversation(*said), RENDERERS[name]).findings)
+    assert not {"user_dropped", "assistant_dropped"} & set(
+        render(conversation(*said), RENDERERS[name]).findings
+    )
 
 
 def test_content_that_a_template_drops_is_reported() -> None:
-    role_only = make_renderer(tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True)
-    assert render(conversation("hi", "hello"), role_only).findings == ("user_dropped", "assistant_dropped")
+    role_only = make_renderer(
+        tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True
+    )
+    assert render(conversation("hi", "hello"), role_only).findings == (
+        "user_dropped",
+        "assistant_dropped",
+    )
     shown = "{{- message['content'] if message['role'] != '%s' else '' -}}{{- eos_token -}}"
     for role in ("user", "assistant"):
         template = "{%- for message in messages -%}" + shown.replace("%s", role) + "{%- endfor -%}"
         remarks = render(
-            conversation("hi", "hello", "and?", "bye"), make_renderer(tokenizer_with(template), True)
+            conversation("hi", "hello", "and?", "bye"),
+            make_renderer(tokenizer_with(template), True),
         ).findings
         assert remarks == (f"{role}_dropped",)
 
@@ -286,13 +356,28 @@ LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in r
         "{{ '{:>{w}}'.format(1, w=10**10) }}",
         "{{ 'a'|center(10000000000) }}",
         "{{ 5.5|round(10**9, 'floor') }}",
-        *(DOUBLED % each for each in ("all.s + all.s", "all.s ~ all.s", "all.s.replace('a', all.s)")),
+        *(
+            DOUBLED % each
+            for each in ("all.s + all.s", "all.s ~ all.s", "all.s.replace('a', all.s)")
+        ),
         *(DOUBLED % each for each in ("all.s|join(all.s)", "[all.s, all.s]")),
         "{% for a in range(99999) %}{% generation %}{{ 'a' * 10**6 }}{% endgeneration %}{% endfor %}",
         LOOPS,
         FILTERED % "range(99999)|list",
         FILTERED % "range(99999)|map('string')|map('length')|list",
-        *(LONG % each for each in ("a[1:]", "a[::-1]", "'b' in a", "a == b", "a < b", "a ~ b", "a + b", "a is in b")),
+        *(
+            LONG % each
+            for each in (
+                "a[1:]",
+                "a[::-1]",
+                "'b' in a",
+                "a == b",
+                "a < b",
+                "a ~ b",
+                "a + b",
+                "a is in b",
+            )
+        ),
         *(
             LONG % each
             for each in (
@@ -317,7 +402,9 @@ LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in r
 )
 def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str) -> None:
     with pytest.raises((BadRow, UserError), match=REFUSED):
-        apply_template(make_renderer(tokenizer_with(endless), True), [{"role": "user", "content": "Q"}])
+        apply_template(
+            make_renderer(tokenizer_with(endless), True), [{"role": "user", "content": "Q"}]
+        )
 
 
 def test_the_work_for_a_conversation_grows_with_its_length_alone() -> None:

@@ -30,7 +30,10 @@ def test_a_class_is_a_name_or_its_place() -> None:
     assert read({"text": "Hurrah", "label": "good"}) == (Text("Hurrah"), 1)
     assert read({"text": "Hurrah", "label": 0}) == (Text("Hurrah"), 0)
     assert read({"text": "Hurrah", "label": 3}) == (Text("Hurrah"), 2)  # a name comes first
-    assert read({"prompt": "2+2=", "completion": "4", "label": "bad"}) == (Completion("2+2=", "4"), 0)
+    assert read({"prompt": "2+2=", "completion": "4", "label": "bad"}) == (
+        Completion("2+2=", "4"),
+        0,
+    )
 
 
 def test_a_conversation_may_end_with_either_side() -> None:
@@ -38,7 +41,9 @@ def test_a_conversation_may_end_with_either_side() -> None:
     for turns in (asked, [*asked, {"role": "assistant", "content": "Hi"}]):
         document, score = read({"messages": turns, "label": "good"})
         assert isinstance(document, Conversation) and score == 1
-        assert [message["role"] for message in document.messages] == [turn["role"] for turn in turns]
+        assert [message["role"] for message in document.messages] == [
+            turn["role"] for turn in turns
+        ]
 
 
 @pytest.mark.parametrize(

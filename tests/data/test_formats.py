@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
-from finetune.data.formats import Completion, Conversation, Group, ParsedRow, Text, TokenRow, parse_row
+from finetune.data.formats import (
+    Completion,
+    Conversation,
+    Group,
+    ParsedRow,
+    Text,
+    TokenRow,
+    parse_row,
+)
 from finetune.data.messages import BadRow
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -16,7 +24,9 @@ JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "train"]), inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "train"]), inner, max_size=4
+        )
     ),
     max_leaves=8,
 )
@@ -27,7 +37,10 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "
 def turns(row: dict[str, Any], **options: Any) -> list[tuple[str, str, bool]]:
     document = parse_row(row, DatasetSource(path="rows.jsonl", **options)).document
     assert isinstance(document, Conversation)
-    return [(m["role"], m["content"], t) for m, t in zip(document.messages, document.trained, strict=True)]
+    return [
+        (m["role"], m["content"], t)
+        for m, t in zip(document.messages, document.trained, strict=True)
+    ]
 
 
 ASKED = [("user", "Q", False), ("assistant", "A", True)]
@@ -40,7 +53,10 @@ ASKED = [("user", "Q", False), ("assistant", "A", True)]
         {"messages": [USER, ASSISTANT], "text": "rendered elsewhere"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, ASSISTANT]},
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}},
+        {
+            "conversations": [{"from": "human", "value": "Q"}],
+            "chosen": {"from": "gpt", "value": "A"},
+        },
         {"instruction": "Q", "input": "", "output": "A"},
         {"instruction": "Q", "output": "A"},
         {"prompt": [USER], "completion": [ASSISTANT]},
@@ -54,7 +70,9 @@ def test_conversations_are_recognized(row: dict[str, Any]) -> None:
 
 
 def test_plain_formats_are_recognized() -> None:
-    assert parse_row({"prompt": "2+2=", "completion": "4"}, SOURCE).document == Completion("2+2=", "4")
+    assert parse_row({"prompt": "2+2=", "completion": "4"}, SOURCE).document == Completion(
+        "2+2=", "4"
+    )
     assert parse_row({"prompt": "2+2=", "chosen": "4"}, SOURCE).document == Completion("2+2=", "4")
     assert parse_row({"text": "Once"}, SOURCE).document == Text("Once")
 
@@ -69,8 +87,15 @@ def test_rows_may_be_tokens_already() -> None:
 
 def test_squad_and_hellaswag_are_as_nemo_automodel_writes_them() -> None:
     """make_squad_dataset: a user's turn where there is a chat template; HellaSwag: the context and its right ending, joined."""
-    squad = {"id": "1", "context": "C.", "question": "Q?", "answers": {"text": [" A ", "B"], "answer_start": [0, 1]}}
-    assert parse_row(squad, SOURCE).document == Completion("Context: C. Question: Q? Answer: ", "A", are_turns=True)
+    squad = {
+        "id": "1",
+        "context": "C.",
+        "question": "Q?",
+        "answers": {"text": [" A ", "B"], "answer_start": [0, 1]},
+    }
+    assert parse_row(squad, SOURCE).document == Completion(
+        "Context: C. Question: Q? Answer: ", "A", are_turns=True
+    )
     row = {"ctx": "He", "endings": ["sits", "runs"], "label": "1"}
     assert parse_row(row, SOURCE).document == Completion("He", "runs")
     for wrong, words in (
@@ -87,18 +112,30 @@ def test_columns_can_be_named() -> None:
     row = {"question": "Q", "answer": "A", "text": "not this"}
     named = DatasetSource(path="rows.jsonl", prompt_column="question", completion_column="answer")
     assert parse_row(row, named).document == Completion("Q", "A")
-    assert turns(row, type="messages", prompt_column="question", completion_column="answer") == ASKED
-    assert turns({"chat": [USER, ASSISTANT]}, messages_column="chat") == ASKED
-    assert parse_row({"body": "Once"}, DatasetSource(path="rows.jsonl", text_column="body")).document == Text("Once")
-    assert parse_row({"text": "T", "messages": [USER]}, DatasetSource(path="rows.jsonl", type="text")).document == Text(
-        "T"
+    assert (
+        turns(row, type="messages", prompt_column="question", completion_column="answer") == ASKED
     )
+    assert turns({"chat": [USER, ASSISTANT]}, messages_column="chat") == ASKED
+    assert parse_row(
+        {"body": "Once"}, DatasetSource(path="rows.jsonl", text_column="body")
+    ).document == Text("Once")
+    assert parse_row(
+        {"text": "T", "messages": [USER]}, DatasetSource(path="rows.jsonl", type="text")
+    ).document == Text("T")
 
 
 def test_alpaca_input_system_and_what_is_trained() -> None:
     row = {"instruction": "Add", "input": "2, 2", "output": "4", "system": "Be brief."}
-    assert turns(row) == [("system", "Be brief.", False), ("user", "Add\n\n2, 2", False), ("assistant", "4", True)]
-    prompt = [USER, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "This."}]
+    assert turns(row) == [
+        ("system", "Be brief.", False),
+        ("user", "Add\n\n2, 2", False),
+        ("assistant", "4", True),
+    ]
+    prompt = [
+        USER,
+        {"role": "assistant", "content": "Which?"},
+        {"role": "user", "content": "This."},
+    ]
     assert [trained for *_, trained in turns({"prompt": prompt, "completion": [ASSISTANT]})] == [
         False,
         False,
@@ -156,9 +193,18 @@ def test_a_conversation_comes_before_a_pair_that_repeats_a_part_of_it() -> None:
             {"prompt": "Q", "chosen": "A", "rejected": "B"},
             "to train on the chosen answers alone, set completion_column",
         ),
-        ({**PAIR, "chosen": [USER, ASSISTANT]}, "to train on the chosen answers alone, set messages_column: chosen"),
-        ({"instruction": "Q", "output": "A", "score": 0}, "score: training by scores is not supported"),
-        ({"instruction": "Q", "output": "A", "history": [["Hi"]]}, "history: a list of [question, answer] is expected"),
+        (
+            {**PAIR, "chosen": [USER, ASSISTANT]},
+            "to train on the chosen answers alone, set messages_column: chosen",
+        ),
+        (
+            {"instruction": "Q", "output": "A", "score": 0},
+            "score: training by scores is not supported",
+        ),
+        (
+            {"instruction": "Q", "output": "A", "history": [["Hi"]]},
+            "history: a list of [question, answer] is expected",
+        ),
     ],
 )
 def test_rows_for_another_training_method_are_rejected(row: dict[str, Any], words: str) -> None:
@@ -171,9 +217,19 @@ def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> Non
     assert parse_row({"text": "Once", "label": False, "score": 3}, SOURCE) == ParsedRow(
         (Group((Text("Once"),)),), "text", ("label", "score")
     )
-    row = {"messages": [USER, ASSISTANT], "tools": "[]", "system": "", "label": True, "id": 7, "note": "", "url": "x"}
+    row = {
+        "messages": [USER, ASSISTANT],
+        "tools": "[]",
+        "system": "",
+        "label": True,
+        "id": 7,
+        "note": "",
+        "url": "x",
+    }
     assert parse_row(row, SOURCE).unused_columns == ("id", "url")
-    assert parse_row({"prompt": "Q", "completion": "A", "system": "S"}, SOURCE).unused_columns == ("system",)
+    assert parse_row({"prompt": "Q", "completion": "A", "system": "S"}, SOURCE).unused_columns == (
+        "system",
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +239,10 @@ def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> Non
         ({"input": "Q", "output": "A"}, ("Q", "A")),
         ({"QUESTION": "Q", "Answer": "A", "system": "S"}, ("Q", "A")),
         ({"instruction": "Q", "response": "A"}, ("Q", "A")),
-        ({"instruction": "Q", "context": "C", "response": "A"}, None),  # a part of the question would be lost
+        (
+            {"instruction": "Q", "context": "C", "response": "A"},
+            None,
+        ),  # a part of the question would be lost
         ({"question": "Q", "options": ["X", "Y"], "answer": "A"}, None),
         ({"question": "Q", "A": "X", "B": "Y", "answer": "A"}, None),
         ({"Body": "B", "Question": "Q", "Answer": "A"}, None),
@@ -219,13 +278,22 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         ({"messages": "Q"}, "messages: a list of messages is expected, found 'Q' (str)"),
         ({"messages": ["Q"]}, "message 1: a mapping with role and content is expected"),
         ({"messages": [{"content": "Q"}]}, "message 1: unknown role nothing"),
-        ({"messages": [{"role": "wizard", "content": "Q"}]}, "message 1: unknown role 'wizard' (str)"),
+        (
+            {"messages": [{"role": "wizard", "content": "Q"}]},
+            "message 1: unknown role 'wizard' (str)",
+        ),
         (
             {"messages": [USER, {"role": "assistant", "content": 7}]},
             "message 2: content: text is expected, found 7 (int)",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content: text is expected"),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "audio"}]}]}, "only text and image parts are"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "message 2: content: text is expected",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "audio"}]}]},
+            "only text and image parts are",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
             "its messages have 1 place for an image, and the row has 0 images",
@@ -234,8 +302,14 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
             {"messages": [USER, CALL, {"role": "tool", "content": [{"type": "video"}]}, ASSISTANT]},
             "message 3: content: only",
         ),
-        ({"messages": [USER, USER, ASSISTANT]}, "message 2: roles out of order: two user turns in a row"),
-        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "message 3: roles out of order: two assistant turns"),
+        (
+            {"messages": [USER, USER, ASSISTANT]},
+            "message 2: roles out of order: two user turns in a row",
+        ),
+        (
+            {"messages": [USER, ASSISTANT, ASSISTANT]},
+            "message 3: roles out of order: two assistant turns",
+        ),
         (
             {"messages": [USER, {"role": "system", "content": "S"}, ASSISTANT]},
             "message 2: roles out of order: a system",
@@ -245,7 +319,10 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
             "message 2: roles out of order: a tool turn",
         ),
         ({"messages": [USER]}, "no assistant turn to train on; the roles are user"),
-        ({"messages": [USER, {**ASSISTANT, "train": "maybe"}]}, "message 2: train: true or false is expected"),
+        (
+            {"messages": [USER, {**ASSISTANT, "train": "maybe"}]},
+            "message 2: train: true or false is expected",
+        ),
         (
             {"messages": [USER, ASSISTANT], "tools": "hammer"},
             "tools: a list of JSON schemas, each with its name, is expected",
@@ -262,16 +339,21 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         ({"instruction": "Q", "input": 3, "output": "A"}, "input: text is expected, found 3 (int)"),
     ],
 )
-def test_a_row_that_does_not_fit_is_rejected_with_the_reason(row: dict[str, Any], words: str) -> None:
+def test_a_row_that_does_not_fit_is_rejected_with_the_reason(
+    row: dict[str, Any], words: str
+) -> None:
     with pytest.raises(BadRow) as problem:
         parse_row(row, SOURCE)
     assert words in str(problem.value)
 
 
 def test_a_missing_named_column_is_reported_with_the_columns_present() -> None:
-    with pytest.raises(BadRow, match="frage: text is expected, found nothing; its columns are question, answer"):
+    with pytest.raises(
+        BadRow, match="frage: text is expected, found nothing; its columns are question, answer"
+    ):
         parse_row(
-            {"question": "Q", "answer": "A"}, DatasetSource(path="r", prompt_column="frage", completion_column="answer")
+            {"question": "Q", "answer": "A"},
+            DatasetSource(path="r", prompt_column="frage", completion_column="answer"),
         )
 
 

@@ -34,9 +34,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepare(model: Path, data: Path, **keys: Any) -> PreparedData:
     source = {"path": str(data)} | {key: keys.pop(key) for key in ("image_folder",) if key in keys}
-    recipe = {"model_name_or_path": str(model), "datasets": [source], "dataset_cache_dir": str(data.parent / "cache")}
+    recipe = {
+        "model_name_or_path": str(model),
+        "datasets": [source],
+        "dataset_cache_dir": str(data.parent / "cache"),
+    }
     path = data.parent / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe | {"max_length": 128, "global_batch_size": 1, "packing": False} | keys))
+    path.write_text(
+        yaml.safe_dump(
+            recipe | {"max_length": 128, "global_batch_size": 1, "packing": False} | keys
+        )
+    )
     read = read_recipe(str(path))
     return prepare_data(read, load_tokenizer(read.model, read.data), Rank())
 
@@ -59,9 +67,13 @@ def named(name: str) -> list[dict[str, Any]]:
     both = ["0.png", "1.png"]
     content = [chat({"type": "image"}, "What?", {"type": "image"})["messages"][0], ANSWER]
     forms: dict[str, dict[str, Any]] = {
-        "parts": chat({"type": "image", "path": "0.png"}, "What?", {"type": "image", "image": "1.png"}),
+        "parts": chat(
+            {"type": "image", "path": "0.png"}, "What?", {"type": "image", "image": "1.png"}
+        ),
         "openai": chat(
-            {"type": "image_url", "image_url": {"url": "0.png"}}, "What?", {"type": "image", "url": "1.png"}
+            {"type": "image_url", "image_url": {"url": "0.png"}},
+            "What?",
+            {"type": "image", "url": "1.png"},
         ),
         "trl": {"messages": content, "images": both},
         "llava": {"conversations": turns, "image": both},
@@ -73,7 +85,8 @@ def named(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "form", ["parts", "openai", "trl", "llava", "llama-factory", "prompt", "alpaca", "bytes", "data"]
+    "form",
+    ["parts", "openai", "trl", "llava", "llama-factory", "prompt", "alpaca", "bytes", "data"],
 )
 def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path: Path) -> None:
     paths = [draw_image(tmp_path / f"{i}.png", i) for i in range(2)]
@@ -87,16 +100,23 @@ def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path:
         row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "A fox."}]}
         pq.write_table(pa.Table.from_pylist([row]), data)
     elif form == "data":
-        urls = ["data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in paths]
+        urls = [
+            "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+            for path in paths
+        ]
         data = write_rows(
-            tmp_path, [chat({"type": "image", "url": urls[0]}, "What?", {"type": "image", "url": urls[1]})]
+            tmp_path,
+            [chat({"type": "image", "url": urls[0]}, "What?", {"type": "image", "url": urls[1]})],
         )
     else:
         data = write_rows(tmp_path, named(form))
     prepared = prepare(model, data)
     processor = open_processor(model, "qwen2_5_vl")
     messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "image"}]},
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "image"}],
+        },
         ANSWER,
     ]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
@@ -112,12 +132,17 @@ def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path:
 
 def test_no_part_of_an_image_is_trained_on(model: Path, tmp_path: Path) -> None:
     draw_image(tmp_path / "0.png", 0)
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "Here:"}, {"type": "image", "path": "0.png"}]}
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Here:"}, {"type": "image", "path": "0.png"}],
+    }
     data = write_rows(tmp_path, [{"messages": [{"role": "user", "content": "Draw."}, answer]}])
     for keys in ({}, {"assistant_only_loss": False}):
         (micro_batch,) = prepare(model, data, **keys).train.step_batch(0).micro_batches  # type: ignore[union-attr]
         token = load_ids(model)[0]
-        assert (micro_batch.input_ids == token).sum() > 0 and (micro_batch.labels == token).sum() == 0
+        assert (micro_batch.input_ids == token).sum() > 0 and (
+            micro_batch.labels == token
+        ).sum() == 0
         assert (micro_batch.labels != IGNORE_INDEX).sum() > 5
 
 
@@ -127,7 +152,11 @@ def test_no_part_of_an_image_is_trained_on(model: Path, tmp_path: Path) -> None:
         ("flat.png", (4_700, 4_700), {}),  # a screenshot, say
         ("photo.jpg", (4_000, 3_000), {"progressive": True}),
         ("panorama.png", (6_000, 60), {}),
-        ("upright.jpg", (30, 20), {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"}),
+        (
+            "upright.jpg",
+            (30, 20),
+            {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},
+        ),
     ],
 )
 def test_an_image_in_proportion_is_opened_as_transformers_opens_it(
@@ -137,10 +166,15 @@ def test_an_image_in_proportion_is_opened_as_transformers_opens_it(
 
     Image.radial_gradient("L").resize(size).convert("RGB").save(tmp_path / name, **keys)
     with (tmp_path / name).open("ab") as file:
-        file.write(b"\xff\xda" * 500 if name == "photo.jpg" else b"")  # as a film that follows a photo may hold
+        file.write(
+            b"\xff\xda" * 500 if name == "photo.jpg" else b""
+        )  # as a film that follows a photo may hold
     ours = open_image(EncodedImage((tmp_path / name).read_bytes()))
     theirs = load_image(str(tmp_path / name))
-    assert (ours.size, ours.mode) == (theirs.size, theirs.mode) and ours.tobytes() == theirs.tobytes()
+    assert (ours.size, ours.mode) == (
+        theirs.size,
+        theirs.mode,
+    ) and ours.tobytes() == theirs.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["png", "webp"])
@@ -169,10 +203,22 @@ def test_pictures_of_an_arrow_file_are_bounded_too(model: Path, tmp_path: Path) 
 
     Image.new("1", (9_400, 9_400)).save(tmp_path / "flat.png")
     draw_image(tmp_path / "0.png", 0)
-    for name, words in (("0.png", None), ("flat.png", "9,400 x 9,400 pixels unpack to more than 64 MiB")):
-        row = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A fox."}]}
-        rows = datasets.Dataset.from_list([row | {"images": [{"path": None, "bytes": (tmp_path / name).read_bytes()}]}])
-        rows.cast_column("images", datasets.List(datasets.Image())).save_to_disk(tmp_path / f"of-{name}")
+    for name, words in (
+        ("0.png", None),
+        ("flat.png", "9,400 x 9,400 pixels unpack to more than 64 MiB"),
+    ):
+        row = {
+            "messages": [
+                {"role": "user", "content": "What?"},
+                {"role": "assistant", "content": "A fox."},
+            ]
+        }
+        rows = datasets.Dataset.from_list(
+            [row | {"images": [{"path": None, "bytes": (tmp_path / name).read_bytes()}]}]
+        )
+        rows.cast_column("images", datasets.List(datasets.Image())).save_to_disk(
+            tmp_path / f"of-{name}"
+        )
         if words is None:
             assert prepare(model, tmp_path / f"of-{name}").report.sources[0].images == 1
             continue
@@ -190,26 +236,41 @@ def load_ids(model: Path) -> list[int]:
         ({"type": "image", "path": "none.png"}, "none.png: no such file"),
         ({"type": "image", "path": "text.png"}, "text.png: cannot be read as an image"),
         ({"type": "image", "path": "torn.png"}, "torn.png: cannot be read as an image"),
-        ({"type": "image", "path": "thin.png"}, "1 x 300 pixels: one side is more than 200 times the other; cut it"),
+        (
+            {"type": "image", "path": "thin.png"},
+            "1 x 300 pixels: one side is more than 200 times the other; cut it",
+        ),
         ({"type": "image", "path": "moving.gif"}, "moving.gif: animated; save one of its 2 frames"),
-        ({"type": "image", "path": "bomb.png"}, "bomb.png: 30,000 x 3,000 pixels, more than 89,478,485"),
+        (
+            {"type": "image", "path": "bomb.png"},
+            "bomb.png: 30,000 x 3,000 pixels, more than 89,478,485",
+        ),
         (
             {"type": "image", "path": "flat.png"},
             "flat.png: 9,400 x 9,400 pixels unpack to more than 64 MiB, 30 times its",
         ),
-        ({"type": "image", "path": "vast.png"}, "vast.png: more than 178,956,970 pixels; shrink it"),
+        (
+            {"type": "image", "path": "vast.png"},
+            "vast.png: more than 178,956,970 pixels; shrink it",
+        ),
         (
             {"type": "image", "path": "long.png"},
             "long.png: 40,000 x 1 pixels: one side is more than 200 times the other",
         ),
-        ({"type": "image", "path": "scans.jpg"}, "scans.jpg: a JPEG of more than 100 scans; save it again"),
+        (
+            {"type": "image", "path": "scans.jpg"},
+            "scans.jpg: a JPEG of more than 100 scans; save it again",
+        ),
         (
             {"type": "image", "url": "https://example.org/fox.png"},
             "an address is not downloaded; save the image as a file",
         ),
         ({"type": "image"}, "its messages have 1 place for an image, and the row has 0 images"),
         ({"type": "image", "image": 5}, "a path or bytes are expected, found 5 (int)"),
-        ({"type": "text", "text": "What is <|image|>?"}, "holds a token of an image, and the row has no image"),
+        (
+            {"type": "text", "text": "What is <|image|>?"},
+            "holds a token of an image, and the row has no image",
+        ),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_with_its_row(
@@ -221,7 +282,12 @@ def test_an_image_that_cannot_be_used_is_named_with_its_row(
     Image.new("L", (1, 300)).save(tmp_path / "thin.png")
     frames = [Image.new("L", (9, 9), color) for color in (0, 200)]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
-    sizes = {"bomb": (30_000, 3_000), "flat": (9_400, 9_400), "vast": (20_000, 20_000), "long": (40_000, 1)}
+    sizes = {
+        "bomb": (30_000, 3_000),
+        "flat": (9_400, 9_400),
+        "vast": (20_000, 20_000),
+        "long": (40_000, 1),
+    }
     for name, size in sizes.items():
         if name in str(part):
             Image.new("1", size).save(tmp_path / f"{name}.png")
@@ -236,14 +302,18 @@ def test_an_image_that_cannot_be_used_is_named_with_its_row(
     assert words in str(problem.value) and "data.jsonl:2" in str(problem.value)
     if "token of an image" not in words:
         skipped = prepare(model, data, on_bad_row="skip").report
-        assert skipped.sources[0].rows_skipped == 1 and "skipped" in {finding.name for finding in skipped.findings}
+        assert skipped.sources[0].rows_skipped == 1 and "skipped" in {
+            finding.name for finding in skipped.findings
+        }
 
 
 def test_paths_begin_at_the_image_folder(model: Path, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     draw_image(tmp_path / "pictures" / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
-    assert prepare(model, data, image_folder=str(tmp_path / "pictures")).report.sources[0].images == 1
+    assert (
+        prepare(model, data, image_folder=str(tmp_path / "pictures")).report.sources[0].images == 1
+    )
 
 
 def test_an_image_is_never_cut(model: Path, tmp_path: Path) -> None:
@@ -252,7 +322,9 @@ def test_an_image_is_never_cut(model: Path, tmp_path: Path) -> None:
     long = chat("What is this? " * 5, image, "?")
     data = write_rows(tmp_path, [chat(image, "What?"), long])
     for overlength in ("truncate", "split", None):
-        with pytest.raises(UserError, match=r"data.jsonl:2: an image that max_length = 60 tokens would cut"):
+        with pytest.raises(
+            UserError, match=r"data.jsonl:2: an image that max_length = 60 tokens would cut"
+        ):
             prepare(model, data, max_length=60, overlength=overlength)
     report = prepare(model, data, max_length=60, overlength="drop").report
     assert report.examples == 1
@@ -262,7 +334,9 @@ def test_an_image_is_never_cut(model: Path, tmp_path: Path) -> None:
     assert len(examples[0].input_ids) == 140 and examples.count_images(0) == 1
 
 
-def test_a_changed_image_is_read_again(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_image_is_read_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
     draw_image(tmp_path / "0.png", 0)
     first = prepare(model, data).train
@@ -271,7 +345,9 @@ def test_a_changed_image_is_read_again(model: Path, tmp_path: Path, capsys: pyte
         first.step_batch(0)  # type: ignore[union-attr]
     capsys.readouterr()
     second = prepare(model, data).train
-    assert "it has changed since it was read; the rows are tokenized again" in capsys.readouterr().err
+    assert (
+        "it has changed since it was read; the rows are tokenized again" in capsys.readouterr().err
+    )
     assert first.fingerprint != second.fingerprint
     second.step_batch(0)  # type: ignore[union-attr]
 
@@ -290,10 +366,15 @@ def test_a_micro_batch_without_an_image_gets_a_blank_one(model: Path, tmp_path: 
     found = [batch.micro_batches[0] for batch in batches.batches()]
     assert sorted(each.image_counts for each in found) == [(0,), (1,)]
     assert all(each.images is not None and each.images["pixel_values"].numel() for each in found)
-    assert all((each.input_ids == load_ids(model)[0]).any() == (each.image_counts == (1,)) for each in found)
+    assert all(
+        (each.input_ids == load_ids(model)[0]).any() == (each.image_counts == (1,))
+        for each in found
+    )
 
 
-def test_inspect_shows_where_images_stand(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_where_images_stand(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
     prepare(model, data)
@@ -307,9 +388,15 @@ def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: P
     draw_image(tmp_path / "0.png", 0)
     row = chat({"type": "image", "path": "0.png"}, "What?")
     draw_image(tmp_path / "1.png", 1)
-    rated = [row | {"label": True}, chat({"type": "image", "path": "1.png"}, "Who?") | {"label": False}]
+    rated = [
+        row | {"label": True},
+        chat({"type": "image", "path": "1.png"}, "Who?") | {"label": False},
+    ]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("does not keep packed documents with images apart", {"packing": True, "attn_implementation": "sdpa"}),
+        (
+            "does not keep packed documents with images apart",
+            {"packing": True, "attn_implementation": "sdpa"},
+        ),
         ("method: kto: rows hold images, which it does not support", {"method": "kto"}),
         ("torch_compile: rows hold images", {"torch_compile": True}),
     ]
@@ -320,21 +407,39 @@ def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("keys", [{}, {"chat_template": "chatml"}], ids=["own template", "named"])
-def test_a_model_without_a_tower_takes_no_images(keys: dict[str, str], tmp_path: Path, model: Path) -> None:
+def test_a_model_without_a_tower_takes_no_images(
+    keys: dict[str, str], tmp_path: Path, model: Path
+) -> None:
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
-    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     with pytest.raises(UserError, match="a row holds an image, and this model takes none"):
-        prepare(model, data, model_name_or_path=None, model_config=config, tokenizer_name_or_path=str(model), **keys)
+        prepare(
+            model,
+            data,
+            model_name_or_path=None,
+            model_config=config,
+            tokenizer_name_or_path=str(model),
+            **keys,
+        )
 
 
-def test_a_tokenizer_whose_images_the_model_does_not_know_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_whose_images_the_model_does_not_know_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"image_token_id": 5}))
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
-    with pytest.raises(UserError, match=rf"image_token_id is 5 in the model's config, .* have the ids \[{IMAGE}\]"):
+    with pytest.raises(
+        UserError, match=rf"image_token_id is 5 in the model's config, .* have the ids \[{IMAGE}\]"
+    ):
         prepare(tmp_path / "model", data)
 
 
@@ -344,7 +449,10 @@ def test_images_do_not_depend_on_the_number_of_threads(model: Path, tmp_path: Pa
     rows = [chat({"type": "image", "path": f"{i}.png"}, f"What {i}?") for i in range(4)]
     data = write_rows(tmp_path, rows)
     one, two = (
-        [batch.micro_batches[0] for batch in prepare(model, data, dataloader_num_workers=threads).train.batches()]
+        [
+            batch.micro_batches[0]
+            for batch in prepare(model, data, dataloader_num_workers=threads).train.batches()
+        ]
         for threads in (0, 2)
     )
     for a, b in zip(one, two, strict=True):
@@ -361,7 +469,8 @@ def test_images_that_see_themselves_in_some_layers_alone_are_refused(tmp_path: P
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
     with pytest.raises(
-        UserError, match="not supported for gemma4 with use_bidirectional_attention: vision; it is tested"
+        UserError,
+        match="not supported for gemma4 with use_bidirectional_attention: vision; it is tested",
     ):
         prepare(large, data)
 
@@ -369,9 +478,21 @@ def test_images_that_see_themselves_in_some_layers_alone_are_refused(tmp_path: P
 UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": "What?", "completion": " A fox.", "images": ["0.png"]}, {}),
     ({"text": "A fox.", "photo": "0.png"}, {}),
-    ({"messages": [{"role": "user", "content": "What?"}, ANSWER], "picture": {"bytes": None, "path": "0.png"}}, {}),
-    ({"prompt": "What?", "chosen": " A fox.", "rejected": " A hen.", "image": "0.png"}, {"method": "dpo"}),
-    ({"prompt": "What?", "image": "0.png"}, {"method": "grpo", "rewards": ["format"], "max_completion_length": 16}),
+    (
+        {
+            "messages": [{"role": "user", "content": "What?"}, ANSWER],
+            "picture": {"bytes": None, "path": "0.png"},
+        },
+        {},
+    ),
+    (
+        {"prompt": "What?", "chosen": " A fox.", "rejected": " A hen.", "image": "0.png"},
+        {"method": "dpo"},
+    ),
+    (
+        {"prompt": "What?", "image": "0.png"},
+        {"method": "grpo", "rewards": ["format"], "max_completion_length": 16},
+    ),
 ]
 
 
@@ -384,16 +505,34 @@ def test_images_that_nothing_reads_are_fatal_for_a_model_that_would_see_them(
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [row, row | {"prompt": "Who?"}])
     column = next(name for name in row if name in ("images", "photo", "picture", "image"))
-    with pytest.raises(UserError, match=rf"fatal: images_dropped: .*; first: the column {column} ") as problem:
+    with pytest.raises(
+        UserError, match=rf"fatal: images_dropped: .*; first: the column {column} "
+    ) as problem:
         prepare(tmp_path / "model", data, **keys)
     assert f"{data}:1" in str(problem.value)
 
 
-def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(model: Path, tmp_path: Path) -> None:
+def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(
+    model: Path, tmp_path: Path
+) -> None:
     draw_image(tmp_path / "0.png", 0)
-    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    keys = {"model_name_or_path": None, "model_config": config, "tokenizer_name_or_path": str(model)}
-    rows: list[dict[str, Any]] = [{"text": "A fox.", "photo": "0.png"}, {"text": "A hen.", "photo_id": 7, "images": []}]
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    keys = {
+        "model_name_or_path": None,
+        "model_config": config,
+        "tokenizer_name_or_path": str(model),
+    }
+    rows: list[dict[str, Any]] = [
+        {"text": "A fox.", "photo": "0.png"},
+        {"text": "A hen.", "photo_id": 7, "images": []},
+    ]
     report = prepare(model, write_rows(tmp_path, rows), **keys).report
-    assert [(f.severity, f.rows) for f in report.findings if f.name == "images_unread"] == [("warning", 1)]
+    assert [(f.severity, f.rows) for f in report.findings if f.name == "images_unread"] == [
+        ("warning", 1)
+    ]
     assert "images_dropped" not in {f.name for f in report.findings}

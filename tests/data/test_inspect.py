@@ -66,7 +66,10 @@ def examples() -> list[Example]:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
 def test_the_page_shows_what_inspect_prints(
-    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Example,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in example.files.items():
@@ -85,7 +88,14 @@ def test_the_page_lists_every_finding() -> None:
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "Hi\x1b[2J"}, {"role": "assistant", "content": "Hé 🙂"}]})
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "Hi\x1b[2J"},
+                    {"role": "assistant", "content": "Hé 🙂"},
+                ]
+            }
+        )
         + "\n"
     )
     path = tmp_path / "recipe.yaml"
@@ -93,12 +103,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_json_holds_every_token_with_its_mask(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_every_token_with_its_mask(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", "--recipe", str(recipe), "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     (row,) = printed["rows"]
     assert row["where"] == "a.jsonl:1"
-    assert "".join(token["text"] for token in row["tokens"] if token["trained"]) == "Hé 🙂<|end_of_turn|>"
+    assert (
+        "".join(token["text"] for token in row["tokens"] if token["trained"])
+        == "Hé 🙂<|end_of_turn|>"
+    )
     assert printed["report"]["trained_tokens"] == sum(token["trained"] for token in row["tokens"])
     assert printed["report"]["tokens"] == len(row["tokens"])
 
@@ -109,7 +124,10 @@ def test_examples_are_selected_by_the_numbers_that_a_run_reports(
     rows = [json.dumps({"prompt": str(i), "completion": f"answer {i}"}) for i in range(5)]
     (recipe.parent / "a.jsonl").write_text("\n".join(rows))
     assert main(["inspect", "--recipe", str(recipe), "--json", "--examples", "3,1"]) == 0
-    assert [row["where"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["a.jsonl:4", "a.jsonl:2"]
+    assert [row["where"] for row in json.loads(capsys.readouterr().out)["rows"]] == [
+        "a.jsonl:4",
+        "a.jsonl:2",
+    ]
     for arguments, said in (
         (["--examples", "5"], "--examples 5: there are 5 examples, numbered from 0"),
         (["--examples", "a"], "--examples a: not numbers with commas between, such as 169,120"),
@@ -119,7 +137,9 @@ def test_examples_are_selected_by_the_numbers_that_a_run_reports(
         assert said in capsys.readouterr().err
 
 
-def test_a_fatal_finding_is_shown_and_sets_the_exit_code(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fatal_finding_is_shown_and_sets_the_exit_code(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with recipe.open("a") as file:
         file.write("chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}'\n")
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
@@ -159,14 +179,38 @@ def test_a_stream_shows_its_first_block(recipe: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_spaces_of_sentencepiece_are_kept() -> None:
-    words = ["<unk>", "▁Natalia", "▁sold", "▁", "4", "8", "▁clips", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [
+        "<unk>",
+        "▁Natalia",
+        "▁sold",
+        "▁",
+        "4",
+        "8",
+        "▁clips",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     vocabulary = {word: index for index, word in enumerate(words)}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     bpe.pre_tokenizer = pre_tokenizers.Metaspace()
     bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    pieces = ["▁Natalia", "▁sold", "▁", "4", "8", "▁clips", "<0x0A>", "▁", *(f"<0x{b:02X}>" for b in "🙂".encode())]
+    pieces = [
+        "▁Natalia",
+        "▁sold",
+        "▁",
+        "4",
+        "8",
+        "▁clips",
+        "<0x0A>",
+        "▁",
+        *(f"<0x{b:02X}>" for b in "🙂".encode()),
+    ]
     ids = np.array([vocabulary[piece] for piece in pieces], dtype=np.int32)
     texts = decode_tokens(TokenExample(ids, ids), PreTrainedTokenizerFast(tokenizer_object=bpe))
     assert texts == ["Natalia", " sold", " ", "4", "8", " clips", "\n", " ", "", "", "", "🙂"]
@@ -182,10 +226,15 @@ def test_a_file_is_shown_without_a_recipe(
     assert main(["inspect", "--model", model, "a.jsonl", "max_length=60"]) == 0
     assert "<|user|>" in capsys.readouterr().out
     assert main(["inspect", "recipe.yaml"]) == EXIT_USER_ERROR
-    assert capsys.readouterr().err == "recipe.yaml: not a data file; for a recipe write --recipe recipe.yaml\n"
+    assert (
+        capsys.readouterr().err
+        == "recipe.yaml: not a data file; for a recipe write --recipe recipe.yaml\n"
+    )
 
 
-def test_a_page_is_not_written_over_the_data(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_not_written_over_the_data(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = Path("a.jsonl").read_bytes()
     assert main(["inspect", "a.jsonl", "--html", "a.jsonl"]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.startswith("--html: a.jsonl: a page's name ends in .html")
@@ -193,12 +242,18 @@ def test_a_page_is_not_written_over_the_data(recipe: Path, capsys: pytest.Captur
     assert main(["inspect", "a.jsonl", "--html", "page.HTM"]) == 0
 
 
-def test_what_launch_would_report_about_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_launch_would_report_about_the_model_is_shown(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = recipe.read_text()
-    recipe.write_text(text.replace("model_type: llama", "model_type: llama, max_position_embeddings: 8"))
+    recipe.write_text(
+        text.replace("model_type: llama", "model_type: llama, max_position_embeddings: 8")
+    )
     assert main(["inspect", "--recipe", str(recipe)]) == 0
     out = capsys.readouterr().out
-    assert "warning: examples have up to " in out and "but the model was made for 8 positions" in out
+    assert (
+        "warning: examples have up to " in out and "but the model was made for 8 positions" in out
+    )
     assert "no problems found" not in out
     recipe.write_text(text.replace("model_type: llama", "model_type: llama, vocab_size: 100"))
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
@@ -209,7 +264,11 @@ def test_what_launch_would_report_about_the_model_is_shown(recipe: Path, capsys:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ 1 / (messages | length - 1) }}", "{{ 1e308 * 10 | int }}{{ (10.0 ** 400) }}", "{{ 'a' * 2 ** 62 }}"],
+    [
+        "{{ 1 / (messages | length - 1) }}",
+        "{{ 1e308 * 10 | int }}{{ (10.0 ** 400) }}",
+        "{{ 'a' * 2 ** 62 }}",
+    ],
 )
 def test_failed_arithmetic_in_a_template_is_an_error_message(
     recipe: Path, template: str, capsys: pytest.CaptureFixture[str]
@@ -230,7 +289,9 @@ def test_a_surrogate_in_the_name_of_a_column_is_an_error_message(
     assert "a.jsonl:1: not valid Unicode: " in err and "a.jsonl:2: not valid Unicode: " in err
 
 
-def test_a_column_name_that_breaks_the_line_is_quoted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_name_that_breaks_the_line_is_quoted(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("a.jsonl").write_text('{"text": "a", "b\\nfatal: c": 1}\n')
     assert main(["inspect", "--recipe", str(recipe), "--rows", "0"]) == 0
     assert "  unused columns: 'b\\nfatal: c' (1 row)\n" in capsys.readouterr().out
@@ -255,20 +316,35 @@ def test_the_prompt_of_each_turn_stands_beside_what_is_trained(
     Path("recipe.yaml").write_text(HEAD + keys + "datasets:\n  - path: a.jsonl\n")
     tokenizer = load_tokenizer(read_recipe("recipe.yaml").model, read_recipe("recipe.yaml").data)
     prompts = [
-        tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True, tokenize=False) for end in (1, 3)
+        tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True, tokenize=False)
+        for end in (1, 3)
     ]
     asked = ["inspect", "--recipe", "recipe.yaml", "--turns"]
     assert main([*asked, "--json", "--html", "page.html"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [turn["prompt"] for turn in rows[0]["turns"]] == prompts
     texts = ["<think>\nhm\n</think>\n\none<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
-    assert [turn["answer"] for turn in rows[0]["turns"]] == [[{"text": text, "trained": True}] for text in texts]
+    assert [turn["answer"] for turn in rows[0]["turns"]] == [
+        [{"text": text, "trained": True}] for text in texts
+    ]
     page = Path("page.html").read_text()
-    columns = [html.unescape(re.sub("<[^>]*>", "", part)) for part in re.findall("<pre>(.*?)</pre>", page, re.S)]
+    columns = [
+        html.unescape(re.sub("<[^>]*>", "", part))
+        for part in re.findall("<pre>(.*?)</pre>", page, re.S)
+    ]
     assert columns == [prompts[0], texts[0], prompts[1], texts[1]]
-    assert '<span class="other">' not in page.partition("</p>")[2] and '<span class="token">' in page
+    assert (
+        '<span class="other">' not in page.partition("</p>")[2] and '<span class="token">' in page
+    )
 
     assert main([*asked, "turns=whole"]) == EXIT_USER_ERROR  # reasoning_dropped
     printed = capsys.readouterr().out
-    assert printed.count("which is not what stands before it in training") == 0  # the first answer is not in a prompt
-    assert "  message 2, asked with:\n" + prompts[0] + "\n  and trained to answer:\n>>one<|im_end|><<\n" in printed
+    assert (
+        printed.count("which is not what stands before it in training") == 0
+    )  # the first answer is not in a prompt
+    assert (
+        "  message 2, asked with:\n"
+        + prompts[0]
+        + "\n  and trained to answer:\n>>one<|im_end|><<\n"
+        in printed
+    )

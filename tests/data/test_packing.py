@@ -22,7 +22,9 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 
 
 @given(
-    st.integers(1, 40).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), min_size=1, max_size=80)))
+    st.integers(1, 40).flatmap(
+        lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), min_size=1, max_size=80))
+    )
 )
 def test_it_is_best_fit_decreasing_and_loses_nothing(case: tuple[int, list[int]]) -> None:
     capacity, lengths = case
@@ -32,10 +34,14 @@ def test_it_is_best_fit_decreasing_and_loses_nothing(case: tuple[int, list[int]]
     assert sorted((capacity - filled).tolist()) == one_by_one(lengths, capacity)
 
 
-def test_a_million_documents_take_the_steps_of_ten_thousand_and_leave_a_thousandth_of_padding() -> None:
+def test_a_million_documents_take_the_steps_of_ten_thousand_and_leave_a_thousandth_of_padding() -> (
+    None
+):
     """The loop runs over distinct lengths, of which both have about as many."""
     random = np.random.default_rng(0)
-    lengths = np.clip(np.round(random.lognormal(np.log(400) - 0.5, 1.0, 1_000_000)), 1, 4096).astype(np.int32)
+    lengths = np.clip(
+        np.round(random.lognormal(np.log(400) - 0.5, 1.0, 1_000_000)), 1, 4096
+    ).astype(np.int32)
     few, _ = count_lines(lambda: pack(lengths[:10_000], 4096))
     many, packing = count_lines(lambda: pack(lengths, 4096))
     assert lengths.sum() / (len(packing) * 4096) >= 0.999

@@ -22,7 +22,12 @@ LENGTHS = np.random.default_rng(5).integers(2, 65, size=74).tolist()
 
 
 def loader(
-    lengths: Sequence[int] = LENGTHS, *, packing: bool, size: int = 1, rank: int = 0, per_device: int = 2
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    packing: bool,
+    size: int = 1,
+    rank: int = 0,
+    per_device: int = 2,
 ) -> StoredBatches:
     config = BatchConfig(seed=0, packing=packing, max_length=64, global_batch_size=5)
     batches = make_batches(examples_of(lengths, group_size=2), config, Rank(rank, size), per_device)
@@ -34,7 +39,11 @@ def assert_whole_pairs(micro_batch: MicroBatch) -> None:
     ids = micro_batch.example_ids
     assert list(ids[1::2]) == [i + 1 for i in ids[::2]] and all(i % 2 == 0 for i in ids[::2])
     documents, positions = micro_batch.trained_documents, micro_batch.trained_positions
-    assert documents is not None and documents.dtype == torch.int64 and len(documents) == len(positions)
+    assert (
+        documents is not None
+        and documents.dtype == torch.int64
+        and len(documents) == len(positions)
+    )
     labels = micro_batch.labels.flatten()[positions]
     trained = labels != IGNORE_INDEX
     # The tokens of example i are 1000 i, 1000 i + 1, ...
@@ -45,13 +54,19 @@ def assert_whole_pairs(micro_batch: MicroBatch) -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_pairs_stay_whole_on_any_ranks_and_in_any_micro_batches(packing: bool) -> None:
     truth = [
-        Counter(i for m in step.micro_batches for i in m.example_ids) for step in loader(packing=packing).batches()
+        Counter(i for m in step.micro_batches for i in m.example_ids)
+        for step in loader(packing=packing).batches()
     ]
     assert sum(truth, Counter()) == dict.fromkeys(range(len(LENGTHS)), 2)
     for size in (1, 2, 3):
         for per_device in (1, 4):
-            ranks = [loader(packing=packing, size=size, rank=rank, per_device=per_device) for rank in range(size)]
-            for step, shares in enumerate(zip(*(batches.batches() for batches in ranks), strict=True)):
+            ranks = [
+                loader(packing=packing, size=size, rank=rank, per_device=per_device)
+                for rank in range(size)
+            ]
+            for step, shares in enumerate(
+                zip(*(batches.batches() for batches in ranks), strict=True)
+            ):
                 micro_batches = [m for share in shares for m in share.micro_batches]
                 for micro_batch in micro_batches:
                     assert_whole_pairs(micro_batch)
@@ -60,12 +75,17 @@ def test_pairs_stay_whole_on_any_ranks_and_in_any_micro_batches(packing: bool) -
                 assert {share.groups for share in shares} == {len(ids) // 2}
 
 
-@given(st.lists(st.tuples(st.integers(2, 64), st.integers(2, 64)), min_size=1, max_size=20), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(2, 64), st.integers(2, 64)), min_size=1, max_size=20),
+    st.booleans(),
+)
 def test_a_packed_row_holds_two_documents_of_max_length_and_a_padded_one_a_pair(
     pairs: list[tuple[int, int]], packing: bool
 ) -> None:
     batches = loader([length for pair in pairs for length in pair], packing=packing)
-    rows = [row.tolist() for step in range(batches.steps_per_epoch) for row in batches.rows_of(step)]
+    rows = [
+        row.tolist() for step in range(batches.steps_per_epoch) for row in batches.rows_of(step)
+    ]
     assert Counter(i for row in rows for i in row) == Counter(range(2 * len(pairs)))
     for row in rows:
         assert [i + 1 for i in row[::2]] == row[1::2]
@@ -103,8 +123,15 @@ def test_what_is_too_long_or_untrained_is_left_out_with_its_other_side() -> None
     store.facts.update({"rows_read": 3, "formats": ["pairs"]})
     assert cut(store, 64, "drop")[0].document.tolist() == [2, 3, 4, 5]
     assert cut(store, 64, "truncate")[0].lengths.tolist() == [64, 9, 9, 9, 9, 1]
-    for overlength, kept, finding in (("truncate", [0, 1, 2, 3], "truncated"), ("drop", [2, 3], "dropped")):
-        examples, report = select_examples(store, DatasetSource(path="p"), Data(max_length=64, overlength=overlength))  # type: ignore[arg-type]
-        assert examples.document.tolist() == kept and examples.group_size == 2  # the last document has no label
+    for overlength, kept, finding in (
+        ("truncate", [0, 1, 2, 3], "truncated"),
+        ("drop", [2, 3], "dropped"),
+    ):
+        examples, report = select_examples(
+            store, DatasetSource(path="p"), Data(max_length=64, overlength=overlength)
+        )  # type: ignore[arg-type]
+        assert (
+            examples.document.tolist() == kept and examples.group_size == 2
+        )  # the last document has no label
         (found,) = [finding_ for finding_ in report.findings if finding_.name == finding]
         assert (found.rows, found.where) == (1, ("made-up.jsonl:1",))

@@ -20,20 +20,26 @@ from tests.data.test_prepare import names, write_lines
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B")))  # fmt: skip
 SYSTEM = {"role": "system", "content": "S"}
-HUMAN, GPT, WORSE = ({"from": role, "value": text} for role, text in (("human", "Q"), ("gpt", "A"), ("gpt", "B")))
+HUMAN, GPT, WORSE = (
+    {"from": role, "value": text} for role, text in (("human", "Q"), ("gpt", "A"), ("gpt", "B"))
+)
 EARLIER = [USER, {"role": "assistant", "content": "Which?"}]
 ASKED = [("user", "Q", False)]
 
 
 def sides(row: dict[str, Any], **options: Any) -> list[Any]:
     """Each side: (role, content, trained) of its messages, or (prompt, completion)."""
-    chosen, rejected = parse_pair(row, DatasetSource(path="rows.jsonl", **options)).groups[0].documents
+    chosen, rejected = (
+        parse_pair(row, DatasetSource(path="rows.jsonl", **options)).groups[0].documents
+    )
 
     def describe(side: Document) -> Any:
         if isinstance(side, Completion):
             return side.prompt, side.completion
         assert isinstance(side, Conversation)
-        return [(m["role"], m["content"], on) for m, on in zip(side.messages, side.trained, strict=True)]
+        return [
+            (m["role"], m["content"], on) for m, on in zip(side.messages, side.trained, strict=True)
+        ]
 
     return [describe(chosen), describe(rejected)]
 
@@ -63,29 +69,54 @@ def answers(*before: tuple[str, str, bool]) -> list[Any]:
         ({"prompt": "Q", "chosen": "A", "rejected": "B"}, {"type": "messages", "completion_column": "chosen"}),
     ],
 )  # fmt: skip
-def test_every_form_is_a_question_with_two_answers(row: dict[str, Any], options: dict[str, Any]) -> None:
+def test_every_form_is_a_question_with_two_answers(
+    row: dict[str, Any], options: dict[str, Any]
+) -> None:
     assert sides(row, **options) == answers(*ASKED)
 
 
 def test_nothing_of_the_prompt_is_trained_on() -> None:
     before = [("user", "Q", False), ("assistant", "Which?", False), ("user", "Q", False)]
-    assert sides({"prompt": [*EARLIER, USER], "chosen": [GOOD], "rejected": [BAD]}) == answers(*before)
-    assert sides({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}) == answers(*before)
+    assert sides({"prompt": [*EARLIER, USER], "chosen": [GOOD], "rejected": [BAD]}) == answers(
+        *before
+    )
+    assert sides({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}) == answers(
+        *before
+    )
     system = ("system", "S", False)
-    assert sides({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"}) == answers(system, *ASKED)
-    assert sides({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]}) == answers(system, *ASKED)
+    assert sides({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"}) == answers(
+        system, *ASKED
+    )
+    assert sides({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]}) == answers(
+        system, *ASKED
+    )
     # One side continues where the other ends: the last answer that both have is compared.
     shorter, longer = sides({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]})
-    assert [on for *_, on in shorter] == [False, True] and [on for *_, on in longer] == [False, True, False, True]
-    calls = [USER, {"from": "gpt", "value": ""}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
-    assert [on for *_, on in sides({"chosen": [*calls[:1], GOOD], "rejected": calls})[1]] == [False, True]
+    assert [on for *_, on in shorter] == [False, True] and [on for *_, on in longer] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    calls = [
+        USER,
+        {"from": "gpt", "value": ""},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+    ]
+    assert [on for *_, on in sides({"chosen": [*calls[:1], GOOD], "rejected": calls})[1]] == [
+        False,
+        True,
+    ]
 
 
 def test_plain_text_has_an_explicit_prompt_or_the_one_that_both_sides_share() -> None:
     for row in ({"chosen": " A", "rejected": " B"}, {"response_w": " A", "response_l": " B"}):
         assert sides({"prompt": "Q:", **row}) == [("Q:", " A"), ("Q:", " B")]
     asked = "\n\nHuman: Why?\n\nAssistant:"
-    assert sides({"chosen": f"{asked} So.", "rejected": f"{asked} No."}) == [(asked, " So."), (asked, " No.")]
+    assert sides({"chosen": f"{asked} So.", "rejected": f"{asked} No."}) == [
+        (asked, " So."),
+        (asked, " No."),
+    ]
     for chosen, rejected, prompt in (
         ("A:\nthink", "A:\nthank", "A:\n"),  # a line break stays with the prompt
         ("say yes", "say yes indeed", "say"),  # no side is left empty
@@ -116,7 +147,9 @@ def test_plain_text_has_an_explicit_prompt_or_the_one_that_both_sides_share() ->
         ({"prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, {}, "two assistant turns in a row"),
     ],
 )  # fmt: skip
-def test_what_is_no_pair_is_refused_with_the_reason(row: dict[str, Any], options: dict[str, Any], words: str) -> None:
+def test_what_is_no_pair_is_refused_with_the_reason(
+    row: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(BadRow) as problem:
         parse_pair(row, DatasetSource(path="rows.jsonl", **options))
     assert words in str(problem.value)
@@ -128,29 +161,49 @@ def test_ratings_say_which_answer_is_better() -> None:
         ({"score_chosen": 2, "score_rejected": 7.5}, True),
         ({"score_chosen": 7.5, "score_rejected": 2}, False),
         ({"score_chosen": 2, "score_rejected": 2}, False),
-        ({"chosen-rating": 1, "rejected-rating": 2, "score_w": 3, "score_l": 1}, False),  # they do not agree
-        ({"chosen_tokens": 1, "rejected_tokens": 2, "score_chosen": True, "score_rejected": 2}, False),
+        (
+            {"chosen-rating": 1, "rejected-rating": 2, "score_w": 3, "score_l": 1},
+            False,
+        ),  # they do not agree
+        (
+            {"chosen_tokens": 1, "rejected_tokens": 2, "score_chosen": True, "score_rejected": 2},
+            False,
+        ),
     ):
         parsed = parse_pair({**row, **scores}, DatasetSource(path="rows.jsonl"))
         assert parsed.findings == (("order_swapped",) if is_swapped else ())
     named = DatasetSource(path="rows.jsonl", chosen_column="rejected", rejected_column="chosen")
     assert not parse_pair({**row, "score_chosen": 2, "score_rejected": 7}, named).findings
-    assert parse_pair({**row, "score_chosen": 2, "score_rejected": 7, "id": 3}, named).unused_columns == ("id",)
+    assert parse_pair(
+        {**row, "score_chosen": 2, "score_rejected": 7, "id": 3}, named
+    ).unused_columns == ("id",)
 
 
-@pytest.mark.parametrize("name", ["query", "input", "Prompt", "context", "user", "problem", "Aufgabe"])
-def test_a_prompt_under_an_unknown_name_is_found(prepare: Prepare, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["query", "input", "Prompt", "context", "user", "problem", "Aufgabe"]
+)
+def test_a_prompt_under_an_unknown_name_is_found(
+    prepare: Prepare, tmp_path: Path, name: str
+) -> None:
     row = {name: "What is 0?", "chosen": "It is 0.", "rejected": "No 0", "n": 1}
     assert parse_pair(row, DatasetSource(path="a.jsonl")).findings == ("prompt_missing",)
     assert not parse_pair(row, DatasetSource(path="a.jsonl", prompt_column=name)).findings
     alike = {**row, "rejected": "It is 1."}
     assert bool(parse_pair(alike, DatasetSource(path="a.jsonl")).findings) == (name != "Aufgabe")
-    asked = {**row, "chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+    asked = {
+        **row,
+        "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
+        "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+    }
     assert not parse_pair(asked, DatasetSource(path="a.jsonl")).findings
-    assert not parse_pair({"chosen": "Yes", "rejected": "No", "n": 1}, DatasetSource(path="a.jsonl")).findings
+    assert not parse_pair(
+        {"chosen": "Yes", "rejected": "No", "n": 1}, DatasetSource(path="a.jsonl")
+    ).findings
     if name == "query":
         path = str(write_lines(tmp_path / "a.jsonl", [row, {**row, "chosen": "Yes"}, pair_of(1)]))
-        words = r"fatal: prompt_missing: in 2 of 3 rows .*\(prompt_column\).*; not used: query, n \("
+        words = (
+            r"fatal: prompt_missing: in 2 of 3 rows .*\(prompt_column\).*; not used: query, n \("
+        )
         for method in ("dpo", "kto"):
             with pytest.raises(UserError, match=words):
                 prepare([{"path": path}], method=method)
@@ -179,7 +232,9 @@ def text_of_pair(data: PreparedData, number: int) -> list[tuple[str, str]]:
         trained = np.flatnonzero(example.labels != IGNORE_INDEX)
         assert (np.diff(trained) == 1).all()
         ids = example.input_ids.tolist(), example.labels[trained].tolist()
-        found.append((data.tokenizer.decode(ids[0][: trained[0] + 1]), data.tokenizer.decode(ids[1])))
+        found.append(
+            (data.tokenizer.decode(ids[0][: trained[0] + 1]), data.tokenizer.decode(ids[1]))
+        )
     return found
 
 
@@ -196,27 +251,48 @@ def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:
     assert data.report.lines()[0].startswith("9 pairs, ") and names(data)["duplicates"] == "notice"
     assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["yes"] * 4
     batch = next(data.train.batches())
-    assert batch.groups == sum(len(m.example_ids) for m in batch.micro_batches) // 2 and batch.trained_tokens == sum(
+    assert batch.groups == sum(
+        len(m.example_ids) for m in batch.micro_batches
+    ) // 2 and batch.trained_tokens == sum(
         int((m.labels != IGNORE_INDEX).sum()) for m in batch.micro_batches
     )
     # The same rows read for another method are other tokens.
-    named = prepare([{"path": path, "type": "messages", "prompt_column": "question", "completion_column": "chosen"}])
+    named = prepare(
+        [
+            {
+                "path": path,
+                "type": "messages",
+                "prompt_column": "question",
+                "completion_column": "chosen",
+            }
+        ]
+    )
     assert named.train.examples.group_size == 1 and len(named.train.examples) == 13  # type: ignore[attr-defined]
 
 
 def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(i, rejected="n" * (1 + i % 5)) for i in range(40)]))
+    path = str(
+        write_lines(
+            tmp_path / "a.jsonl", [pair_of(i, rejected="n" * (1 + i % 5)) for i in range(40)]
+        )
+    )
     held_out = str(write_lines(tmp_path / "b.jsonl", [pair_of(7, rejected="nnn"), pair_of(99)]))
-    half = prepare([{"path": path, "weight": 0.5}], method="orpo", eval_datasets=[{"path": held_out}])
+    half = prepare(
+        [{"path": path, "weight": 0.5}], method="orpo", eval_datasets=[{"path": held_out}]
+    )
     assert half.report.as_json()["pairs"] == 20
     whole = prepare([{"path": path}], method="simpo", eval_datasets=[{"path": held_out}])
-    (leak,) = [finding for finding in whole.report.findings if finding.name == "held_out_in_training"]
+    (leak,) = [
+        finding for finding in whole.report.findings if finding.name == "held_out_in_training"
+    ]
     assert (leak.rows, leak.of) == (1, 2)
     assert prepare([{"path": path, "max_samples": 6}], method="dpo").report.as_json()["pairs"] == 6
     monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
-    streamed = prepare([{"path": path}], method="orpo", streaming=True, max_steps=2, global_batch_size=4)
+    streamed = prepare(
+        [{"path": path}], method="orpo", streaming=True, max_steps=2, global_batch_size=4
+    )
     steps = list(streamed.train.batches())
     ids = [i for step in steps for m in step.micro_batches for i in m.example_ids]
     assert len(steps) == 2 and [i + 1 for i in ids[::2]] == ids[1::2]
@@ -225,7 +301,12 @@ def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(
 
 def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_path: Path) -> None:
     rows = [pair_of(i, score_chosen=1, score_rejected=2 if i else 0) for i in range(4)]
-    rows += [pair_of(4, "no"), pair_of(5, "  "), pair_of(6, rejected=""), pair_of(7, "y" * 60 + "a", "y" * 60 + "b")]
+    rows += [
+        pair_of(4, "no"),
+        pair_of(5, "  "),
+        pair_of(6, rejected=""),
+        pair_of(7, "y" * 60 + "a", "y" * 60 + "b"),
+    ]
     rows += [{"question": "Q" * 70, "chosen": "a", "rejected": "b"}]
     data = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", rows))}], method="dpo")
     assert {finding.name: (finding.severity, finding.rows) for finding in data.report.findings} == {
@@ -250,47 +331,63 @@ def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_p
         ("side_untrained", {**masked, "chosen": [GOOD], "rejected": [{**BAD, "weight": 0}]}),
     ):
         same = str(write_lines(tmp_path / f"{name}.jsonl", [row, {**row, "question": "R?"}]))
-        with pytest.raises(UserError, match=f"fatal: {name}: in 2 of 2 rows .*such pairs are not used"):
+        with pytest.raises(
+            UserError, match=f"fatal: {name}: in 2 of 2 rows .*such pairs are not used"
+        ):
             prepare([{"path": same}], method="dpo")
 
 
-def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare, tmp_path: Path) -> None:
+def test_a_prompt_that_the_template_writes_differently_is_found(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     count = "{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     longer = [{"role": "assistant", "content": "B"}, USER, GOOD]
-    path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER], "chosen": [GOOD], "rejected": longer}])
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"prompt": [USER], "chosen": [GOOD], "rejected": longer}]
+    )
     data = prepare([{"path": str(path)}], method="dpo", chat_template=count)
     assert names(data) == {"prompts_differ": "warning", "unlike_inference": "warning"}
 
 
 def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [{"messages": [USER, GOOD]}, pair_of(1)]))
-    with pytest.raises(UserError, match=r"a\.jsonl:1: chosen or response_w: no such answer: its columns are messages"):
+    with pytest.raises(
+        UserError,
+        match=r"a\.jsonl:1: chosen or response_w: no such answer: its columns are messages",
+    ):
         prepare([{"path": path}], method="dpo")
     assert prepare([{"path": path}], method="dpo", on_bad_row="skip").report.as_json()["pairs"] == 1
     pair = str(write_lines(tmp_path / "b.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}]))
     with pytest.raises(
-        UserError, match=r"b\.jsonl:1: rejected: method: dpo or orpo or simpo or reward learns from pairs; to"
+        UserError,
+        match=r"b\.jsonl:1: rejected: method: dpo or orpo or simpo or reward learns from pairs; to",
     ):
         prepare([{"path": pair}])
     with pytest.raises(
-        UserError, match="chosen_column has no effect with method: sft; it is for dpo, orpo, simpo, kto"
+        UserError,
+        match="chosen_column has no effect with method: sft; it is for dpo, orpo, simpo, kto",
     ):
         prepare([{"path": pair, "chosen_column": "chosen"}])
 
 
-def test_a_pair_that_is_too_long_is_named_once_and_cannot_be_split(prepare: Prepare, tmp_path: Path) -> None:
-    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(1), {**pair_of(2), "question": "Q" * 99}]))
-    words = (
-        r"a\.jsonl:2: .*; 1 row is, the longest of \d+ tokens; raise max_length or set overlength to truncate or drop$"
+def test_a_pair_that_is_too_long_is_named_once_and_cannot_be_split(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    path = str(
+        write_lines(tmp_path / "a.jsonl", [pair_of(1), {**pair_of(2), "question": "Q" * 99}])
     )
+    words = r"a\.jsonl:2: .*; 1 row is, the longest of \d+ tokens; raise max_length or set overlength to truncate or drop$"
     with pytest.raises(UserError, match=words):
         prepare([{"path": path}], method="dpo", overlength="error")
 
 
 def test_pairs_of_another_method_are_refused_by_its_name(prepare: Prepare, tmp_path: Path) -> None:
-    pair = str(write_lines(tmp_path / "c.jsonl", [{"prompt": "Q", "response_w": "A", "response_l": "B"}]))
+    pair = str(
+        write_lines(tmp_path / "c.jsonl", [{"prompt": "Q", "response_w": "A", "response_l": "B"}])
+    )
     with pytest.raises(
-        UserError, match=r"response_w and response_l are two answers to one prompt: method: dpo or orpo"
+        UserError,
+        match=r"response_w and response_l are two answers to one prompt: method: dpo or orpo",
     ):
         prepare([{"path": pair}])
 
@@ -300,37 +397,56 @@ def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[
     keys = ["method=dpo", f"dataset_cache_dir={tmp_path}"]
     assert main(["inspect", path, *keys, "--rows", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "example 0 (chosen), " in shown and "example 3 (rejected), " in shown and "example 4" not in shown
+    assert (
+        "example 0 (chosen), " in shown
+        and "example 3 (rejected), " in shown
+        and "example 4" not in shown
+    )
     assert "an epoch: 3 pairs, " in shown and "3 pairs, " in shown
     assert main(["inspect", path, *keys, "--examples", "3", "--json"]) == 0
-    assert [(row["example"], row["side"]) for row in json.loads(capsys.readouterr().out)["rows"]] == [
-        (2, "chosen"),
-        (3, "rejected"),
-    ]
+    assert [
+        (row["example"], row["side"]) for row in json.loads(capsys.readouterr().out)["rows"]
+    ] == [(2, "chosen"), (3, "rejected")]
 
 
 def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:
     """LLaMA-Factory's file with the template of Llama 3: the prompt of both sides is that of inference."""
     path = shared / "data" / "dpo_en_demo.json"
     data = prepare(
-        [{"path": str(path), "split": "train[:30]"}], method="dpo", max_length=100_000, chat_template="llama3"
+        [{"path": str(path), "split": "train[:30]"}],
+        method="dpo",
+        max_length=100_000,
+        chat_template="llama3",
     )
     rows = json.loads(path.read_text())[:30]
     assert data.report.as_json()["pairs"] == len(rows) == 30
     for number, row in enumerate(rows):
         (prompt, chosen), (same, rejected) = text_of_pair(data, number)
-        assert prompt == same and prompt.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+        assert prompt == same and prompt.endswith(
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        )
         assert chosen == row["chosen"]["value"].strip() + "<|eot_id|>"
         assert rejected == row["rejected"]["value"].strip() + "<|eot_id|>"
         asked = [{"role": {"human": "user", "gpt": "assistant"}.get(t["from"], t["from"]), "content": t["value"]} for t in row["conversations"]]  # fmt: skip
-        assert prompt == data.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert prompt == data.tokenizer.apply_chat_template(
+            asked, tokenize=False, add_generation_prompt=True
+        )
 
 
 @pytest.mark.parametrize(
     ("row", "answer"),
     [
         ({"question": "Q", "answer": "long #### 42", "final": 42}, 42),
-        ({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], "final": "42"}, "42"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Q"},
+                    {"role": "assistant", "content": "A"},
+                ],
+                "final": "42",
+            },
+            "42",
+        ),
         ({"question": "Q", "answer": "another column"}, None),
     ],
 )

@@ -32,7 +32,12 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def names(prepared: PreparedData) -> dict[str, str]:
@@ -52,7 +57,9 @@ def answer_of(prepared: PreparedData, example_id: int) -> str:
 
 @pytest.mark.parametrize("tokenizer", ["models/stories260k", "tokenizers/llama3"])
 @pytest.mark.parametrize("file", REAL)
-def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: str, tokenizer: str) -> None:
+def test_real_files_need_only_their_path(
+    prepare: Prepare, shared: Path, file: str, tokenizer: str
+) -> None:
     prepared = prepare(
         [{"path": str(shared / "data" / file), **REAL[file]}],
         tokenizer_name_or_path=str(shared / tokenizer),
@@ -84,7 +91,9 @@ def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: s
 
 
 def test_held_out_prompts_end_where_the_answer_begins(prepare: Prepare, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", (chat(f"What is {i}?", f"It is {i}.") for i in range(20)))
+    path = write_lines(
+        tmp_path / "a.jsonl", (chat(f"What is {i}?", f"It is {i}.") for i in range(20))
+    )
     prepared = prepare([{"path": str(path)}], eval_split_size=0.25)
     assert (prepared.report.examples, prepared.report.held_out_examples) == (15, 5)
     for prompt in prepared.held_out_prompts(10):
@@ -102,12 +111,21 @@ def test_prompt_and_completion_are_joined_as_they_stand(prepare: Prepare, tmp_pa
     assert (text_of(prepared, 0), answer_of(prepared, 0)) == ("2+2= 4<|end|>", " 4<|end|>")
     assert names(prepared) == {"template_unused": "warning"}
     templated = prepare(
-        [{"path": str(path), "type": "messages", "prompt_column": "prompt", "completion_column": "completion"}]
+        [
+            {
+                "path": str(path),
+                "type": "messages",
+                "prompt_column": "prompt",
+                "completion_column": "completion",
+            }
+        ]
     )
     assert text_of(templated, 0) == "<|begin|><|user|>2+2=<|end|><|assistant|> 4<|end|>"
 
 
-def test_a_tokenizer_without_a_template_gets_the_plain_one_and_keeps_it(prepare: Prepare, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_gets_the_plain_one_and_keeps_it(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     bare = make_tokenizer()
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
@@ -123,16 +141,25 @@ def test_a_tokenizer_without_a_template_gets_the_plain_one_and_keeps_it(prepare:
     assert plain_text.tokenizer.chat_template is None
 
 
-def test_chat_template_of_the_recipe_by_name_file_and_text(prepare: Prepare, tmp_path: Path) -> None:
+def test_chat_template_of_the_recipe_by_name_file_and_text(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", [chat("Q", "A")])
-    (tmp_path / "mine.jinja").write_text("{%- for m in messages -%}[{{ m.content }}]{{ eos_token }}{%- endfor -%}")
+    (tmp_path / "mine.jinja").write_text(
+        "{%- for m in messages -%}[{{ m.content }}]{{ eos_token }}{%- endfor -%}"
+    )
     assert (
-        text_of(prepare([{"path": str(path)}], chat_template=str(tmp_path / "mine.jinja")), 0) == "[Q]<|end|>[A]<|end|>"
+        text_of(prepare([{"path": str(path)}], chat_template=str(tmp_path / "mine.jinja")), 0)
+        == "[Q]<|end|>[A]<|end|>"
     )
     inline = "{%- for m in messages -%}({{ m.content }}){{ eos_token }}{%- endfor -%}"
-    assert text_of(prepare([{"path": str(path)}], chat_template=inline), 0) == "(Q)<|end|>(A)<|end|>"
+    assert (
+        text_of(prepare([{"path": str(path)}], chat_template=inline), 0) == "(Q)<|end|>(A)<|end|>"
+    )
     named = prepare([{"path": str(path)}], chat_template="chatml")
-    assert text_of(named, 0) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    assert (
+        text_of(named, 0) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    )
     assert names(named)["end_of_turn_is_text"] == "warning"
     with pytest.raises(
         UserError,
@@ -167,7 +194,9 @@ def test_overlength_is_dealt_with_as_asked_and_reported(
         assert source.trained_tokens_lost == 0
 
 
-def test_plain_text_is_split_unless_the_recipe_says_otherwise(prepare: Prepare, tmp_path: Path) -> None:
+def test_plain_text_is_split_unless_the_recipe_says_otherwise(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     text = write_lines(tmp_path / "text.jsonl", [{"text": "word " * 200}, {"text": "end"}])
     mixed = write_lines(tmp_path / "mixed.jsonl", [{"text": "word " * 200}, chat("Q", "A")])
     split = prepare([{"path": str(text)}])
@@ -176,23 +205,32 @@ def test_plain_text_is_split_unless_the_recipe_says_otherwise(prepare: Prepare, 
     assert not any("lost" in line for line in split.report.lines())
     cut = prepare([{"path": str(text)}], overlength="truncate")
     assert cut.train.examples.lengths.tolist() == [64, 4]
-    assert any("93.2% of the tokens are lost to max_length: 937 of 1,005, " in line for line in cut.report.lines())
+    assert any(
+        "93.2% of the tokens are lost to max_length: 937 of 1,005, " in line
+        for line in cut.report.lines()
+    )
     # Sources each by their own rows; one that holds conversations too is cut as they are.
     both = prepare([{"path": str(text)}, {"path": str(mixed)}])
     assert [source.tokens_lost > 0 for source in both.report.sources] == [False, True]
     stream = prepare([{"path": str(text)}], streaming=True, max_steps=1)
-    assert len(next(stream.train.batches()).micro_batches) and stream.train.open_block(0)[2].tokens_lost == 0
+    assert (
+        len(next(stream.train.batches()).micro_batches)
+        and stream.train.open_block(0)[2].tokens_lost == 0
+    )
 
 
 def test_overlength_may_be_an_error_that_names_the_row(prepare: Prepare, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", LONG)
     with pytest.raises(
-        UserError, match=r"a\.jsonl:1: more than max_length = 64 tokens .*2 rows are, the longest of 156"
+        UserError,
+        match=r"a\.jsonl:1: more than max_length = 64 tokens .*2 rows are, the longest of 156",
     ):
         prepare([{"path": str(path)}], overlength="error")
 
 
-def test_sources_are_mixed_by_weight_the_same_way_every_time(prepare: Prepare, tmp_path: Path) -> None:
+def test_sources_are_mixed_by_weight_the_same_way_every_time(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     a = write_lines(tmp_path / "a.jsonl", (chat(f"a{i}", "A") for i in range(40)))
     b = write_lines(tmp_path / "b.jsonl", (chat(f"b{i}", "B") for i in range(40)))
     sources = [{"path": str(a), "weight": 2.5}, {"path": str(b), "weight": 0.25}]
@@ -205,9 +243,13 @@ def test_sources_are_mixed_by_weight_the_same_way_every_time(prepare: Prepare, t
     assert texts == [text_of(prepare(sources), i) for i in range(prepared.report.examples)]
     assert texts != [text_of(prepare(sources, seed=1), i) for i in range(prepared.report.examples)]
     rare = prepare([{"path": str(a), "weight": 0.01}, {"path": str(b)}])
-    assert sum("<|user|>a" in text_of(rare, i) for i in range(rare.report.examples)) == 1  # none would be left out
+    assert (
+        sum("<|user|>a" in text_of(rare, i) for i in range(rare.report.examples)) == 1
+    )  # none would be left out
     first_rows = [i for row in prepared.train.rows_of(0) for i in row]
-    assert {texts[i][len("<|begin|><|user|>")] for i in first_rows} == {"a", "b"} or len(first_rows) < 4
+    assert {texts[i][len("<|begin|><|user|>")] for i in first_rows} == {"a", "b"} or len(
+        first_rows
+    ) < 4
 
 
 def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path) -> None:
@@ -221,7 +263,9 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
     def rows(path: Path | str, split: str = "train") -> list[str]:
         prepared = prepare([{"path": str(path), "split": split}])
         places = [prepared.train.examples.where(i) for i in range(prepared.report.examples)]
-        return [f"{Path(place.partition(':')[0]).stem}:{place.partition(':')[2]}" for place in places]
+        return [
+            f"{Path(place.partition(':')[0]).stem}:{place.partition(':')[2]}" for place in places
+        ]
 
     first, second = [f"train-1:{i}" for i in range(1, 11)], [f"train-2:{i}" for i in range(1, 11)]
     assert rows(folder) == first + second
@@ -238,44 +282,67 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
     write_lines(folder / "more" / "part-0.jsonl", [chat("x", "A")])
     with pytest.raises(UserError, match=r"part-1\.jsonl\.zst: unknown kind of file"):
         rows(folder / "more")
-    with pytest.raises(UserError, match=r"nobody/nothing: no such file or folder, and not loaded as a hub data set: "):
+    with pytest.raises(
+        UserError,
+        match=r"nobody/nothing: no such file or folder, and not loaded as a hub data set: ",
+    ):
         rows("nobody/nothing")
 
 
 def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     good = json.dumps(chat("Q", "A"))
-    path.write_text(f'{good}\nnope\n{{"messages": []}}\n{{"text": "\\ud800"}}\n{good.replace("Q", "R")}\n')
+    path.write_text(
+        f'{good}\nnope\n{{"messages": []}}\n{{"text": "\\ud800"}}\n{good.replace("Q", "R")}\n'
+    )
     with pytest.raises(UserError) as error:
         prepare([{"path": str(path)}])
     lines = str(error.value).splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"{path}:{number}" for number in (2, 3, 4)
+    ]
     assert "not JSON" in lines[0] and "empty" in lines[1] and "not valid Unicode" in lines[2]
     assert lines[2].endswith("(on_bad_row: skip counts such rows and continues)")
     prepared = prepare([{"path": str(path)}], on_bad_row="skip")
     source = prepared.report.sources[0]
     assert (source.rows_read, source.rows_skipped, source.examples) == (5, 3, 2)
     assert source.formats == ("messages",)
-    assert [problem.partition(": ")[0] for problem in source.skipped] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert [problem.partition(": ")[0] for problem in source.skipped] == [
+        f"{path}:{number}" for number in (2, 3, 4)
+    ]
     assert names(prepared)["skipped"] == "warning"
-    path.write_text("".join(json.dumps(chat(question, "A")) + "\n" for question in ("Q", "no", "R", "no")))
+    path.write_text(
+        "".join(json.dumps(chat(question, "A")) + "\n" for question in ("Q", "no", "R", "no"))
+    )
     refusing = "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not this') }}{% endif %}{{ m.content + eos_token }}{% endfor %}"
-    source = prepare([{"path": str(path)}], on_bad_row="skip", chat_template=refusing).report.sources[0]
+    source = prepare(
+        [{"path": str(path)}], on_bad_row="skip", chat_template=refusing
+    ).report.sources[0]
     assert (source.rows_skipped, source.examples) == (2, 2)
-    assert source.skipped == tuple(f"{path}:{line}: the chat template rejects it: not this" for line in (2, 4))
+    assert source.skipped == tuple(
+        f"{path}:{line}: the chat template rejects it: not this" for line in (2, 4)
+    )
     path.write_text("nope\n")
-    with pytest.raises(UserError, match=r"every row was skipped; the first: .*a\.jsonl:1: not JSON"):
+    with pytest.raises(
+        UserError, match=r"every row was skipped; the first: .*a\.jsonl:1: not JSON"
+    ):
         prepare([{"path": str(path)}], on_bad_row="skip")
     path.write_text("")
     with pytest.raises(UserError, match="it has no rows"):
         prepare([{"path": str(path)}])
 
 
-def test_rows_labeled_false_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_path: Path) -> None:
-    rows = [chat(f"Q{i}", "good" if i % 2 else "bad") | {"label": bool(i % 2), "source": "kto"} for i in range(6)]
+def test_rows_labeled_false_stop_the_run_or_are_skipped_and_counted(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [
+        chat(f"Q{i}", "good" if i % 2 else "bad") | {"label": bool(i % 2), "source": "kto"}
+        for i in range(6)
+    ]
     path = write_lines(tmp_path / "kto.jsonl", rows)
     with pytest.raises(
-        UserError, match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on like"
+        UserError,
+        match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on like",
     ):
         prepare([{"path": str(path)}])
     prepared = prepare([{"path": str(path)}], on_bad_row="skip")
@@ -289,7 +356,8 @@ def test_a_lost_tool_call_stops_the_training_in_any_row(prepare: Prepare, tmp_pa
     asked = {"conversations": [{"from": "human", "value": "What time is it?"}, call], "tools": "[]"}
     path = write_lines(tmp_path / "a.jsonl", [*(chat(f"Q{i}", "A") for i in range(40)), asked])
     with pytest.raises(
-        UserError, match="fatal: tool_calls_dropped: in 1 of 41 rows the chat template drops tool calls"
+        UserError,
+        match="fatal: tool_calls_dropped: in 1 of 41 rows the chat template drops tool calls",
     ):
         prepare([{"path": str(path)}])
     assert names(prepare([{"path": str(path)}], chat_template="chatml", max_length=1024)) == {
@@ -298,22 +366,32 @@ def test_a_lost_tool_call_stops_the_training_in_any_row(prepare: Prepare, tmp_pa
     }
 
 
-def test_fatal_findings_stop_the_training_in_their_own_words(prepare: Prepare, tmp_path: Path) -> None:
+def test_fatal_findings_stop_the_training_in_their_own_words(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     silent = [{**chat("Q", "A")["messages"][i], "train": False} for i in range(2)]
     masked = write_lines(tmp_path / "masked.jsonl", [{"messages": silent}] * 3)
-    with pytest.raises(UserError, match="fatal: nothing_trained: in 3 of 3 rows no token is trained on"):
+    with pytest.raises(
+        UserError, match="fatal: nothing_trained: in 3 of 3 rows no token is trained on"
+    ):
         prepare([{"path": str(masked)}])
     asked = write_lines(tmp_path / "asked.jsonl", [chat("Q", "A"), chat("R", "B")])
     endless = "{%- for m in messages -%}{{- m.role + ': ' + m.content + ' ' -}}{%- endfor -%}"
-    with pytest.raises(UserError, match="fatal: no_end_of_turn: in 2 of 2 rows no end-of-turn token is trained"):
+    with pytest.raises(
+        UserError, match="fatal: no_end_of_turn: in 2 of 2 rows no end-of-turn token is trained"
+    ):
         prepare([{"path": str(asked)}], chat_template=endless)
-    silent_role = (
-        "{%- for m in messages -%}{{- m.role + (m.content if m.role == 'user' else '') + eos_token -}}{%- endfor -%}"
-    )
-    with pytest.raises(UserError, match="fatal: assistant_dropped: in 2 of 2 rows the chat template drops the assist"):
+    silent_role = "{%- for m in messages -%}{{- m.role + (m.content if m.role == 'user' else '') + eos_token -}}{%- endfor -%}"
+    with pytest.raises(
+        UserError,
+        match="fatal: assistant_dropped: in 2 of 2 rows the chat template drops the assist",
+    ):
         prepare([{"path": str(asked)}], chat_template=silent_role)
     deaf = silent_role.replace("'user'", "'assistant'")
-    with pytest.raises(UserError, match="fatal: user_dropped: in 2 of 2 rows the chat template drops a user's message"):
+    with pytest.raises(
+        UserError,
+        match="fatal: user_dropped: in 2 of 2 rows the chat template drops a user's message",
+    ):
         prepare([{"path": str(asked)}], chat_template=deaf)
     doubled = "{{ bos_token }}{{ bos_token }}{%- for m in messages -%}{{- m.content + eos_token -}}{%- endfor -%}"
     with pytest.raises(UserError, match="fatal: doubled_bos: in 2 of 2 rows"):
@@ -331,23 +409,37 @@ def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
     }
     (duplicate,) = [finding for finding in prepared.report.findings if finding.name == "duplicates"]
     assert duplicate.where == (f"{tmp_path / 'a.jsonl'}:3",)
-    same = prepare([{"path": str(write_lines(tmp_path / "same.jsonl", [chat("Q", "A")] * 199 + [chat("R", "B")]))}])
+    same = prepare(
+        [
+            {
+                "path": str(
+                    write_lines(tmp_path / "same.jsonl", [chat("Q", "A")] * 199 + [chat("R", "B")])
+                )
+            }
+        ]
+    )
     assert names(same) == {"duplicates": "warning"}
     leaked = prepare(
         [{"path": str(tmp_path / "a.jsonl")}],
-        eval_datasets=[{"path": str(write_lines(tmp_path / "b.jsonl", [chat("S", "C"), chat("T", "D")]))}],
+        eval_datasets=[
+            {"path": str(write_lines(tmp_path / "b.jsonl", [chat("S", "C"), chat("T", "D")]))}
+        ],
     )
     assert names(leaked)["held_out_in_training"] == "warning"
 
 
 def test_data_that_is_too_little_says_so(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [chat("Q", "A"), chat("R", "B")]))
-    with pytest.raises(UserError, match=r"1 row \(2 examples packed by max_length 64\) is too few for 2 ranks"):
+    with pytest.raises(
+        UserError, match=r"1 row \(2 examples packed by max_length 64\) is too few for 2 ranks"
+    ):
         prepare([{"path": path}], size=2)
     assert prepare([{"path": path}], size=2, packing=False).train.rows_per_epoch == 2
     with pytest.raises(UserError, match="2 rows are too few for 3 ranks"):
         prepare([{"path": path}], size=3, packing=False)
-    with pytest.raises(UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves none to train on"):
+    with pytest.raises(
+        UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves none to train on"
+    ):
         prepare([{"path": path}], eval_split_size=2)
 
 
@@ -358,12 +450,18 @@ def test_steps_follow_epochs_or_max_steps(prepare: Prepare, tmp_path: Path) -> N
     assert prepare([{"path": path}], num_train_epochs=2.5, **keys).train.steps == 8
     assert prepare([{"path": path}], max_steps=5, **keys).train.steps == 5
     accumulated = prepare(
-        [{"path": path}], packing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2, size=2
+        [{"path": path}],
+        packing=False,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        size=2,
     )
     assert accumulated.train.config.global_batch_size == 8
 
 
-def test_per_device_eval_batch_size_sets_the_rows_of_a_held_out_batch(tiny_recipe: Callable[..., Path]) -> None:
+def test_per_device_eval_batch_size_sets_the_rows_of_a_held_out_batch(
+    tiny_recipe: Callable[..., Path],
+) -> None:
     keys = {"eval_split_size": 6, "per_device_train_batch_size": 2, "packing": False}
     for given, rows in ((None, 2), (3, 3)):
         recipe = read_recipe(str(tiny_recipe(**keys, per_device_eval_batch_size=given)))

@@ -46,7 +46,9 @@ def rated(row: dict[str, Any], **options: Any) -> list[tuple[Any, bool]]:
         ({"q": "Q", "a": "A", "good": True}, {"type": "messages", "prompt_column": "q", "completion_column": "a", "label_column": "good"}),
     ],
 )  # fmt: skip
-def test_every_form_is_an_answer_with_its_rating(row: dict[str, Any], options: dict[str, Any]) -> None:
+def test_every_form_is_an_answer_with_its_rating(
+    row: dict[str, Any], options: dict[str, Any]
+) -> None:
     assert rated(row, **options) == [([("Q", False), ("A", True)], True)]
 
 
@@ -64,7 +66,10 @@ def test_the_last_answer_is_rated_and_pairs_are_two() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": [USER, ANSWER]}, "label or kto_tag: no rating of the answer; its columns are messages"),
+        (
+            {"messages": [USER, ANSWER]},
+            "label or kto_tag: no rating of the answer; its columns are messages",
+        ),
         ({"messages": [USER, ANSWER], "label": 3}, "label: true or false is expected, found 3"),
         ({"text": "Once", "label": True}, "plain text is no answer that could be rated"),
         ({"prompt": "Q", "chosen": "A"}, "rows with a chosen and a rejected answer are read too"),
@@ -76,7 +81,9 @@ def test_what_is_not_rated_is_refused(row: dict[str, Any], words: str) -> None:
     assert words in str(problem.value)
 
 
-def test_an_answer_that_is_not_trained_on_is_no_mismatched_answer(prepare: Prepare, tmp_path: Path) -> None:
+def test_an_answer_that_is_not_trained_on_is_no_mismatched_answer(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     """`train: false` leaves nothing of it: to put that behind another prompt ended in an error of Python's."""
     rows = [chat(f"Q{i}", f"A{i}") | {"label": True} for i in range(4)]
     rows[2]["messages"][-1]["train"] = False
@@ -86,14 +93,22 @@ def test_an_answer_that_is_not_trained_on_is_no_mismatched_answer(prepare: Prepa
 
 
 def test_a_mismatched_answer_is_the_next_to_another_prompt() -> None:
-    a, b, c, d = (Completion(prompt, answer) for prompt, answer in (("P", "1"), ("P", "2"), ("R", "3"), ("S", "4")))
+    a, b, c, d = (
+        Completion(prompt, answer)
+        for prompt, answer in (("P", "1"), ("P", "2"), ("R", "3"), ("S", "4"))
+    )
     assert find_mismatched([a, b, c, d], None) == [c, c, d, a]
     assert find_mismatched([a, b], None) == [None, None] and find_mismatched([a, b], c) == [c, c]
     assert find_mismatched([a], b) == [None]
-    turns = Conversation(({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}), (False, True))
+    turns = Conversation(
+        ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}), (False, True)
+    )
     assert join_answer(a, turns) == Completion("P", "A")
     joined = join_answer(turns, a)
-    assert isinstance(joined, Conversation) and joined.messages[1] == {"role": "assistant", "content": "1"}
+    assert isinstance(joined, Conversation) and joined.messages[1] == {
+        "role": "assistant",
+        "content": "1",
+    }
     assert joined.trained == (False, True)
 
 
@@ -104,13 +119,18 @@ def texts(data: PreparedData) -> list[tuple[str, str]]:
     for example_id in range(len(examples)):
         example = examples[example_id]
         labels = np.flatnonzero(example.labels != IGNORE_INDEX)
-        prompt, answer = example.input_ids[: labels[0] + 1].tolist(), example.labels[labels].tolist()
+        prompt, answer = (
+            example.input_ids[: labels[0] + 1].tolist(),
+            example.labels[labels].tolist(),
+        )
         found.append((data.tokenizer.decode(prompt), data.tokenizer.decode(answer)))
     return found
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_rated_answers_from_a_file_to_batches(prepare: Prepare, tmp_path: Path, packing: bool) -> None:
+def test_rated_answers_from_a_file_to_batches(
+    prepare: Prepare, tmp_path: Path, packing: bool
+) -> None:
     rows = [chat(f"Q{i}", f"A{i}") | {"label": i % 3 > 0} for i in range(7)]
     path = str(write_lines(tmp_path / "a.jsonl", [*rows, rows[1], {**rows[1], "label": False}]))
     data = prepare([{"path": path}], method="kto", packing=packing)
@@ -119,7 +139,12 @@ def test_rated_answers_from_a_file_to_batches(prepare: Prepare, tmp_path: Path, 
         assert found[2 * i] == (f"<|begin|><|user|>Q{i}<|end|><|assistant|>", f"A{i}<|end|>")
         assert found[2 * i + 1] == (found[2 * i][0], f"A{i + 1 if i < 6 else 1}<|end|>")
     report = data.report.as_json()
-    assert (report["pairs"], report["desirable"], report["undesirable"], report["examples"]) == (0, 5, 4, 18)
+    assert (report["pairs"], report["desirable"], report["undesirable"], report["examples"]) == (
+        0,
+        5,
+        4,
+        18,
+    )
     assert data.report.lines()[0].startswith("9 rated answers (5 good, 4 bad), ")
     (duplicate,) = [finding for finding in data.report.findings if finding.name == "duplicates"]
     assert duplicate.rows == 1  # the same answer rated otherwise is another
@@ -127,11 +152,15 @@ def test_rated_answers_from_a_file_to_batches(prepare: Prepare, tmp_path: Path, 
         for m in step.micro_batches:
             assert m.desirable is not None and m.desirable.dtype == torch.bool
             expected = [i // 2 % 3 > 0 if i < 14 else i == 14 for i in m.example_ids]
-            assert m.mismatched is not None and m.mismatched.example_ids == tuple(i + 1 for i in m.example_ids)
+            assert m.mismatched is not None and m.mismatched.example_ids == tuple(
+                i + 1 for i in m.example_ids
+            )
             assert m.desirable.tolist() == expected
             assert "desirable" not in m.inputs
     if not packing:
-        rank = prepare([{"path": path}], method="kto", packing=False, global_batch_size=1, rank=1, size=2)
+        rank = prepare(
+            [{"path": path}], method="kto", packing=False, global_batch_size=1, rank=1, size=2
+        )
         filler = next(rank.train.batches()).micro_batches[0]
         assert filler.desirable is not None and filler.desirable.shape == (0,)
 
@@ -144,19 +173,36 @@ def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart
     found = texts(data)
     assert found[2 * 499 + 1][1] == "A0<|end|>" and found[2 * 500 + 1][1] == "A499<|end|>"
     pairs = [{"question": f"Q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(4)]
-    data = prepare([{"path": str(write_lines(tmp_path / "b.jsonl", pairs))}], method="kto", eval_split_size=2)
-    assert data.report.as_json()["held_out_groups"] == {"pairs": 0, "desirable": 2, "undesirable": 2}
-    assert sorted(answer.partition(" ")[0] for _, answer in texts(data)[::2]) == ["bad", "bad", "good", "good"]
+    data = prepare(
+        [{"path": str(write_lines(tmp_path / "b.jsonl", pairs))}], method="kto", eval_split_size=2
+    )
+    assert data.report.as_json()["held_out_groups"] == {
+        "pairs": 0,
+        "desirable": 2,
+        "undesirable": 2,
+    }
+    assert sorted(answer.partition(" ")[0] for _, answer in texts(data)[::2]) == [
+        "bad",
+        "bad",
+        "good",
+        "good",
+    ]
     for (prompt, _), (same, other) in zip(texts(data)[::2], texts(data)[1::2], strict=True):
         assert prompt == same and prompt[len("<|begin|><|user|>Q")] != other.split()[1][0]
     long = [row | {"rejected": "bad " * 20, "chosen": "good " * 20} for row in pairs]
     cut = prepare([{"path": str(write_lines(tmp_path / "d.jsonl", long))}], method="kto")
     (finding,) = [found for found in cut.report.findings if found.name == "truncated"]
-    assert (finding.rows, finding.of, len(finding.where)) == (4, 4, 3), "rows, not the four documents of each"
+    assert (finding.rows, finding.of, len(finding.where)) == (4, 4, 3), (
+        "rows, not the four documents of each"
+    )
     alone = str(write_lines(tmp_path / "c.jsonl", pairs[:1]))
-    with pytest.raises(UserError, match=r"c\.jsonl:1: no answer to another prompt among the rows around it"):
+    with pytest.raises(
+        UserError, match=r"c\.jsonl:1: no answer to another prompt among the rows around it"
+    ):
         prepare([{"path": alone}], method="kto")
-    with pytest.raises(UserError, match="label_column has no effect with method: dpo; it is for kto"):
+    with pytest.raises(
+        UserError, match="label_column has no effect with method: dpo; it is for kto"
+    ):
         prepare([{"path": alone, "label_column": "x"}], method="dpo")
 
 
@@ -165,22 +211,31 @@ def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
 ) -> None:
     rows = [chat(f"Q{i}", f"A{i}") | {"label": i % 2 == 0} for i in range(10)]
     path = str(write_lines(tmp_path / "a.jsonl", rows))
-    other = str(write_lines(tmp_path / "b.jsonl", [chat(f"R{i}", f"B{i}") | {"label": i > 1} for i in range(4)]))
+    other = str(
+        write_lines(
+            tmp_path / "b.jsonl", [chat(f"R{i}", f"B{i}") | {"label": i > 1} for i in range(4)]
+        )
+    )
     data = prepare([{"path": path}], method="kto", eval_datasets=[{"path": other}])
-    assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["B2", "B3"] and names(data) == {}
+    assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["B2", "B3"] and names(
+        data
+    ) == {}
     monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
     # Without adapters alone, all data is gone through before training, and a stream is refused.
     adapters = {"use_peft": True, "model_config": None, "model_name_or_path": "some/model"}
     keys = adapters | {"streaming": True, "max_steps": 2, "global_batch_size": 2}
     stream = prepare([{"path": path}], method="kto", **keys)
-    assert all(m.desirable is not None for step in stream.train.batches() for m in step.micro_batches)
+    assert all(
+        m.desirable is not None for step in stream.train.batches() for m in step.micro_batches
+    )
 
 
 def test_answers_that_are_all_rated_alike_are_a_finding(prepare: Prepare, tmp_path: Path) -> None:
     good, bad = (
         str(
             write_lines(
-                tmp_path / f"{name}.jsonl", [chat(f"{name} {i}", f"A{i}") | {"label": name == "good"} for i in range(4)]
+                tmp_path / f"{name}.jsonl",
+                [chat(f"{name} {i}", f"A{i}") | {"label": name == "good"} for i in range(4)],
             )
         )
         for name in ("good", "bad")
@@ -193,11 +248,17 @@ def test_answers_that_are_all_rated_alike_are_a_finding(prepare: Prepare, tmp_pa
     assert names(prepare([{"path": good}, {"path": bad}], method="kto")) == {}
 
 
-def test_the_format_says_whether_the_chat_template_renders_the_rows(prepare: Prepare, tmp_path: Path) -> None:
+def test_the_format_says_whether_the_chat_template_renders_the_rows(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     answers = ("chosen", [ANSWER]), ("rejected", [{"role": "assistant", "content": "B"}])
-    of_chat = [{"prompt": [{"role": "user", "content": f"Q{i}"}], **dict(answers)} for i in range(2)]
+    of_chat = [
+        {"prompt": [{"role": "user", "content": f"Q{i}"}], **dict(answers)} for i in range(2)
+    ]
     of_text = [{"prompt": f"Q{i}", "chosen": " A", "rejected": " B"} for i in range(2)]
-    rated_chat = [{"prompt": row["prompt"], "completion": [ANSWER], "label": True} for row in of_chat]
+    rated_chat = [
+        {"prompt": row["prompt"], "completion": [ANSWER], "label": True} for row in of_chat
+    ]
     for number, (rows, method, name) in enumerate(
         (
             (of_chat, "dpo", "preference"),
@@ -216,7 +277,14 @@ def test_the_format_says_whether_the_chat_template_renders_the_rows(prepare: Pre
 def test_inspect_names_the_rating(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [chat(f"Q{i}", f"A{i}") | {"label": i > 0} for i in range(3)]
     path = str(write_lines(tmp_path / "a.jsonl", rows))
-    assert main(["inspect", path, "method=kto", f"dataset_cache_dir={tmp_path}", "--rows", "2"]) == 0
+    assert (
+        main(["inspect", path, "method=kto", f"dataset_cache_dir={tmp_path}", "--rows", "2"]) == 0
+    )
     shown = capsys.readouterr().out
-    for head in ("example 0 (bad)", "example 1 (mismatched)", "example 2 (good)", "3 rated answers (2 good, 1 bad)"):
+    for head in (
+        "example 0 (bad)",
+        "example 1 (mismatched)",
+        "example 2 (good)",
+        "3 rated answers (2 good, 1 bad)",
+    ):
         assert head in shown

@@ -25,18 +25,24 @@ from finetune.errors import UserError
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
     ),
     max_leaves=5,
 )
 ROWS = st.lists(
-    st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1), JSON_VALUES, max_size=4), min_size=1, max_size=8
+    st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1), JSON_VALUES, max_size=4),
+    min_size=1,
+    max_size=8,
 )
 
 
 def numbers_and_problems(path: Path) -> list[tuple[int, str | None]]:
     """(number, None for a sound row or what is wrong with it) for every row of the file."""
-    return [(number, str(row) if isinstance(row, BadRow) else None) for number, row in read_file(str(path))]
+    return [
+        (number, str(row) if isinstance(row, BadRow) else None)
+        for number, row in read_file(str(path))
+    ]
 
 
 def written(folder: Path, name: str, content: bytes) -> Path:
@@ -77,7 +83,9 @@ def test_any_bytes_at_all_give_rows_bad_rows_or_one_error(
         assert str(path) in str(error)
 
 
-def test_damaged_lines_are_bad_rows_with_their_number_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_damaged_lines_are_bad_rows_with_their_number_and_the_others_are_kept(
+    tmp_path: Path,
+) -> None:
     lines = [
         b'{"text": "first"}',
         b"not json",
@@ -100,7 +108,11 @@ def test_damaged_lines_are_bad_rows_with_their_number_and_the_others_are_kept(tm
 
 
 def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
-    path = written(tmp_path, "rows.jsonl", b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "b"}\n')
+    path = written(
+        tmp_path,
+        "rows.jsonl",
+        b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "b"}\n',
+    )
     assert numbers_and_problems(path) == [
         (1, None),
         (2, f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"),
@@ -111,23 +123,43 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000, mtime=0)[:-20], "the file is truncated"),
+        (
+            "cut.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 10_000, mtime=0)[:-20],
+            "the file is truncated",
+        ),
         ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
         ("cut.json", b'[{"text": "a"}, {"text": "b"', ", row 2: not JSON"),
         ("open.json", b'[{"text": "a"}, {"text": "b"}', ", row 3: the array is never closed"),
-        ("arrays.json", b'[{"text": "a"}]\n[{"text": "b"}]\n', "more text after its array of 1 row; join the"),
+        (
+            "arrays.json",
+            b'[{"text": "a"}]\n[{"text": "b"}]\n',
+            "more text after its array of 1 row; join the",
+        ),
         ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ", row 2: not JSON"),
         ("deep.json", b"[" * 100_000, ", row 1: nested too deeply"),
         ("object.json", b'{\n"a": 1}', "one JSON object; a list of rows"),
         ("bytes.json", b'[{"text": "\xff"}]', "not UTF-8"),
-        ("quote.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3: a quoted field that begins here is never closed"),
+        (
+            "quote.csv",
+            b'prompt,completion\na,b\n"c,d\ne,f\n',
+            ":3: a quoted field that begins here is never closed",
+        ),
         ("bytes.csv", b"prompt,completion\na,\xff\n", ":2: not UTF-8"),
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
         ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
-        ("bare.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "as in UTF-16 or a binary file; save it as UTF-8"),
-        ("packed.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), "a gzip file; end its name with .gz"),
+        (
+            "bare.jsonl",
+            '{"text": "a"}\n'.encode("utf-16-le"),
+            "as in UTF-16 or a binary file; save it as UTF-8",
+        ),
+        (
+            "packed.jsonl",
+            gzip.compress(b'{"text": "a"}\n', mtime=0),
+            "a gzip file; end its name with .gz",
+        ),
         (
             "a.csv",
             b"question;answer\na;b\n",
@@ -145,7 +177,11 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ),
         ("columns.csv", b"PAR1....", "a Parquet file; end its name with .parquet"),
         ("zip.txt", b"PK\x03\x04", "a zip archive; unpack it"),
-        ("twice.json", b'{"data": [{"text": "a"}],\n"data": [{"text": "b"}]}', "two keys of its one object"),
+        (
+            "twice.json",
+            b'{"data": [{"text": "a"}],\n"data": [{"text": "b"}]}',
+            "two keys of its one object",
+        ),
     ],
 )
 def test_a_damaged_file_is_an_error_since_its_rows_would_be_lost(
@@ -160,7 +196,9 @@ def test_a_damaged_file_is_an_error_since_its_rows_would_be_lost(
 
 def test_csv_values_stay_the_text_that_they_are(tmp_path: Path) -> None:
     path = written(
-        tmp_path, "rows.csv", b'question,answer\r\nseven?,007\r\n"two\nlines","a ""b"""\r\nonly one\r\n\r\nlast,1e3\r\n'
+        tmp_path,
+        "rows.csv",
+        b'question,answer\r\nseven?,007\r\n"two\nlines","a ""b"""\r\nonly one\r\n\r\nlast,1e3\r\n',
     )
     rows = list(read_file(str(path)))
     assert [row for _, row in rows if isinstance(row, dict)] == [
@@ -184,14 +222,21 @@ def test_parquet_and_arrow_and_text_are_read(tmp_path: Path) -> None:
     assert list(read_file(str(tmp_path / "rows.parquet"))) == list(enumerate(rows, 1))
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     assert list(read_file(str(arrow))) == list(enumerate(rows, 1))
-    assert list(read_file(str(tmp_path / "rows.txt"))) == [(1, {"text": "one"}), (4, {"text": "two"})]
+    assert list(read_file(str(tmp_path / "rows.txt"))) == [
+        (1, {"text": "one"}),
+        (4, {"text": "two"}),
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz"])
 def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str) -> None:
     start = {"a.json.gz": b'[{"text": "', "a.csv.gz": b"text\n"}.get(name, b'{"text": "')
     path = written(tmp_path, name, gzip.compress(start + b"x" * 200_000_000))
-    problem = ":2: a line longer than 16 MiB" if "csv" in name else ": unpacks to more than 64 MiB, 30 times its size; "
+    problem = (
+        ":2: a line longer than 16 MiB"
+        if "csv" in name
+        else ": unpacks to more than 64 MiB, 30 times its size; "
+    )
     tracemalloc.start()
     with pytest.raises(UserError, match=name + problem):
         list(read_file(str(path)))
@@ -218,17 +263,22 @@ def repeat(pa: Any, rows: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(bomb: str, tmp_path: Path) -> None:
+def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(
+    bomb: str, tmp_path: Path
+) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({"text": BOMBS[bomb](pa)}), tmp_path / "a.parquet", compression="zstd")
+    parquet.write_table(
+        pa.table({"text": BOMBS[bomb](pa)}), tmp_path / "a.parquet", compression="zstd"
+    )
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
         with pytest.raises(
-            UserError, match=r"a\.parquet: unpacks to more than 64 MiB, 30 times its size; is it data\?"
+            UserError,
+            match=r"a\.parquet: unpacks to more than 64 MiB, 30 times its size; is it data\?",
         ):
             for _ in read_file(str(tmp_path / "a.parquet")):
                 pass
@@ -255,15 +305,21 @@ def test_an_arrow_dictionary_is_counted_in_every_row(bomb: str, tmp_path: Path) 
     from pyarrow import ipc
 
     batch = pa.record_batch([BOMBS[bomb](pa)], ["text"])
-    with ipc.new_stream(tmp_path / "a.arrow", batch.schema, options=ipc.IpcWriteOptions(compression="zstd")) as writer:
+    with ipc.new_stream(
+        tmp_path / "a.arrow", batch.schema, options=ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
         writer.write(batch)
-    with pytest.raises(UserError, match=r"a\.arrow: unpacks to more than 64 MiB, 30 times its size"):
+    with pytest.raises(
+        UserError, match=r"a\.arrow: unpacks to more than 64 MiB, 30 times its size"
+    ):
         list(read_file(str(tmp_path / "a.arrow")))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 @pytest.mark.parametrize("kind", ["stream", "file", "dictionary"])
-def test_an_arrow_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, codec: str, kind: str) -> None:
+def test_an_arrow_bomb_is_refused_before_it_is_unpacked(
+    tmp_path: Path, codec: str, kind: str
+) -> None:
     import pyarrow as pa
     from pyarrow import ipc
 
@@ -271,25 +327,41 @@ def test_an_arrow_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, codec: s
         column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts)
         batch = pa.record_batch([pa.array([1] * len(texts)), column], ["number", "text"])
         new = ipc.new_file if kind == "file" else ipc.new_stream
-        with new(str(tmp_path / name), batch.schema, options=ipc.IpcWriteOptions(compression=codec)) as writer:
+        with new(
+            str(tmp_path / name), batch.schema, options=ipc.IpcWriteOptions(compression=codec)
+        ) as writer:
             writer.write(batch)
         return str(tmp_path / name)
 
-    bomb, honest = write("bomb.arrow", ["a" * 100_000_000]), write("honest.arrow", ["a" * 5000, "b"] * 100)
+    bomb, honest = (
+        write("bomb.arrow", ["a" * 100_000_000]),
+        write("honest.arrow", ["a" * 5000, "b"] * 100),
+    )
     allocated = pa.total_allocated_bytes()
     with pytest.raises(UserError, match=r"bomb\.arrow: unpacks to more than 64 MiB"):
         list(read_file(bomb))
     assert pa.total_allocated_bytes() == allocated
-    assert [row["text"] for _, row in read_file(honest) if isinstance(row, dict)] == ["a" * 5000, "b"] * 100
+    assert [row["text"] for _, row in read_file(honest) if isinstance(row, dict)] == [
+        "a" * 5000,
+        "b",
+    ] * 100
 
 
 def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) -> None:
     rows = [{"text": "a" * 1000, "more": [1, {"b": None}]} for _ in range(20_000)]
-    path = written(tmp_path, "a.json", json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode())
+    path = written(
+        tmp_path,
+        "a.json",
+        json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode(),
+    )
     cut = written(tmp_path, "cut.jsonl", b'{"text": "a\n' + b'{"text": "b"}\n' * 2_000_000)
     tracemalloc.start()
     assert sum(row == rows[0] for _, row in read_file(str(path))) == len(rows)
-    assert [isinstance(row, BadRow) for _, row in islice(read_file(str(cut)), 3)] == [True, False, False]
+    assert [isinstance(row, BadRow) for _, row in islice(read_file(str(cut)), 3)] == [
+        True,
+        False,
+        False,
+    ]
     assert tracemalloc.get_traced_memory()[1] < 12 * 2**20
     tracemalloc.stop()
 
@@ -308,7 +380,9 @@ def test_blank_lines_are_read_in_linear_time_and_counted(tmp_path: Path, blank: 
     stream = Counting(io.BytesIO(content), 2**20)  # type: ignore[type-var]
     assert list(_read_lines(stream)) == [(content.count(b"\n") + 1, "last")]
     assert stream.copied < 100 * len(content)
-    rows = read_file(str(written(tmp_path, "a.jsonl.gz", gzip.compress(content[:-4] + b'{"text": "a"}'))))
+    rows = read_file(
+        str(written(tmp_path, "a.jsonl.gz", gzip.compress(content[:-4] + b'{"text": "a"}')))
+    )
     assert list(rows) == [(content.count(b"\n") + 1, {"text": "a"})]
 
 
@@ -318,13 +392,17 @@ def test_a_hundred_thousand_columns_are_one_short_sentence_and_linear_in_memory_
 ) -> None:
     def measure(columns: int) -> tuple[int, float]:
         row = {f"column {number}": "1" for number in range(columns)}
-        lines = f"{','.join(row)}\n{','.join(row.values())}\n" if name == "a.csv" else json.dumps(row)
+        lines = (
+            f"{','.join(row)}\n{','.join(row.values())}\n" if name == "a.csv" else json.dumps(row)
+        )
         path = written(tmp_path, name, (f"[{lines}]" if name == "a.json" else lines).encode())
 
         def read() -> None:
             ((_, found),) = read_file(str(path))
             assert found == row
-            with pytest.raises(BadRow, match=rf"column 99, {columns - 100:,} more; known formats: ") as refused:
+            with pytest.raises(
+                BadRow, match=rf"column 99, {columns - 100:,} more; known formats: "
+            ) as refused:
                 parse_row(row, DatasetSource(path=name))
             assert len(str(refused.value)) < 3000
 
@@ -341,7 +419,9 @@ def test_a_hundred_thousand_columns_are_one_short_sentence_and_linear_in_memory_
 
 
 def test_repetitive_text_is_no_bomb(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.jsonl.gz", gzip.compress(b'{"text": "again and again"}\n' * 500_000))
+    path = written(
+        tmp_path, "a.jsonl.gz", gzip.compress(b'{"text": "again and again"}\n' * 500_000)
+    )
     assert sum(1 for _ in read_file(str(path))) == 500_000
 
 
@@ -350,14 +430,18 @@ def test_rows_of_an_array_that_is_read_in_parts(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "a.json",
-        b"\n[" + b" ,\n ".join(json.dumps(row, ensure_ascii=False).encode() for row in rows) + b"\n]\n",
+        b"\n["
+        + b" ,\n ".join(json.dumps(row, ensure_ascii=False).encode() for row in rows)
+        + b"\n]\n",
     )
     assert [row for _, row in read_file(str(path))] == rows
     cut = written(tmp_path, "b.json", path.read_bytes()[:3_000_000])
     with pytest.raises(UserError, match=r"b\.json, row \d+: (not JSON|the array is never closed)"):
         list(read_file(str(cut)))
     late = written(tmp_path, "c.json", path.read_bytes()[:-4] + b"\xff")
-    with pytest.raises(UserError, match=rf"not UTF-8: invalid start byte at byte {path.stat().st_size - 3}"):
+    with pytest.raises(
+        UserError, match=rf"not UTF-8: invalid start byte at byte {path.stat().st_size - 3}"
+    ):
         list(read_file(str(late)))
 
 

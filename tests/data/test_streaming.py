@@ -34,10 +34,14 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
     sources = []
     for name, rows in (("a", 100), ("b", 50)):
         path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{name}{i} " + "x" * (i % 9)}) + "\n" for i in range(rows)))
+        path.write_text(
+            "".join(json.dumps({"text": f"{name}{i} " + "x" * (i % 9)}) + "\n" for i in range(rows))
+        )
         sources.append(DatasetSource(path=str(path), weight=2.0 if name == "a" else 1.0))
 
-    def make(rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1, **keys: Any) -> StreamedBatches:
+    def make(
+        rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1, **keys: Any
+    ) -> StreamedBatches:
         data = Data(
             datasets=tuple(sources),
             dataset_cache_dir=str(tmp_path / "cache"),
@@ -47,7 +51,11 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
         )
         batch = Batch(per_device_train_batch_size=1, global_batch_size=3)
         recipe = Recipe(
-            path="recipe.yaml", data=data, batch=batch, optimization=Optimization(max_steps=steps), run=Run(seed=0)
+            path="recipe.yaml",
+            data=data,
+            batch=batch,
+            optimization=Optimization(max_steps=steps),
+            run=Run(seed=0),
         )
         return open_stream(recipe, make_tokenizer(), Rank(rank, size))
 
@@ -62,27 +70,39 @@ def texts(batches: Iterator[streaming.StepBatch]) -> list[list[str]]:
         rows = []
         for micro_batch in batch.micro_batches:
             assert micro_batch.cu_seq_lens is not None
-            bounds = micro_batch.cu_seq_lens.tolist()[: len(micro_batch.example_ids) + 1]  # padding may come after
+            bounds = micro_batch.cu_seq_lens.tolist()[
+                : len(micro_batch.example_ids) + 1
+            ]  # padding may come after
             ids = micro_batch.input_ids[0].tolist()
             rows += [tokenizer.decode(ids[a:b]) for a, b in pairwise(bounds)]
         steps.append(rows)
     return steps
 
 
-def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(stream: Stream, tmp_path: Path) -> None:
+def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(
+    stream: Stream, tmp_path: Path
+) -> None:
     truth = texts(stream().batches())
     assert len(truth) == 40
     seen = Counter(text for step in truth for text in step)
-    assert len(seen) == 150 and {text[0] for text in seen} == {"a", "b"}  # all of both files, again and again
+    assert len(seen) == 150 and {text[0] for text in seen} == {
+        "a",
+        "b",
+    }  # all of both files, again and again
     assert sum(seen.values()) > 300
     for start in (0, 1, 11, 25, 39):
         assert texts(stream().batches(start)) == truth[start:]
-    shutil.rmtree(tmp_path / "cache")  # another machine: the notes are lost, the blocks are made again
+    shutil.rmtree(
+        tmp_path / "cache"
+    )  # another machine: the notes are lost, the blocks are made again
     assert texts(stream().batches(25)) == truth[25:]
     for start in (0, 17):
         # In step with each other, as the collectives of training keep them.
         together = zip(*(stream(rank, 3).batches(start) for rank in range(3)), strict=False)
-        steps = [sum((Counter(texts(iter([share]))[0]) for share in shares), Counter()) for shares in together]
+        steps = [
+            sum((Counter(texts(iter([share]))[0]) for share in shares), Counter())
+            for shares in together
+        ]
         assert steps == [Counter(step) for step in truth[start:]]
 
 
@@ -91,14 +111,22 @@ def test_a_damaged_note_is_not_used(stream: Stream, tmp_path: Path) -> None:
     note = next((tmp_path / "cache").rglob("block-000000.json"))
     written = note.read_bytes()
     steps = re.sub(rb'"steps": (\d+)', lambda found: b'"steps": %d' % (int(found[1]) + 1), written)
-    for damaged in (steps, written.replace(b"runs", b"zuns"), written[: len(written) // 2], b"", b"\xff"):
+    for damaged in (
+        steps,
+        written.replace(b"runs", b"zuns"),
+        written[: len(written) // 2],
+        b"",
+        b"\xff",
+    ):
         assert damaged != written
         note.write_bytes(damaged)
         assert texts(stream().batches(25)) == truth[25:]
         assert note.read_bytes() == written
 
 
-def test_only_notes_are_left_when_it_ends_or_is_closed_early(stream: Stream, tmp_path: Path) -> None:
+def test_only_notes_are_left_when_it_ends_or_is_closed_early(
+    stream: Stream, tmp_path: Path
+) -> None:
     whole, early = stream(), stream()
     assert len(list(whole.batches())) == 40
     batches = early.batches()
@@ -112,15 +140,21 @@ def test_a_rank_that_resumes_at_the_end_waits_for_nothing(stream: Stream) -> Non
     assert list(stream(1, 2).batches(40)) == []  # rank 0, which would write the block, is not here
 
 
-def test_the_rows_of_sources_are_in_the_proportion_of_their_weights(stream: Stream, tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 3)  # it gives 3 rows at a time, the other one 8 or 4
+def test_the_rows_of_sources_are_in_the_proportion_of_their_weights(
+    stream: Stream, tmp_path: Path
+) -> None:
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "b"}\n' * 3
+    )  # it gives 3 rows at a time, the other one 8 or 4
     given: Counter[str] = Counter()
     for source, batch, _ in islice(interleave_sources(stream().data.datasets), 1000):
         given[Path(source.path).stem] += len(batch.rows)
         assert abs(given["a"] - 2 * given["b"]) <= 16
 
 
-def test_a_bad_row_is_an_error_on_every_rank_when_it_is_reached(stream: Stream, tmp_path: Path) -> None:
+def test_a_bad_row_is_an_error_on_every_rank_when_it_is_reached(
+    stream: Stream, tmp_path: Path
+) -> None:
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("nope\n")
     with pytest.raises(UserError, match=r"a\.jsonl:101: not JSON"):
@@ -130,8 +164,13 @@ def test_a_bad_row_is_an_error_on_every_rank_when_it_is_reached(stream: Stream, 
         list(stream().batches())
 
 
-def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tmp_path: Path) -> None:
-    rows = [json.dumps({"text": f"row {i} " + "x" * (60 if i in (80, 90) else i % 9)}) for i in range(100)]
+def test_what_is_skipped_and_cut_is_reported_once_and_counted(
+    stream: Stream, tmp_path: Path
+) -> None:
+    rows = [
+        json.dumps({"text": f"row {i} " + "x" * (60 if i in (80, 90) else i % 9)})
+        for i in range(100)
+    ]
     rows[70] = "nope"
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     reports: list[Report] = []
@@ -143,13 +182,24 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tm
 
     batches = stream(on_bad_row="skip", overlength="truncate")
     assert len(list(batches.batches(on_report=keep))) == 40
-    assert len(news) > 3 and news[0] == []  # a block is 64 rows of both files: what is wrong comes after it
+    assert (
+        len(news) > 3 and news[0] == []
+    )  # a block is 64 rows of both files: what is wrong comes after it
     lines = [line for block in news for line in block]
     assert len(lines) == 3
-    assert any(re.search(r"^.*: \d\.\d% of the tokens are lost to max_length: ", line) for line in lines)
-    assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
-    assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
-    assert not batches.report.counts  # of what is known before anything is read; a second start counts from 0
+    assert any(
+        re.search(r"^.*: \d\.\d% of the tokens are lost to max_length: ", line) for line in lines
+    )
+    assert any(
+        line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)")
+        for line in lines
+    )
+    assert any(
+        line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines
+    )
+    assert (
+        not batches.report.counts
+    )  # of what is known before anything is read; a second start counts from 0
     kept = reports[-1].as_json()
     blocks = [batches.open_block(number)[2] for number in range(len(news))]
     assert kept["rows_read"] == sum(block.rows_read for block in blocks) > 300
@@ -162,10 +212,14 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tm
     # Ten times as many are reported again.
     grown = replace(blocks[-1], findings=(Finding("truncated", "warning", 500, 600, (), ""),))
     report = reports[-1]
-    assert isinstance(report, StreamReport) and report.add(grown)[0].startswith("warning: truncated: in ")
+    assert isinstance(report, StreamReport) and report.add(grown)[0].startswith(
+        "warning: truncated: in "
+    )
 
 
-def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     rows = [json.dumps({"text": f"row {i} " + "word " * (100 if i == 5 else 1)}) for i in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "nope"]))
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "word " * 100}))
@@ -180,7 +234,11 @@ def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(tiny_recipe: Callabl
         dataset_cache_dir=str(tmp_path / "cache"),
         accelerate_config="fsdp_full_shard",
     )
-    said = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(recipe)], timeout=240).check().outputs
+    said = (
+        launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(recipe)], timeout=240)
+        .check()
+        .outputs
+    )
     for line in (
         "held out: warning: truncated: in 1 of 1 row ",
         "stream  warning: skipped: in ",

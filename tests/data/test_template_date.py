@@ -42,7 +42,9 @@ def test_the_fixed_day_is_written_where_transformers_writes_todays() -> None:
     other = apply_template(make_renderer(tokenizer, True, "2024-07-26"), MESSAGES)
     assert other == expected.replace(today.strftime("%d %b %Y"), "26 Jul 2024") != expected
     with_tools = make_renderer(tokenizer, True, "2024-07-26")
-    assert "26 Jul 2024" in apply_template(with_tools, [*MESSAGES, {"role": "tool", "content": "1", "name": "f"}])
+    assert "26 Jul 2024" in apply_template(
+        with_tools, [*MESSAGES, {"role": "tool", "content": "1", "name": "f"}]
+    )
 
 
 def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks() -> None:
@@ -54,9 +56,13 @@ def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks()
     assert key(plain, None) == key(plain, "2026-01-31")
 
 
-def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_day_on_which_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fixed_on(day: str, recipe: Recipe, tokenizer: Any) -> str | None:
-        monkeypatch.setattr(lifecycle, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        monkeypatch.setattr(
+            lifecycle, "date", SimpleNamespace(today=lambda: date.fromisoformat(day))
+        )
         return fix_template_date(recipe, tmp_path, tokenizer, ALONE).data.chat_template_date
 
     dated = dated_tokenizer()
@@ -65,7 +71,9 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
     write_recipe(recipe_with("2026-01-31"), tmp_path / "recipe.yaml")
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-31"
-    (tmp_path / "recipe.yaml").write_text("model_name_or_path: a model\n")  # of a version that fixed no day
+    (tmp_path / "recipe.yaml").write_text(
+        "model_name_or_path: a model\n"
+    )  # of a version that fixed no day
     assert fixed_on("2026-02-01", recipe_with(), dated) is None
     (tmp_path / "recipe.yaml").write_text("- torn")
     with pytest.raises(UserError, match="set chat_template_date to the run's day"):

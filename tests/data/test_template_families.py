@@ -16,7 +16,14 @@ from finetune.config.schema import Data, DatasetSource, Model
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
-from finetune.data.tokenizer import ALIASES, TEMPLATES, end_of_answer_ids, load_tokenizer, make_renderer, read_template
+from finetune.data.tokenizer import (
+    ALIASES,
+    TEMPLATES,
+    end_of_answer_ids,
+    load_tokenizer,
+    make_renderer,
+    read_template,
+)
 from finetune.errors import UserError
 from tests.conftest import make_model, make_tokenizer
 from tests.data.test_chat import conversation
@@ -62,7 +69,10 @@ PUBLISHED = {
     "gemma": "<s><start_of_turn>user\nBe brief.\n\nHello<end_of_turn>\n<start_of_turn>model\n>>Hi there<end_of_turn><<\n<start_of_turn>user\nWho are you<end_of_turn>\n<start_of_turn>model\n>>A model<end_of_turn><<\n",
 }  # fmt: skip
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 SCHEMA = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}'
 CALL, WITH_ID = '{"name": "weather", "arguments": {"city": "Köln"}}', '{"name": "weather", "arguments": {"city": "Köln"}, "id": "a1b2c3d4e"}'  # fmt: skip
 INDENTED = '{\n    "type": "function",\n    "function": {\n        "name": "weather",\n        "parameters": {\n            "type": "object",\n            "properties": {}\n        }\n    }\n}'
@@ -91,7 +101,9 @@ def tokenizer_with(name: str) -> Any:
 def marked(document: Conversation, name: str) -> str:
     """The text of a document, >> and << around what is trained on."""
     rendered = render(document, make_renderer(tokenizer_with(name), True))
-    assert not {finding for finding in rendered.findings if "dropped" in finding or "end_of_turn" in finding}
+    assert not {
+        finding for finding in rendered.findings if "dropped" in finding or "end_of_turn" in finding
+    }
     text, pieces, at = rendered.text, [], 0
     for start, end in rendered.spans:
         pieces += [text[at:start], ">>", text[start:end], "<<"]
@@ -113,30 +125,56 @@ def test_a_family_is_written_and_masked_as_it_publishes_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_tool_calls_are_written_and_masked_as_the_family_publishes_them(name: str) -> None:
-    call = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    call = {
+        "type": "function",
+        "id": "a1b2c3d4e",
+        "function": {"name": "weather", "arguments": {"city": "Köln"}},
+    }
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "a1b2c3d4e"},
         {"role": "assistant", "content": "It rains."},
     ]
-    tools = [] if name == "deepseek-v3" else [TOOL]  # it does not describe them; `tools_dropped` reports that
+    tools = (
+        [] if name == "deepseek-v3" else [TOOL]
+    )  # it does not describe them; `tools_dropped` reports that
     assert marked(document({"messages": messages, "tools": tools}), name) == WITH_TOOLS[name]
 
 
 def test_smollm3_writes_calls_as_its_system_message_asks_for_them() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
-    messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     text = marked(document({"messages": messages, "tools": [TOOL]}), "smollm3")
-    assert "### Tools\n\nYou may call one or more functions to assist with the user query.\n" in text
-    assert text.endswith(f"<|im_start|>assistant\n>><tool_call>\n{CALL}\n</tool_call><|im_end|><<\n")
+    assert (
+        "### Tools\n\nYou may call one or more functions to assist with the user query.\n" in text
+    )
+    assert text.endswith(
+        f"<|im_start|>assistant\n>><tool_call>\n{CALL}\n</tool_call><|im_end|><<\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral-v1", "phi3", "phi4", "zephyr", "vicuna", "alpaca", "deepseek-v2", "command-r", "olmo2", "glm4"])  # fmt: skip
 def test_a_family_without_tools_refuses_them(name: str) -> None:
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
-    rows = document({"messages": [*messages, {"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]})
-    with pytest.raises(BadRow, match=r"this template (knows|writes) system, user and assistant turns"):
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+    ]
+    rows = document(
+        {
+            "messages": [
+                *messages,
+                {"role": "tool", "content": "x"},
+                {"role": "assistant", "content": "y"},
+            ]
+        }
+    )
+    with pytest.raises(
+        BadRow, match=r"this template (knows|writes) system, user and assistant turns"
+    ):
         render(rows, make_renderer(tokenizer_with(name), True))
 
 
@@ -169,16 +207,22 @@ def test_the_token_that_generation_stops_at_is_trained(template: str, content: s
     tokenizer = tokenizer_with("chatml")
     tokenizer.add_special_tokens({"additional_special_tokens": [*ENDS, "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|CHATBOT_TOKEN|>"]})  # fmt: skip
     tokenizer.chat_template, tokenizer.eos_token = template, "<|END_OF_TURN_TOKEN|>"
-    rendered = render(conversation("Hello", content, "Who are you", "A model"), make_renderer(tokenizer, True))
+    rendered = render(
+        conversation("Hello", content, "Who are you", "A model"), make_renderer(tokenizer, True)
+    )
     ended = [f"{words}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for words in (content, "A model")]
     assert [rendered.text[start:end] for start, end in rendered.spans] == ended
     assert "stop_not_trained" not in rendered.findings
     tokenizer.eos_token = "<|END_RESPONSE|>"
     rendered = render(conversation("Hello", content), make_renderer(tokenizer, True))
-    assert [rendered.text[start:end] for start, end in rendered.spans] == [f"{content}<|END_RESPONSE|>"]
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        f"{content}<|END_RESPONSE|>"
+    ]
 
 
-def test_a_turn_that_ends_with_a_token_at_which_generation_does_not_stop_is_a_finding(tmp_path: Path) -> None:
+def test_a_turn_that_ends_with_a_token_at_which_generation_does_not_stop_is_a_finding(
+    tmp_path: Path,
+) -> None:
     tokenizer = tokenizer_with("llama4")
     asked = conversation("Hello", "Hi there")
     assert "stop_not_trained" in render(asked, make_renderer(tokenizer, True)).findings
@@ -209,8 +253,14 @@ def test_white_space_inside_generation_markers_is_trained_as_by_transformers() -
         [{"role": m["role"], "content": m["content"]} for m in asked.messages],
         return_dict=True, return_assistant_tokens_mask=True,
     )  # fmt: skip
-    of_theirs = [i for i, is_trained in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if is_trained]
-    assert "".join(rendered.text[start:end] for start, end in rendered.spans) == tokenizer.decode(of_theirs)
+    of_theirs = [
+        i
+        for i, is_trained in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
+        if is_trained
+    ]
+    assert "".join(rendered.text[start:end] for start, end in rendered.spans) == tokenizer.decode(
+        of_theirs
+    )
 
 
 ADD = {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"}
@@ -260,7 +310,11 @@ def test_names_of_templates() -> None:
 
 def test_llama_3s_own_template_is_the_named_one(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
-    messages = list(conversation("Hello", "Hi there", "Who are you", "A model", system="Be brief.").messages)
+    messages = list(
+        conversation("Hello", "Hi there", "Who are you", "A model", system="Be brief.").messages
+    )
     own = tokenizer.apply_chat_template(messages, tokenize=False)
-    named = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=TEMPLATES["llama3"])
+    named = tokenizer.apply_chat_template(
+        messages, tokenize=False, chat_template=TEMPLATES["llama3"]
+    )
     assert named in own or own in named

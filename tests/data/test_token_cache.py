@@ -52,11 +52,15 @@ except UserError as error:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {i} " + "x" * (i % 7)}) + "\n" for i in range(1200)))
+    path.write_text(
+        "".join(json.dumps({"text": f"row {i} " + "x" * (i % 7)}) + "\n" for i in range(1200))
+    )
     return path
 
 
-def test_one_rank_writes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp_path: Path) -> None:
+def test_one_rank_writes_it_the_others_wait_and_all_read_the_same(
+    rows: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     cache = tmp_path / "cache"
@@ -82,14 +86,18 @@ def test_one_rank_writes_it_the_others_wait_and_all_read_the_same(rows: Path, tm
     killed.wait(30)
     left = list((tmp_path / "cache2").iterdir())
     assert [path.name.startswith("making-") for path in left] == [True]
-    again = launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "well"], ranks=2).check().outputs
+    again = (
+        launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "well"], ranks=2).check().outputs
+    )
     assert again[0].startswith("made 1200 ") and again[1].startswith("found 1200 ")
     (folder,) = (tmp_path / "cache2").iterdir()
     assert not folder.name.startswith("making-")  # swept
 
     # Every rank finds the damage; rank 0 writes the store again, and only then do the others read it.
     flip_bit(folder / "labels.bin")
-    again = launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "slow"], ranks=2).check().outputs
+    again = (
+        launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "slow"], ranks=2).check().outputs
+    )
     assert "labels.bin: damaged: it is not what was written" in again[0]
     assert again[0].splitlines()[-1].startswith("made 1200 ") and again[1].startswith("found 1200 ")
 
@@ -104,7 +112,9 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 8 * 4])
 
 
-def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_store_is_written_again(
+    rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source, data, tokenizer = (
         DatasetSource(path=str(rows)),
         Data(dataset_cache_dir=str(tmp_path / "c")),
@@ -135,7 +145,10 @@ def test_what_a_living_process_is_writing_stays(rows: Path, tmp_path: Path) -> N
     theirs = tmp_path / "cache" / f"making-{socket.gethostname()}-{os.getppid()}-abc"
     theirs.mkdir(parents=True)
     open_cached_store(
-        DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "cache")), make_tokenizer(), 0
+        DatasetSource(path=str(rows)),
+        Data(dataset_cache_dir=str(tmp_path / "cache")),
+        make_tokenizer(),
+        0,
     )
     assert theirs.exists()
 
@@ -150,7 +163,9 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
     templated = make_tokenizer()
     templated.chat_template = "{{ messages[0].content }}"
     stopping = make_tokenizer()
-    stopping.stop_tokens = ("<|user|>",)  # of eot_tokens: whether the end of a turn is one of them is a finding
+    stopping.stop_tokens = (
+        "<|user|>",
+    )  # of eot_tokens: whether the end of a turn is one of them is a finding
     source = DatasetSource(path=str(rows))
     keys = [
         key_of(source, Data(), tokenizer),
@@ -165,12 +180,18 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
     assert len(set(keys)) == len(keys)
     same = [
         key_of(DatasetSource(path=str(rows), weight=2.0), Data(), make_tokenizer()),
-        key_of(source, Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3), tokenizer),
+        key_of(
+            source,
+            Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3),
+            tokenizer,
+        ),
     ]
     assert set(same) == {keys[0]}
     before, stamp = hash_file(str(rows)), rows.stat()
     rows.write_text(rows.read_text().replace("row 7 ", "row 8 "))
-    os.utime(rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content differs
+    os.utime(
+        rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns)
+    )  # same size, same time: only the content differs
     assert hash_file(str(rows)) != before
     assert key_of(source, Data(), tokenizer) not in keys
 
@@ -179,7 +200,10 @@ def test_a_folder_that_cannot_be_written_is_an_error(rows: Path, tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"cannot write the tokens: .*; set dataset_cache_dir"):
         open_cached_store(
-            DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "file" / "x")), make_tokenizer(), 0
+            DatasetSource(path=str(rows)),
+            Data(dataset_cache_dir=str(tmp_path / "file" / "x")),
+            make_tokenizer(),
+            0,
         )
 
 
@@ -194,9 +218,16 @@ def test_what_the_system_does_not_let_us_read_is_an_error(tmp_path: Path) -> Non
         (too_long, r"c\.jsonl: cannot be read: File name too long"),
     ):
         with pytest.raises(UserError, match=problem):
-            open_cached_store(DatasetSource(path=str(path)), Data(dataset_cache_dir=str(tmp_path)), make_tokenizer(), 0)
+            open_cached_store(
+                DatasetSource(path=str(path)),
+                Data(dataset_cache_dir=str(tmp_path)),
+                make_tokenizer(),
+                0,
+            )
     (recipe := tmp_path / "recipe.yaml").write_text(f"datasets:\n  - path: {too_long}\n")
-    with pytest.raises(UserError, match=r"recipe\.yaml:2: path: c+\.jsonl: cannot be read: File name too long"):
+    with pytest.raises(
+        UserError, match=r"recipe\.yaml:2: path: c+\.jsonl: cannot be read: File name too long"
+    ):
         read_recipe(str(recipe))
 
 
@@ -210,4 +241,6 @@ def test_the_number_of_threads_does_not_change_a_token(rows: Path, tmp_path: Pat
         )
         for threads in (1, 3)
     ]
-    assert (stores[0].input_ids == stores[1].input_ids).all() and (stores[0].labels == stores[1].labels).all()
+    assert (stores[0].input_ids == stores[1].input_ids).all() and (
+        stores[0].labels == stores[1].labels
+    ).all()

@@ -19,9 +19,14 @@ def test_together_they_are_the_whole(parts: int, packing: bool, group_size: int)
     examples = examples_of(LENGTHS, group_size=group_size)
     ids = np.arange(len(LENGTHS))
     whole = collate(examples, ids, packing=packing, pad_token_id=0)
-    split = [collate(examples, ids, packing=packing, pad_token_id=0, part=rank, parts=parts) for rank in range(parts)]
+    split = [
+        collate(examples, ids, packing=packing, pad_token_id=0, part=rank, parts=parts)
+        for rank in range(parts)
+    ]
     tokens = split[0].labels.shape[1]
-    assert all(part.labels.shape == part.input_ids.shape == (len(whole.labels), tokens) for part in split)
+    assert all(
+        part.labels.shape == part.input_ids.shape == (len(whole.labels), tokens) for part in split
+    )
     assert tokens % ROUND_TOKENS == 0 or not packing
     for name in ("input_ids", "labels", "position_ids", "token_mask"):
         together = torch.cat([getattr(part, name) for part in split], dim=1)
@@ -29,9 +34,14 @@ def test_together_they_are_the_whole(parts: int, packing: bool, group_size: int)
         mask = whole.token_mask[:, :real]  # type: ignore[index]
         assert together[:, :real][mask].equal(getattr(whole, name)[:, :real][mask])
     for part in split:
-        assert (part.example_ids, part.document_lengths) == (whole.example_ids, whole.document_lengths)
+        assert (part.example_ids, part.document_lengths) == (
+            whole.example_ids,
+            whole.document_lengths,
+        )
         assert part.cu_seq_lens is None or int(part.cu_seq_lens[-1]) == tokens * parts
-    assert sorted(of_each_document(whole)) == sorted(pair for part in split for pair in of_each_document(part))
+    assert sorted(of_each_document(whole)) == sorted(
+        pair for part in split for pair in of_each_document(part)
+    )
 
 
 def of_each_document(micro_batch: MicroBatch) -> list[tuple[int, int]]:
@@ -49,7 +59,9 @@ def test_ranks_of_a_sequence_have_the_same_rows_and_fillers() -> None:
     config = BatchConfig(seed=0, packing=True, max_length=64, global_batch_size=3)
     examples = examples_of((60, 60, 60))
     batches = [
-        make_batches(examples, config, Rank(group, 2, sequence_rank=part, sequence_size=2), 1).step_batch(0)
+        make_batches(
+            examples, config, Rank(group, 2, sequence_rank=part, sequence_size=2), 1
+        ).step_batch(0)
         for group in range(2)
         for part in range(2)
     ]

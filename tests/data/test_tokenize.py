@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.config.schema import DatasetSource
@@ -23,7 +33,10 @@ from finetune.data.tokenizer import PLAIN, make_encoder, make_renderer
 from finetune.errors import exit_code
 from tests.conftest import make_tokenizer
 
-CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
+CORPUS = [
+    "What is two plus two? It is four.\n\n",
+    "It is what it is, said the wise, and four is four.\n",
+] * 20
 
 
 def byte_level() -> Tokenizer:
@@ -33,31 +46,46 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return tokenizer
 
 
 def sentencepiece_like() -> Tokenizer:
     """BPE over characters with byte fallback and a space put before the text, as in Llama 2 and Mistral."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
 TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
 ENCODERS = {
-    name: make_encoder(PreTrainedTokenizerFast(tokenizer_object=backend)) for name, backend in TOKENIZERS.items()
+    name: make_encoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for name, backend in TOKENIZERS.items()
 }
 
 
@@ -67,11 +95,17 @@ def test_rows_that_are_tokens_already_keep_their_ids_and_labels() -> None:
     ids = tokenizer("What is two plus two? It is four.").input_ids
     labels = [IGNORE_INDEX] * 9 + ids[9:]
     rows = [
-        {"input_ids": [0, *ids], "labels": [IGNORE_INDEX, *labels], "attention_mask": [0, *[1] * len(ids)]},
+        {
+            "input_ids": [0, *ids],
+            "labels": [IGNORE_INDEX, *labels],
+            "attention_mask": [0, *[1] * len(ids)],
+        },
         {"input_ids": ids},
     ]
     renderer = make_renderer(tokenizer, True)
-    rendered = [render(parse_row(row, DatasetSource(path="rows")).document, renderer) for row in rows]
+    rendered = [
+        render(parse_row(row, DatasetSource(path="rows")).document, renderer) for row in rows
+    ]
     tokens = tokenize(rendered, [(0, 1), (0, 2)], ENCODERS["byte level"])
     assert tokens.input_ids.tolist() == ids + ids and tokens.lengths.tolist() == [len(ids)] * 2
     assert tokens.labels.tolist() == [*labels[1:], IGNORE_INDEX, *ids[1:], IGNORE_INDEX]
@@ -80,7 +114,11 @@ def test_rows_that_are_tokens_already_keep_their_ids_and_labels() -> None:
 
 
 # No private-use or control characters: SentencePiece-like tokenizers have no bytes for half of them in this tiny vocabulary.
-PIECES = st.lists(st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_size=1, max_size=12), min_size=1, max_size=5)
+PIECES = st.lists(
+    st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_size=1, max_size=12),
+    min_size=1,
+    max_size=5,
+)
 
 
 @given(st.lists(st.tuples(PIECES, st.integers(0, 1), st.booleans()), min_size=1, max_size=5))
@@ -94,7 +132,10 @@ def test_labels_decode_to_the_trained_spans(documents: list[tuple[list[str], int
     tokens = tokenize(rendered, [(0, i) for i in range(len(rendered))], ENCODERS["byte level"])
     ends = np.cumsum(tokens.lengths)
     for i, (document, end, length) in enumerate(zip(rendered, ends, tokens.lengths, strict=True)):
-        ids, labels = tokens.input_ids[end - length : end].tolist(), tokens.labels[end - length : end].tolist()
+        ids, labels = (
+            tokens.input_ids[end - length : end].tolist(),
+            tokens.labels[end - length : end].tolist(),
+        )
         assert backend.decode(ids) == document.text
         assert all(
             label in (IGNORE_INDEX, following)
@@ -102,7 +143,9 @@ def test_labels_decode_to_the_trained_spans(documents: list[tuple[list[str], int
         )
         assert tokens.trained[i] == sum(label != IGNORE_INDEX for label in labels)
         targets = [
-            ids[0] if document.spans and document.spans[0][0] == 0 and not document.is_plain else None,
+            ids[0]
+            if document.spans and document.spans[0][0] == 0 and not document.is_plain
+            else None,
             *labels[:-1],
         ]
         spoken = backend.decode([token for token in targets if token not in (None, IGNORE_INDEX)])
@@ -121,12 +164,16 @@ def test_the_prompt_is_encoded_as_at_inference(name: str) -> None:
         ("", "four"),
     ]:
         tokens = tokenize(
-            [RenderedText(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
+            [RenderedText(prompt + answer, ((len(prompt), len(prompt + answer)),), True)],
+            [(0, 1)],
+            ENCODERS[name],
         )
         asked = backend.encode(prompt).ids
         first = int(np.flatnonzero(tokens.labels != IGNORE_INDEX)[0]) + 1
         assert tokens.input_ids[:first].tolist() == asked, prompt
-        assert backend.decode(tokens.input_ids.tolist()).replace(" ", "") == (prompt + answer).replace(" ", "")
+        assert backend.decode(tokens.input_ids.tolist()).replace(" ", "") == (
+            prompt + answer
+        ).replace(" ", "")
 
 
 TEMPLATES = {
@@ -140,28 +187,52 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("strips", [False, True], ids=["", "the end token takes the space behind it"])
+@pytest.mark.parametrize(
+    "strips", [False, True], ids=["", "the end token takes the space behind it"]
+)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(template: str, strips: bool) -> None:
+def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(
+    template: str, strips: bool
+) -> None:
     backend = sentencepiece_like()
     backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False, rstrip=strips)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[template]
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATES[template],
     )
-    words = ["What is two?", "It is four.", "is it?", "It is what it is.", "four\n\nis four", "four"]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
+    words = [
+        "What is two?",
+        "It is four.",
+        "is it?",
+        "It is what it is.",
+        "four\n\nis four",
+        "four",
+    ]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)
+    ]
     rendered = render(
-        parse_row({"messages": messages}, DatasetSource(path="chat.jsonl")).document, make_renderer(tokenizer, True)
+        parse_row({"messages": messages}, DatasetSource(path="chat.jsonl")).document,
+        make_renderer(tokenizer, True),
     )
     tokens = tokenize([rendered], [(0, 1)], make_encoder(tokenizer))
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
-    starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX))
-    spans = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
+    starts = np.flatnonzero(
+        np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX)
+    )
+    spans = [
+        [int(label) for label in part if label != IGNORE_INDEX]
+        for part in np.split(tokens.labels, starts)
+    ]
     assert [backend.decode(part).strip() for part in spans if part] == words[1::2]
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "llama3"])
-def test_a_long_text_is_encoded_in_parts_as_in_one(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_long_text_is_encoded_in_parts_as_in_one(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     if name == "llama3":
         folder = request.getfixturevalue("shared") / "tokenizers" / "llama3"
         encoder = make_encoder(AutoTokenizer.from_pretrained(folder))
@@ -182,7 +253,11 @@ def test_a_long_text_is_encoded_in_parts_as_in_one(name: str, request: pytest.Fi
     newline = "\n" if encoder.newline_ids else ""
     halves = text[: len(text) // 2], newline + text[len(text) // 2 :]
     first, second = (encoder.backend.encode(half, add_special_tokens=False).ids for half in halves)
-    assert parts.input_ids.tolist() == [*encoder.bos_ids, *first, *second[len(encoder.newline_ids) :]]
+    assert parts.input_ids.tolist() == [
+        *encoder.bos_ids,
+        *first,
+        *second[len(encoder.newline_ids) :],
+    ]
     assert max(sizes) < 600_000 < len(text), "only the long word stays whole"
 
 
@@ -194,7 +269,10 @@ def test_a_tokenizer_whose_pattern_panics_ends_in_a_sentence(
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     assert exit_code(lambda: tokenizer.encode("x" * 60)) == 2
     said = capfd.readouterr().err
-    assert said.splitlines()[-1].startswith("a library's own code failed: ") and "stack backtrace" not in said
+    assert (
+        said.splitlines()[-1].startswith("a library's own code failed: ")
+        and "stack backtrace" not in said
+    )
 
 
 def test_documents_without_a_token_are_handled() -> None:
@@ -209,17 +287,24 @@ def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) ->
     renderer = make_renderer(tokenizer, assistant_only=True)
     documents = [parse_row(row, DatasetSource(path="alpaca.json")).document for row in rows]
     tokens = tokenize(
-        [render(document, renderer) for document in documents], [(0, 0)] * len(rows), make_encoder(tokenizer)
+        [render(document, renderer) for document in documents],
+        [(0, 0)] * len(rows),
+        make_encoder(tokenizer),
     )
     ours = np.split(tokens.input_ids, np.cumsum(tokens.lengths)[:-1])
     for document, ids in zip(documents, ours, strict=True):
         assert isinstance(document, Conversation)
-        assert ids.tolist() == tokenizer.apply_chat_template(list(document.messages), return_dict=False)
+        assert ids.tolist() == tokenizer.apply_chat_template(
+            list(document.messages), return_dict=False
+        )
 
 
 def test_half_a_surrogate_pair_in_another_column_of_a_prompt_is_a_bad_row() -> None:
     renderer = make_renderer(make_tokenizer(), assistant_only=True)
-    good, bad = (parse_prompt({"prompt": "Q", "note": note}, DatasetSource(path="a.jsonl")) for note in ("é", "\ud800"))
+    good, bad = (
+        parse_prompt({"prompt": "Q", "note": note}, DatasetSource(path="a.jsonl"))
+        for note in ("é", "\ud800")
+    )
     assert len(render_group(good.groups[0], renderer)[0]) == 1
     with pytest.raises(BadRow, match="not valid Unicode"):
         render_group(bad.groups[0], renderer)

@@ -22,7 +22,11 @@ from tests.data.test_chat import conversation, tokenizer_with
 from tests.ranks import ROOT, run_python
 
 SOURCE = DatasetSource(path="calls.jsonl")
-SCHEMA = {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": {}}}
+SCHEMA = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOL = {"type": "function", "function": SCHEMA}
 ARGUMENTS = {"city": "Köln", "days": 2}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -48,7 +52,10 @@ def document(row: dict[str, Any]) -> Conversation:
         {  # ShareGPT, calls, arguments and schemas as JSON text
             "conversations": [
                 turn("human", "Weather?"),
-                turn("function_call", json.dumps({"name": "weather", "arguments": json.dumps(ARGUMENTS)})),
+                turn(
+                    "function_call",
+                    json.dumps({"name": "weather", "arguments": json.dumps(ARGUMENTS)}),
+                ),
                 turn("observation", "rain"),
                 turn("gpt", "It rains."),
             ],
@@ -70,7 +77,10 @@ def document(row: dict[str, Any]) -> Conversation:
                     "role": "assistant",
                     "content": None,
                     "tool_calls": [
-                        {"type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+                        {
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)},
+                        }
                     ],
                 },
                 *ANSWERED,
@@ -107,7 +117,9 @@ def test_empty_tools_are_no_tools(nothing: Any) -> None:
 
 def test_tools_without_names_are_no_schemas() -> None:
     row = {"messages": [ASKED, ANSWERED[1]], "tools": {"weather": {"parameters": {}}}}
-    with pytest.raises(BadRow, match="tools: a list of JSON schemas, each with its name, is expected"):
+    with pytest.raises(
+        BadRow, match="tools: a list of JSON schemas, each with its name, is expected"
+    ):
         document(row)
 
 
@@ -116,16 +128,22 @@ def test_calls_that_nothing_describes_are_a_finding() -> None:
     turns = [ASKED, CALLED, *ANSWERED]
     for tools, found in (("", True), ([TOOL], False)):
         assert (
-            "calls_without_tools" in render(document({"messages": turns, "tools": tools}), chatml).findings
+            "calls_without_tools"
+            in render(document({"messages": turns, "tools": tools}), chatml).findings
         ) == found
     system = {"role": "system", "content": "You may call weather(city, days)."}
-    assert "calls_without_tools" not in render(document({"messages": [system, *turns]}), chatml).findings
+    assert (
+        "calls_without_tools"
+        not in render(document({"messages": [system, *turns]}), chatml).findings
+    )
 
 
 def test_text_and_the_calls_that_follow_it_are_one_message() -> None:
     call = json.dumps({"name": "weather", "arguments": {"city": "Köln"}})
     turns = [turn("human", "Weather?"), turn("gpt", "Let me see."), turn("function_call", call), turn("function_call", call)]  # fmt: skip
-    read = document({"conversations": [*turns, turn("observation", "rain"), turn("gpt", "It rains.")]})
+    read = document(
+        {"conversations": [*turns, turn("observation", "rain"), turn("gpt", "It rains.")]}
+    )
     assert [(m["role"], m["content"], len(m.get("tool_calls", ()))) for m in read.messages] == [
         ("user", "Weather?", 0),
         ("assistant", "Let me see.", 2),
@@ -138,14 +156,20 @@ def test_text_and_the_calls_that_follow_it_are_one_message() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("weather(Köln)", "message 2: a tool call {name, arguments} is expected, found 'weather(Köln)' (str)"),
+        (
+            "weather(Köln)",
+            "message 2: a tool call {name, arguments} is expected, found 'weather(Köln)' (str)",
+        ),
         ("", "message 2: function_call: JSON of {name, arguments} is expected, found nothing"),
         ('{"arguments": {}}', "message 2: a tool call {name, arguments} is expected"),
         (
             '{"name": "weather", "arguments": "Köln"}',
             "message 2: tool call weather: arguments: a JSON object is expected, found 'Köln' (str)",
         ),
-        ('{"name": "weather", "arguments": [1]}', "message 2: tool call weather: arguments: a JSON object is expected"),
+        (
+            '{"name": "weather", "arguments": [1]}',
+            "message 2: tool call weather: arguments: a JSON object is expected",
+        ),
         ("[" * 100_000, "message 2: a tool call {name, arguments} is expected"),
     ],
 )
@@ -156,10 +180,17 @@ def test_an_unreadable_call_is_rejected_with_the_reason(value: str, words: str) 
 
 
 # What each family documents: (how it describes the tools, a call and its end, what a tool answered).
-JSON_TOOL, JSON_CALL = json.dumps(TOOL), '{"name": "weather", "arguments": {"city": "Köln", "days": 2}}'
+JSON_TOOL, JSON_CALL = (
+    json.dumps(TOOL),
+    '{"name": "weather", "arguments": {"city": "Köln", "days": 2}}',
+)
 IN_TAGS = f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>"
 DOCUMENTED = {
-    "chatml": (f"<tools>\n{JSON_TOOL}\n</tools>", IN_TAGS, "<|im_start|>user\n<tool_response>\nrain\n</tool_response>"),
+    "chatml": (
+        f"<tools>\n{JSON_TOOL}\n</tools>",
+        IN_TAGS,
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>",
+    ),
     "qwen": (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n# Tools\n\nYou may"
         " call one or more functions to assist with the user query.\n\nYou are provided with function signatures within"
@@ -205,12 +236,18 @@ def test_a_named_template_writes_tools_as_its_family_documents_them(name: str) -
 
 def test_mistral_writes_the_datas_ids_and_puts_tools_before_the_last_question() -> None:
     called = {**CALLED, "tool_calls": [{**CALL, "id": "a1b2c3d4e"}]}
-    answered = [{**ANSWERED[0], "content": '{"sky": "rain"}', "tool_call_id": "a1b2c3d4e"}, ANSWERED[1]]
+    answered = [
+        {**ANSWERED[0], "content": '{"sky": "rain"}', "tool_call_id": "a1b2c3d4e"},
+        ANSWERED[1],
+    ]
     read = document({"messages": [ASKED, called, *answered, {"role": "user", "content": "And now?"}, called, *answered], "tools": [TOOL]})  # fmt: skip
     rendered = render(read, make_renderer(tokenizer_with(TEMPLATES["mistral"]), True))
     assert rendered.text.count("[AVAILABLE_TOOLS]") == 1
     assert "[/AVAILABLE_TOOLS][INST] And now?[/INST]" in rendered.text
-    assert '[TOOL_RESULTS] {"content": {"sky": "rain"}, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]' in rendered.text
+    assert (
+        '[TOOL_RESULTS] {"content": {"sky": "rain"}, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]'
+        in rendered.text
+    )
     said = [rendered.text[start:end] for start, end in rendered.spans]
     with_id = JSON_CALL.removesuffix("}") + ', "id": "a1b2c3d4e"}'
     assert said == [f"[TOOL_CALLS] [{with_id}]<|end|>", " It rains.<|end|>"] * 2
@@ -219,22 +256,34 @@ def test_mistral_writes_the_datas_ids_and_puts_tools_before_the_last_question() 
 @pytest.mark.parametrize("name", ["plain", "llama3", "gemma"])
 def test_tools_that_a_template_drops_are_reported(name: str) -> None:
     renderer = make_renderer(tokenizer_with(TEMPLATES[name]), True)
-    both = render(document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), renderer).findings
+    both = render(
+        document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), renderer
+    ).findings
     assert {"tool_calls_dropped", "tools_dropped"} <= set(both)
-    given = render(document({"messages": [ASKED, {**CALLED, "train": False}, *ANSWERED]}), renderer).findings
+    given = render(
+        document({"messages": [ASKED, {**CALLED, "train": False}, *ANSWERED]}), renderer
+    ).findings
     assert "tools_dropped" in given and "tool_calls_dropped" not in given
-    schemas = render(document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), renderer).findings
+    schemas = render(
+        document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), renderer
+    ).findings
     assert "tools_dropped" in schemas
 
 
-def test_llama_3_drops_calls_and_the_named_template_writes_them_with_its_tokens(shared: Path) -> None:
+def test_llama_3_drops_calls_and_the_named_template_writes_them_with_its_tokens(
+    shared: Path,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
     read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
-    assert {"tool_calls_dropped", "tools_dropped"} <= set(render(read, make_renderer(tokenizer, True)).findings)
+    assert {"tool_calls_dropped", "tools_dropped"} <= set(
+        render(read, make_renderer(tokenizer, True)).findings
+    )
     tokenizer.chat_template = TEMPLATES["llama3.1"]
     rendered = render(read, make_renderer(tokenizer, True))
     assert rendered.findings == ()
-    assert rendered.text == tokenizer.apply_chat_template([ASKED, CALLED, *ANSWERED], tools=[TOOL], tokenize=False)
+    assert rendered.text == tokenizer.apply_chat_template(
+        [ASKED, CALLED, *ANSWERED], tools=[TOOL], tokenize=False
+    )
     assert [rendered.text[start:end] for start, end in rendered.spans] == [
         '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}<|eot_id|>',
         "It rains.<|eot_id|>",
@@ -242,15 +291,24 @@ def test_llama_3_drops_calls_and_the_named_template_writes_them_with_its_tokens(
 
 
 def test_dropped_text_beside_a_call_dropped_reasoning_and_empty_answers_are_reported() -> None:
-    silent = TEMPLATES["chatml"].replace("+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call")
-    beside = document({"messages": [ASKED, {**CALLED, "content": "Let me see."}, *ANSWERED], "tools": [TOOL]})
-    assert "assistant_dropped" in render(beside, make_renderer(tokenizer_with(silent), True)).findings
+    silent = TEMPLATES["chatml"].replace(
+        "+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call"
+    )
+    beside = document(
+        {"messages": [ASKED, {**CALLED, "content": "Let me see."}, *ANSWERED], "tools": [TOOL]}
+    )
+    assert (
+        "assistant_dropped" in render(beside, make_renderer(tokenizer_with(silent), True)).findings
+    )
     chatml = make_renderer(tokenizer_with(TEMPLATES["chatml"]), True)
     assert "assistant_dropped" not in render(beside, chatml).findings
     reasoned = document({"messages": [ASKED, {**ANSWERED[1], "reasoning_content": "Clouds."}]})
     assert "reasoning_dropped" in render(reasoned, chatml).findings
     shown = TEMPLATES["chatml"].replace("message['content'] + '<|im_end|>", "message['reasoning_content'] | default('') + message['content'] + '<|im_end|>")  # fmt: skip
-    assert "reasoning_dropped" not in render(reasoned, make_renderer(tokenizer_with(shown), True)).findings
+    assert (
+        "reasoning_dropped"
+        not in render(reasoned, make_renderer(tokenizer_with(shown), True)).findings
+    )
     assert "empty_answer" in render(conversation("Q", " "), chatml).findings
     assert "empty_answer" not in render(conversation("Q", "A"), chatml).findings
 
@@ -261,7 +319,9 @@ def sharegpt_rows(count: int) -> list[dict[str, Any]]:
     for i in range(count):
         asked = [turn("human", f"Weather in city {i}?")]
         if i % 4 == 3:
-            rows.append({"conversations": [*asked, turn("gpt", f"I cannot know {i}.")], "tools": "[]"})
+            rows.append(
+                {"conversations": [*asked, turn("gpt", f"I cannot know {i}.")], "tools": "[]"}
+            )
             continue
         call = {"name": "weather", "arguments": {"city": f"city {i}", "days": i}}
         turns = [
@@ -270,7 +330,9 @@ def sharegpt_rows(count: int) -> list[dict[str, Any]]:
             turn("observation", json.dumps({"sky": "rain"})),
             turn("gpt", f"It rains in city {i}."),
         ]
-        rows.append({"conversations": turns, "tools": json.dumps([SCHEMA]), "system": "Be brief.", "id": i})
+        rows.append(
+            {"conversations": turns, "tools": json.dumps([SCHEMA]), "system": "Be brief.", "id": i}
+        )
     return rows
 
 
@@ -283,7 +345,11 @@ def openai_form(i: int) -> tuple[list[dict[str, Any]], list[Any] | None]:
     return [
         {"role": "system", "content": "Be brief."},
         asked,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        },
         {"role": "tool", "content": '{"sky": "rain"}'},
         {"role": "assistant", "content": f"It rains in city {i}."},
     ], [TOOL]
@@ -342,9 +408,17 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained_on(
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         assert "".join(token["text"] for token in row["tokens"]) == text
         masked = "".join(token["text"] if token["trained"] else "\0" for token in row["tokens"])
-        assert [part for part in masked.split("\0") if part] == answers_by_prefix(tokenizer, messages, tools)
+        assert [part for part in masked.split("\0") if part] == answers_by_prefix(
+            tokenizer, messages, tools
+        )
 
-    extra = ["max_steps=2", "logging_steps=1", "export_at_end=false", "output_dir=run", "chat_template=chatml"]
+    extra = [
+        "max_steps=2",
+        "logging_steps=1",
+        "export_at_end=false",
+        "output_dir=run",
+        "chat_template=chatml",
+    ]
     finished = run_python(
         [str(ROOT / "finetune/run.py"), "--config", "single", "--recipe", "recipe.yaml", *extra],
         timeout=300,
@@ -368,7 +442,12 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
             "messages": [
                 system,
                 ASKED,
-                {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": calls},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "reasoning_content": "Both.",
+                    "tool_calls": calls,
+                },
                 {"role": "tool", "content": '{"rain": true, "mm": [1, "ø"]}'},
                 {"role": "tool", "content": "[]"},
                 {"role": "assistant", "content": "Rain.", "reasoning_content": "So."},
@@ -386,7 +465,11 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
         {"role": "assistant", "channel": "final", "content": "Rain."},
     ]
     read = document({"messages": channels})
-    assert (read.messages, read.tools, read.trained) == (wanted.messages, wanted.tools, wanted.trained)
+    assert (read.messages, read.tools, read.trained) == (
+        wanted.messages,
+        wanted.tools,
+        wanted.trained,
+    )
     called = {
         "role": "assistant",
         "channel": "commentary",
@@ -394,13 +477,20 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
         "content": '{"city": "Oslo"}',
     }
     (message,) = document({"messages": [ASKED, called]}).messages[1:]
-    assert message == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": calls[0]}]}
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": calls[0]}],
+    }
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> None:
     def schema(name: str, **properties: Any) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        return {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": properties}},
+        }
 
     def call(name: str, **arguments: Any) -> dict[str, Any]:
         return {

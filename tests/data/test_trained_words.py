@@ -40,8 +40,23 @@ SOURCE = DatasetSource(path="rows.jsonl")
 # What stands around and between the words: markers of these templates, and what they look for in a content.
 LOOKALIKES = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    *("<|channel>thought\n", "<channel|>", "<turn|>\n", "<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>user\n"),
-    *("<|end|>", "<|eot_id|>", "[/INST]", "[TOOL_CALLS]", "<|start|>assistant", "<|return|>", "<|assistant|>"),
+    *(
+        "<|channel>thought\n",
+        "<channel|>",
+        "<turn|>\n",
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "<|im_start|>user\n",
+    ),
+    *(
+        "<|end|>",
+        "<|eot_id|>",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "<|start|>assistant",
+        "<|return|>",
+        "<|assistant|>",
+    ),
     *(
         "<start_of_turn>model\n",
         "assistant",
@@ -58,9 +73,16 @@ LOOKALIKES = (
 )
 THOUGHT = re.compile("</think>|<channel[|]>")
 WORD = re.compile(r"z\d{4}y")
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": []}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "Its name."}},
+    "required": [],
+}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": PARAMETERS}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"The {name}.", "parameters": PARAMETERS},
+    }
     for name in ("weather", "traffic")
 ]
 VARIABLES: Sequence[dict[str, Any]] = (
@@ -77,7 +99,9 @@ class Writer:
 
     generator: np.random.Generator
     words: int = 0
-    copies: dict[str, str] = field(default_factory=dict)  # a word of a copy -> the word that stands there
+    copies: dict[str, str] = field(
+        default_factory=dict
+    )  # a word of a copy -> the word that stands there
     contents: list[str] = field(default_factory=list)
     reasons: float = 0  # the share of answers that have reasoning
     speaks: float = 0  # the share of calls that have words beside them
@@ -100,13 +124,17 @@ class Writer:
             originals = [self.copies.get(word, word) for word in WORD.findall(copied)]
             self.copies |= dict(zip(WORD.findall(content), originals, strict=True))
             return content
-        before, between, after = (self.pick(LOOKALIKES) if self.chance(share) else "" for share in (0.15, 0.3, 0.15))
+        before, between, after = (
+            self.pick(LOOKALIKES) if self.chance(share) else "" for share in (0.15, 0.3, 0.15)
+        )
         self.contents.append(f"{before}{self.make_word()}{between or ' '}{self.make_word()}{after}")
         return self.contents[-1]
 
     def call(self, number: int) -> Message:
         values = (self.say(), 7, True, [self.say(), 1.5], {"in": self.say()})
-        arguments = {name: self.pick(values) for name in ("city", "day")[: int(self.generator.integers(3))]}
+        arguments = {
+            name: self.pick(values) for name in ("city", "day")[: int(self.generator.integers(3))]
+        }
         function = {"name": self.pick(("weather", "traffic")), "arguments": arguments}
         return {"id": f"a1b2c3d{number:02}", "type": "function", "function": function}
 
@@ -124,8 +152,15 @@ class Writer:
             made = [self.call(number) for number in range(1 + self.chance(self.parallel))]
             yield self.answer(self.say() if self.chance(self.speaks) else "", tool_calls=made)
             for call in made:
-                content = self.say() if self.chance(0.8) else self.pick(("42", "", '{"rain": true}'))
-                yield {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": content}
+                content = (
+                    self.say() if self.chance(0.8) else self.pick(("42", "", '{"rain": true}'))
+                )
+                yield {
+                    "role": "tool",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call["id"],
+                    "content": content,
+                }
         if not calls or self.chance(0.9):
             yield self.answer(self.say())
 
@@ -137,7 +172,9 @@ class Writer:
         self.parallel = self.pick((0, 0.5))
         has_calls = self.chance(0.6)
         rounds = (0, 1, 2) if has_calls else (0,)
-        messages: list[Message] = [{"role": "system", "content": self.say()}] if self.chance(0.4) else []
+        messages: list[Message] = (
+            [{"role": "system", "content": self.say()}] if self.chance(0.4) else []
+        )
         if self.chance(0.04):
             messages += self.respond(0)
         for _ in range(self.pick((1, 1, 2, 3))):
@@ -157,13 +194,24 @@ class Oracle:
     """What transformers' `apply_chat_template` writes for the beginnings of a conversation."""
 
     def __init__(
-        self, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, **variables: Any
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        **variables: Any,
     ) -> None:
-        plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        plain = [
+            {key: value for key, value in message.items() if key != "train"} for message in messages
+        ]
 
         @cache
         def write(end: int, asks: bool = False) -> str:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": asks, **variables}
+            options = {
+                "tools": tools,
+                "tokenize": False,
+                "add_generation_prompt": asks,
+                **variables,
+            }
             return str(tokenizer.apply_chat_template(plain[:end], **options))
 
         self.write = write
@@ -191,7 +239,11 @@ class Oracle:
 
 
 def list_words(message: Message) -> list[str]:
-    said = {key: value for key, value in message.items() if key in ("content", "reasoning_content", "tool_calls")}
+    said = {
+        key: value
+        for key, value in message.items()
+        if key in ("content", "reasoning_content", "tool_calls")
+    }
     return WORD.findall(json.dumps(said))
 
 
@@ -205,7 +257,9 @@ def decode_trained(texts: Sequence[RenderedText], tokenizer: Any, encoder: Encod
         assert tokenizer.decode(ids) == text.text
         trained = np.concatenate(([False], labels[:-1] != IGNORE_INDEX, [False]))
         borders = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-        stretches += [tokenizer.decode(ids[first:last]) for first, last in borders.reshape(-1, 2).tolist()]
+        stretches += [
+            tokenizer.decode(ids[first:last]) for first, last in borders.reshape(-1, 2).tolist()
+        ]
         start += length
     return stretches
 
@@ -223,7 +277,9 @@ def open_template(template: str) -> Checked:
     tokenizer = use_template(make_tokenizer(), template)
     tokenizer.add_tokens(["<think>", "</think>"])
     modes: Sequence[Turns] = ("auto", "split", "whole", "last")
-    renderers: dict[str, Renderer] = {turns: make_renderer(tokenizer, True, turns=turns) for turns in modes}
+    renderers: dict[str, Renderer] = {
+        turns: make_renderer(tokenizer, True, turns=turns) for turns in modes
+    }
     renderers["silent"] = make_renderer(tokenizer, True, train_on_reasoning=False)
     return Checked(tokenizer, make_encoder(tokenizer), renderers)
 
@@ -256,13 +312,17 @@ def check_row(checked: Checked, writer: Writer) -> bool:
             "system",
             "assistant",
         ]  # Gemma's writes it there
-        assert ours.rejects(trained, len(messages)) or (into_answer and "message 1 (system)" in str(refused)), refused
+        assert ours.rejects(trained, len(messages)) or (
+            into_answer and "message 1 (system)" in str(refused)
+        ), refused
         return False
     expected: Counter[str] = Counter()
     for i in trained:
         written = apart.write(len(unique) if turns == "whole" else i + 1)
         spoken = unique[i] if turns != "silent" else unique[i] | {"reasoning_content": ""}
-        expected.update(writer.copies.get(word, word) for word in list_words(spoken) if word in written)
+        expected.update(
+            writer.copies.get(word, word) for word in list_words(spoken) if word in written
+        )
     said = decode_trained(texts, checked.tokenizer, checked.encoder)
     assert Counter(WORD.findall("|".join(said))) == expected
     ends = [len(messages)] if turns == "whole" else [i + 1 for i in trained] + [len(messages)]
@@ -282,13 +342,23 @@ def check_pair(checked: Checked, writer: Writer) -> bool:
         return False
     first = int(writer.pick(answers))
     tools = TOOLS if has_tools else None
-    asked = [message | {"train": False} if message["role"] == "assistant" else message for message in messages[:first]]
+    asked = [
+        message | {"train": False} if message["role"] == "assistant" else message
+        for message in messages[:first]
+    ]
     rejected = list(writer.respond(int(has_tools and writer.chance(0.5))))
     for message in (*messages[first:], *rejected):
         message.pop("train", None)
-    row: dict[str, Any] = {"prompt": asked, "chosen": messages[first:], "rejected": rejected, "tools": tools}
+    row: dict[str, Any] = {
+        "prompt": asked,
+        "chosen": messages[first:],
+        "rejected": rejected,
+        "tools": tools,
+    }
     sides = [[*asked, *row["chosen"]], [*asked, *rejected]]
-    trained = [[i for i, m in enumerate(side) if i >= first and m["role"] == "assistant"] for side in sides]
+    trained = [
+        [i for i, m in enumerate(side) if i >= first and m["role"] == "assistant"] for side in sides
+    ]
     oracles = [Oracle(checked.tokenizer, side, tools) for side in sides]
     try:
         (group,) = parse_pair(row, SOURCE).groups
@@ -300,7 +370,9 @@ def check_pair(checked: Checked, writer: Writer) -> bool:
     if {"sides_equal", "side_empty"} & {*findings}:
         return False
     for side, turns, oracle, text in zip(sides, trained, oracles, texts, strict=True):
-        written = oracle.write(len(side)) + text.text  # which may have the reasoning before a call that the other drops
+        written = (
+            oracle.write(len(side)) + text.text
+        )  # which may have the reasoning before a call that the other drops
         expected = [word for i in turns for word in list_words(side[i]) if word in written]
         said = decode_trained([text], checked.tokenizer, checked.encoder)
         assert Counter(WORD.findall("|".join(said))) == Counter(expected)
@@ -365,7 +437,10 @@ OPENS = (
 )
 ASKED = {"role": "user", "content": "FIRST QUESTION"}
 THOUGHT_OF = {"role": "assistant", "reasoning_content": "THOUGHT", "content": "FIRST ANSWER"}
-AGAIN = [{"role": "user", "content": "SECOND QUESTION"}, {"role": "assistant", "content": "SECOND ANSWER"}]
+AGAIN = [
+    {"role": "user", "content": "SECOND QUESTION"},
+    {"role": "assistant", "content": "SECOND ANSWER"},
+]
 
 
 def test_an_answer_that_leaves_out_what_the_prompt_opens_is_the_templates_own_text() -> None:
@@ -408,7 +483,9 @@ def test_both_sides_of_a_pair_are_trained_from_the_same_place_on(name: str, befo
         ("gemma4", "<|channel>thought\nWORDS", "RESULT"),
     ],
 )
-def test_a_turn_that_a_later_one_rewrites_ends_before_the_words_of_others(name: str, content: str, result: str) -> None:
+def test_a_turn_that_a_later_one_rewrites_ends_before_the_words_of_others(
+    name: str, content: str, result: str
+) -> None:
     """Found by the ten thousand: a result that holds a token at which generation stops, and words that are cut off."""
     checked = open_template(TEMPLATES[name])
     call = {**CALLS[0], "content": content}
@@ -431,14 +508,23 @@ ENCLOSES = (
 )
 
 
-@pytest.mark.parametrize(("template", "turns"), [(QUOTES, "auto"), (QUOTES, "whole"), (ENCLOSES, "whole")])
+@pytest.mark.parametrize(
+    ("template", "turns"), [(QUOTES, "auto"), (QUOTES, "whole"), (ENCLOSES, "whole")]
+)
 def test_a_template_that_writes_a_question_into_an_answer_is_refused_with_the_row(
     template: str, turns: str, prepare: Prepare, tmp_path: Path
 ) -> None:
     rows = [{"messages": [ASKED, THOUGHT_OF]}, {"messages": [ASKED, THOUGHT_OF, *AGAIN]}]
     data = write_lines(tmp_path / "rows.jsonl", rows)
-    special = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "max_length": 512}
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template writes message 1 \(user\) into an answer"):
+    special = {
+        "added_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eot_tokens": ["<|im_end|>"],
+        "max_length": 512,
+    }
+    with pytest.raises(
+        UserError,
+        match=r"rows\.jsonl:1: the chat template writes message 1 \(user\) into an answer",
+    ):
         prepare([{"path": str(data)}], chat_template=template, turns=turns, **special)
 
 

@@ -26,7 +26,9 @@ def test_a_real_file_trains(tmp_path: Path, shared: Path, file: str, tokenizer: 
             "tie_word_embeddings": True,
         },
         "tokenizer_name_or_path": str(shared / tokenizer),
-        "datasets": [{"path": str(shared / "data" / file), **REAL.get(file, REAL["gsm8k_test.jsonl"])}],
+        "datasets": [
+            {"path": str(shared / "data" / file), **REAL.get(file, REAL["gsm8k_test.jsonl"])}
+        ],
         "dataset_cache_dir": str(tmp_path / "cache"),
         "max_length": 512,
         "global_batch_size": 2,
@@ -37,8 +39,12 @@ def test_a_real_file_trains(tmp_path: Path, shared: Path, file: str, tokenizer: 
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    finished = run_python(["finetune/run.py", "--config", "single", "--recipe", str(path)], timeout=300)
+    finished = run_python(
+        ["finetune/run.py", "--config", "single", "--recipe", str(path)], timeout=300
+    )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert all(line["trained_tokens"] > 0 for line in lines if "loss" in line)

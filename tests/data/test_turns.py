@@ -45,7 +45,9 @@ OURS = (
     "mistral-v11-tekken", "mistral-v13-tekken", "nemotron3",
 )  # fmt: skip
 # Templates whose prompt no answer follows: each row of theirs is a finding.
-NEVER_CONTINUED = {"deepseek_r1_distill_training": "the prompt ends in <think>, which no answer is written after"}
+NEVER_CONTINUED = {
+    "deepseek_r1_distill_training": "the prompt ends in <think>, which no answer is written after"
+}
 # For each template. With 3 nothing is left to compare of Nemotron's: no row among them has reasoning, so each is a finding.
 ROWS = int(os.environ.get("FINETUNE_TURN_ROWS", "8"))
 WEATHER = {
@@ -64,22 +66,35 @@ WEATHER = {
 
 def make_row(generator: np.random.Generator) -> dict[str, Any]:
     """A conversation of one to four questions: with a system message, reasoning, and tool calls, or without."""
-    words = lambda: " ".join(generator.choice(["rain", "in", "Köln", "2 + 2", "=", "4.", "\n- so", "{}"], 4))  # noqa: E731
-    messages: list[dict[str, Any]] = [{"role": "system", "content": words()}] if generator.random() < 0.5 else []
+    words = lambda: " ".join(  # noqa: E731
+        generator.choice(["rain", "in", "Köln", "2 + 2", "=", "4.", "\n- so", "{}"], 4)
+    )
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": words()}] if generator.random() < 0.5 else []
+    )
     reasons, calls = generator.random(2) < 0.5
 
     def answer(content: str, **more: Any) -> dict[str, Any]:
-        return {"role": "assistant", "content": content, **({"reasoning_content": words()} if reasons else {}), **more}
+        return {
+            "role": "assistant",
+            "content": content,
+            **({"reasoning_content": words()} if reasons else {}),
+            **more,
+        }
 
     for _ in range(generator.integers(1, 5)):
         messages.append({"role": "user", "content": words()})
         if calls and generator.random() < 0.7:
-            ids = [f"a1b2c3d4{n}" for n in range(1 + (generator.random() < 0.3))]  # sometimes two at once
+            ids = [
+                f"a1b2c3d4{n}" for n in range(1 + (generator.random() < 0.3))
+            ]  # sometimes two at once
             made = [{"id": each, "name": "weather", "arguments": {"city": words()}} for each in ids]
             messages.append(answer("", tool_calls=made))
             for each in ids:  # results as texts, and as objects
                 result = words() if generator.random() < 0.7 else {"rain": True, "in": [words()]}
-                messages.append({"role": "tool", "name": "weather", "tool_call_id": each, "content": result})
+                messages.append(
+                    {"role": "tool", "name": "weather", "tool_call_id": each, "content": result}
+                )
         messages.append(answer(words()))
     return {"messages": messages, **({"tools": [WEATHER]} if calls else {})}
 
@@ -96,15 +111,26 @@ def read_published(name: str) -> str:
     trl = find_spec("trl")
     folders = os.environ.get("FINETUNE_CHAT_TEMPLATES", "").split(os.pathsep)
     folders += [str(Path(str(trl.origin)).parent / "chat_templates")] if trl else []
-    found = next((path for folder in folders if folder and (path := Path(folder, f"{name}.jinja")).is_file()), None)
+    found = next(
+        (
+            path
+            for folder in folders
+            if folder and (path := Path(folder, f"{name}.jinja")).is_file()
+        ),
+        None,
+    )
     if found is None:
-        pytest.skip(f"no {name}.jinja: TRL is not installed, and FINETUNE_CHAT_TEMPLATES names no folder that has it")
+        pytest.skip(
+            f"no {name}.jinja: TRL is not installed, and FINETUNE_CHAT_TEMPLATES names no folder that has it"
+        )
     return found.read_text(encoding="utf-8")
 
 
 def use_template(tokenizer: Any, template: str) -> Any:
     """`tokenizer` with a template, and with the tokens that the template writes around turns."""
-    tokens = [word for word in re.findall(r"<[^<>\s'\"{}]+>", template) if re.search(r"[|｜]|turn", word)]
+    tokens = [
+        word for word in re.findall(r"<[^<>\s'\"{}]+>", template) if re.search(r"[|｜]|turn", word)
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(tokens))})
     tokenizer.chat_template = template
     return tokenizer
@@ -117,7 +143,9 @@ def find_turns(conversation: Conversation, tokenizer: Any) -> list[list[int]]:
     prompts = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            text = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **options)
+            text = tokenizer.apply_chat_template(
+                messages[:i], add_generation_prompt=True, **options
+            )
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
     return prompts
 
@@ -164,11 +192,15 @@ def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
 
 
 @pytest.mark.slow
-def test_ten_thousand_conversations_stand_after_the_prompts_of_inference(shared_tokenizer: Any, shared: Path) -> None:
+def test_ten_thousand_conversations_stand_after_the_prompts_of_inference(
+    shared_tokenizer: Any, shared: Path
+) -> None:
     names = [name for name in (*PUBLISHED, *OURS) if name not in NEVER_CONTINUED]
     rows = int(os.environ.get("FINETUNE_TURN_ROWS", "10000")) // len(names) + 1
     folder = shared / "tokenizers" / "llama3"
-    compared = {name: compare_prompts(name, rows, AutoTokenizer.from_pretrained(folder)) for name in names}
+    compared = {
+        name: compare_prompts(name, rows, AutoTokenizer.from_pretrained(folder)) for name in names
+    }
     assert min(compared.values()) > rows / 10, compared
 
 
@@ -220,14 +252,22 @@ def test_turns_become_documents(
     prepare: Prepare, tmp_path: Path, turns: str, trained: list[str], packing: bool
 ) -> None:
     path = write_lines(tmp_path / "rows.jsonl", [ASKED])
-    keys = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "chat_template": CAPITALS}
+    keys = {
+        "added_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eot_tokens": ["<|im_end|>"],
+        "chat_template": CAPITALS,
+    }
     data = prepare([{"path": str(path)}], turns=turns, packing=packing, max_length=128, **keys)
     examples: Any = data.train.examples  # type: ignore[attr-defined]
     labels = [examples[i].labels for i in range(len(examples))]
     assert [data.tokenizer.decode(each[each != IGNORE_INDEX]) for each in labels] == trained
-    first = len(data.tokenizer.apply_chat_template(ASKED["messages"][:2], return_dict=False))  # trained once more
+    first = len(
+        data.tokenizer.apply_chat_template(ASKED["messages"][:2], return_dict=False)
+    )  # trained once more
     more = [re.findall(r"; (\d+) more tokens", str(finding)) for finding in data.report.findings]
-    assert [count for found in more for count in found] == ([str(first)] if len(trained) == 2 else [])
+    assert [count for found in more for count in found] == (
+        [str(first)] if len(trained) == 2 else []
+    )
 
 
 REASONED = {
@@ -246,14 +286,22 @@ REASONED = {
         ("qwen3_training", ["<think>\n", "</think>\n\nA.<|im_end|>"]),  # with markers
         (
             "gptoss",
-            ["<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>A.<|return|>"],
+            [
+                "<|channel|>analysis<|message|>",
+                "<|end|><|start|>assistant<|channel|>final<|message|>A.<|return|>",
+            ],
         ),
     ],
 )
-def test_the_words_of_reasoning_are_trained_or_not(name: str, expected: list[str], shared_tokenizer: Any) -> None:
+def test_the_words_of_reasoning_are_trained_or_not(
+    name: str, expected: list[str], shared_tokenizer: Any
+) -> None:
     tokenizer = use_template(shared_tokenizer, read_published(name))
     row = read(REASONED)
-    for on, wanted in ((True, ["so.\n\nyes.\n" if "think" in expected[-1] else "so.\n\nyes."]), (False, [])):
+    for on, wanted in (
+        (True, ["so.\n\nyes.\n" if "think" in expected[-1] else "so.\n\nyes."]),
+        (False, []),
+    ):
         (text,) = render_turns(row, make_renderer(tokenizer, True, train_on_reasoning=on))
         found = [text.text[slice(*span)] for span in text.spans]
         found[-1] = found[-1].removesuffix("\n")  # which markers enclose
@@ -264,10 +312,22 @@ def test_the_words_of_reasoning_are_trained_or_not(name: str, expected: list[str
 @pytest.mark.parametrize(
     ("name", "kwargs", "opens"),
     [
-        ("qwen3", {}, "'<|im_start|>assistant\\n', and the answers continue with '<think>\\n\\n</think>\\n\\n'"),
+        (
+            "qwen3",
+            {},
+            "'<|im_start|>assistant\\n', and the answers continue with '<think>\\n\\n</think>\\n\\n'",
+        ),
         ("qwen3", {"enable_thinking": False}, None),
-        ("qwen3_5_think", {}, "'<|im_start|>assistant\\n<think>\\n', and the answers continue with"),
-        ("gptoss", {}, "'<|start|>assistant', and the answers continue with '<|channel|>final<|message|>'"),
+        (
+            "qwen3_5_think",
+            {},
+            "'<|im_start|>assistant\\n<think>\\n', and the answers continue with",
+        ),
+        (
+            "gptoss",
+            {},
+            "'<|start|>assistant', and the answers continue with '<|channel|>final<|message|>'",
+        ),
         ("qwen2_5", {}, None),  # knows no reasoning
     ],
 )
@@ -279,45 +339,69 @@ def test_rows_without_reasoning_for_a_model_that_thinks_are_a_finding(
         {"messages": ASKED["messages"][:2], "chat_template_kwargs": kwargs},
         {**REASONED, "chat_template_kwargs": {}},
     ]
-    texts = [text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))]
+    texts = [
+        text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))
+    ]
     assert ["no_reasoning" in text.findings for text in texts] == [opens is not None, False]
     assert opens is None or opens in texts[0].difference
 
 
-def test_answers_are_read_back_by_the_tokenizers_own_response_template(shared_tokenizer: Any) -> None:
+def test_answers_are_read_back_by_the_tokenizers_own_response_template(
+    shared_tokenizer: Any,
+) -> None:
     """The response templates are transformers' own, by the type of the model."""
     known = pytest.importorskip("transformers.cli.serving.utils")._RESPONSE_TEMPLATE_FALLBACKS
-    for name, model_type in (("qwen3", "qwen3"), ("qwen3_5_think", "qwen3_5"), ("gemma4_v5", "gemma4")):
+    for name, model_type in (
+        ("qwen3", "qwen3"),
+        ("qwen3_5_think", "qwen3_5"),
+        ("gemma4_v5", "gemma4"),
+    ):
         tokenizer = use_template(shared_tokenizer, read_published(name))
-        tokenizer.response_template = next(spec for types, spec in known.items() if model_type in types)
-        renderer, generator, read_back = make_renderer(tokenizer, True), np.random.default_rng(28), 0
+        tokenizer.response_template = next(
+            spec for types, spec in known.items() if model_type in types
+        )
+        renderer, generator, read_back = (
+            make_renderer(tokenizer, True),
+            np.random.default_rng(28),
+            0,
+        )
         for _ in range(ROWS):
             row = make_row(generator)
             texts = render_turns(read(row), renderer)
             differences = [text.difference for text in texts if "not_read_back" in text.findings]
             # A value in XML loses the white space around it.
-            assert not differences or (model_type == "qwen3_5" and all("{'city': '\\n" in each for each in differences))
+            assert not differences or (
+                model_type == "qwen3_5" and all("{'city': '\\n" in each for each in differences)
+            )
             read_back += "tools" in row
         assert read_back
-    tokenizer.response_template = next(spec for types, spec in known.items() if "qwen3" in types)  # of another family
+    tokenizer.response_template = next(
+        spec for types, spec in known.items() if "qwen3" in types
+    )  # of another family
     (text,) = render_turns(read(REASONED), make_renderer(tokenizer, True))
     assert "not_read_back" in text.findings
     assert text.difference.startswith("message 2: reasoning 'so.\\n\\nyes.' is read back as ''")
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
-@pytest.mark.parametrize("name", ["qwen3", "smollm3", "glm4moe", "qwen3_5_think", "qwen3_8", "nemotron_3_nano"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "smollm3", "glm4moe", "qwen3_5_think", "qwen3_8", "nemotron_3_nano"]
+)
 def test_chat_asks_with_the_tokens_that_were_trained(
     name: str, kwargs: dict[str, Any], shared: Path, shared_tokenizer: Any, tmp_path: Path
 ) -> None:
     """GSM8K's worked solutions are the reasoning, as no data set at hand has its own; two of its rows are two turns."""
     template = TEMPLATES.get(name) or read_published(name)
     tokenizer = use_template(shared_tokenizer, template)
-    if "enable_thinking" in template and kwargs != {"enable_thinking": True}:  # where thinking is the default
+    if "enable_thinking" in template and kwargs != {
+        "enable_thinking": True
+    }:  # where thinking is the default
         asked = [[{"role": "user", "content": "?"}]] * 2
         one, other = (
             tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False, **given)
-            for each, given in zip(asked, ({"enable_thinking": False}, {"enable_thinking": True}), strict=True)
+            for each, given in zip(
+                asked, ({"enable_thinking": False}, {"enable_thinking": True}), strict=True
+            )
         )
         assert one != other
     lines = (shared / "data" / "gsm8k_test.jsonl").read_text().splitlines()[:8]
@@ -327,11 +411,18 @@ def test_chat_asks_with_the_tokens_that_were_trained(
     for row in solved:
         reasoning, _, content = row["answer"].partition("\n#### ")
         more = {} if without else {"reasoning_content": reasoning}
-        turns.append([{"role": "user", "content": row["question"]}, {"role": "assistant", "content": content, **more}])
+        turns.append(
+            [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": content, **more},
+            ]
+        )
     rows = [[*turns[i], *turns[i + 1]] for i in range(0, len(turns), 2)]
     renderer, encoder = make_renderer(tokenizer, True), make_encoder(tokenizer)
     texts = [
-        text for row in rows for text in render_turns(read({"messages": row, "chat_template_kwargs": kwargs}), renderer)
+        text
+        for row in rows
+        for text in render_turns(read({"messages": row, "chat_template_kwargs": kwargs}), renderer)
     ]
     assert not any("prompt_not_continued" in text.findings for text in texts)
     trained = find_trained_prompts(tokenize(texts, [(0, 1)] * len(texts), encoder))
@@ -340,7 +431,9 @@ def test_chat_asks_with_the_tokens_that_were_trained(
     model = InferenceModel(name, None, tokenizer, template, kwargs)
     assert sorted(trained) == sorted(encode_prompt(model, prompt) for prompt in prompts)
     expected = (
-        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False, **kwargs)
+        tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False, **kwargs
+        )
         for row in asked_rows
     )
     assert sorted(trained) == sorted(expected)
@@ -348,14 +441,23 @@ def test_chat_asks_with_the_tokens_that_were_trained(
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3.5", "gptoss", "gemma4_v5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4.5"))],
+    [
+        "qwen3.5",
+        "gptoss",
+        "gemma4_v5",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4.5")),
+    ],
 )
-def test_chat_asks_rows_with_tools_as_they_were_trained(name: str, shared_tokenizer: Any, tmp_path: Path) -> None:
+def test_chat_asks_rows_with_tools_as_they_were_trained(
+    name: str, shared_tokenizer: Any, tmp_path: Path
+) -> None:
     """The rows are generated from a schema, since no data set at hand has tool calls."""
     template = TEMPLATES.get(name) or read_published(name)
     tokenizer, generator = use_template(shared_tokenizer, template), np.random.default_rng(3)
     rows = [row for row in (make_row(generator) for _ in range(3 * ROWS)) if "tools" in row]
-    texts = [text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))]
+    texts = [
+        text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))
+    ]
     trained = find_trained_prompts(tokenize(texts, [(0, 1)] * len(texts), make_encoder(tokenizer)))
     asked = [
         {**row, "messages": row["messages"][:end]}
@@ -369,14 +471,28 @@ def test_chat_asks_rows_with_tools_as_they_were_trained(name: str, shared_tokeni
     assert len(asked) > ROWS
 
 
-def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(prepare: Prepare, tmp_path: Path) -> None:
+def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(
+    prepare: Prepare, tmp_path: Path
+) -> None:
     template = TEMPLATES["qwen3"]
     asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "one"}]
-    rows = [{"messages": asked}, {"messages": asked, "chat_template_kwargs": {"enable_thinking": True, "unset": None}}]
+    rows = [
+        {"messages": asked},
+        {"messages": asked, "chat_template_kwargs": {"enable_thinking": True, "unset": None}},
+    ]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    keys = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "chat_template": template}
-    for kwargs in ({"enable_thinking": False}, None):  # the tokens of one are not taken for those of the other
-        data = prepare([{"path": str(path), "chat_template_kwargs": kwargs}], max_length=128, **keys)
+    keys = {
+        "added_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eot_tokens": ["<|im_end|>"],
+        "chat_template": template,
+    }
+    for kwargs in (
+        {"enable_thinking": False},
+        None,
+    ):  # the tokens of one are not taken for those of the other
+        data = prepare(
+            [{"path": str(path), "chat_template_kwargs": kwargs}], max_length=128, **keys
+        )
         examples: Any = data.train.examples  # type: ignore[attr-defined]
         expected = [
             data.tokenizer.apply_chat_template(
@@ -385,27 +501,52 @@ def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(prepare: Prep
             for own in ({}, {"enable_thinking": True})
         ]
         texts = [data.tokenizer.decode(examples[i].input_ids) for i in range(2)]
-        assert [text.startswith(prompt) for text, prompt in zip(texts, expected, strict=True)] == [True, True]
+        assert [text.startswith(prompt) for text, prompt in zip(texts, expected, strict=True)] == [
+            True,
+            True,
+        ]
         assert (expected[0] != expected[1]) == (kwargs is not None)
     bad = {"messages": asked, "chat_template_kwargs": {"messages": []}}
-    with pytest.raises(UserError, match="chat_template_kwargs: messages is set by rendering itself"):
+    with pytest.raises(
+        UserError, match="chat_template_kwargs: messages is set by rendering itself"
+    ):
         prepare([{"path": str(write_lines(tmp_path / "bad.jsonl", [bad]))}], max_length=128, **keys)
 
 
 def test_split_turns_packed_train_as_separate_rows(prepare: Prepare, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", [ASKED, {"messages": ASKED["messages"][2:] + ASKED["messages"]}])
-    keys = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "chat_template": CAPITALS}
-    data = prepare([{"path": str(path)}], turns="split", max_length=1024, global_batch_size=1, max_steps=1, **keys)
+    path = write_lines(
+        tmp_path / "rows.jsonl", [ASKED, {"messages": ASKED["messages"][2:] + ASKED["messages"]}]
+    )
+    keys = {
+        "added_tokens": ["<|im_start|>", "<|im_end|>"],
+        "eot_tokens": ["<|im_end|>"],
+        "chat_template": CAPITALS,
+    }
+    data = prepare(
+        [{"path": str(path)}],
+        turns="split",
+        max_length=1024,
+        global_batch_size=1,
+        max_steps=1,
+        **keys,
+    )
     (micro_batch,) = next(data.train.batches()).micro_batches
     assert len(micro_batch.document_lengths) == 5  # in one row
-    tokenizer, separate = data.tokenizer, []  # rows as transformers' own template writes them, a row for each turn
+    tokenizer, separate = (
+        data.tokenizer,
+        [],
+    )  # rows as transformers' own template writes them, a row for each turn
     for messages in (json.loads(line)["messages"] for line in path.read_text().splitlines()):
         for end in range(2, len(messages) + 1, 2):
-            prompt = tokenizer.apply_chat_template(messages[: end - 1], add_generation_prompt=True, return_dict=False)
+            prompt = tokenizer.apply_chat_template(
+                messages[: end - 1], add_generation_prompt=True, return_dict=False
+            )
             ids = tokenizer.apply_chat_template(messages[:end], return_dict=False)
             labels = [*[IGNORE_INDEX] * (len(prompt) - 1), *ids[len(prompt) :], IGNORE_INDEX]
             last = len(ids) - 1 - ids[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
-            labels[last:] = [IGNORE_INDEX] * (len(ids) - last)  # the line break after the end of turn
+            labels[last:] = [IGNORE_INDEX] * (
+                len(ids) - last
+            )  # the line break after the end of turn
             separate.append((torch.tensor(ids), torch.tensor(labels)))
     plain = build("llama", vocab_size=len(tokenizer))
     packed = ours(build("llama", vocab_size=len(tokenizer)))

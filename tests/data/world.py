@@ -11,13 +11,18 @@ from finetune.data.token_store import TokenStore
 from finetune.distributed.world import DataParallelRank
 
 
-def Rank(rank: int = 0, size: int = 1, sequence_rank: int = 0, sequence_size: int = 1) -> DataParallelRank:  # noqa: N802
+def Rank(  # noqa: N802
+    rank: int = 0, size: int = 1, sequence_rank: int = 0, sequence_size: int = 1
+) -> DataParallelRank:
     """Rank `rank` of `size` on one node."""
     return DataParallelRank(rank, size, rank, torch.device("cpu"), sequence_rank, sequence_size)
 
 
 def store_of(
-    documents: Sequence[Sequence[int]], first_trained: int = 1, group_size: int = 1, ratings: Sequence[int] = ()
+    documents: Sequence[Sequence[int]],
+    first_trained: int = 1,
+    group_size: int = 1,
+    ratings: Sequence[int] = (),
 ) -> TokenStore:
     """A store of documents of the given token ids, each trained on from its token `first_trained` on; the rating of each group."""
     flat = np.array([token for document in documents for token in document], np.int32)
@@ -37,7 +42,9 @@ def store_of(
         files=np.zeros(len(documents), np.int32),
         rows=np.arange(len(documents)) // group_size + 1,
         hashes=np.array([hash(tuple(d)) & 0xFFFFFFFFFFFFFFFF for d in documents], np.uint64),
-        ratings=np.repeat(np.array(ratings or [0] * (len(documents) // group_size), np.int8), group_size),
+        ratings=np.repeat(
+            np.array(ratings or [0] * (len(documents) // group_size), np.int8), group_size
+        ),
         facts={
             "files": ["made-up.jsonl"],
             "rows_read": len(documents),

@@ -33,17 +33,24 @@ def write(tmp_path: Path) -> Write:
     return make
 
 
-def refusal(config: str | None, environ: dict[str, str] | None = None, recipe: str | None = None) -> str:
+def refusal(
+    config: str | None, environ: dict[str, str] | None = None, recipe: str | None = None
+) -> str:
     with pytest.raises(UserError) as error:
         environ = {"WORLD_SIZE": "2"} | (environ or {})
         sharding = read_sharding(config, recipe, environ)
-        refuse_problems(find_problems(Recipe(path="recipe.yaml"), sharding, ranks=int(environ["WORLD_SIZE"])))
+        refuse_problems(
+            find_problems(Recipe(path="recipe.yaml"), sharding, ranks=int(environ["WORLD_SIZE"]))
+        )
     return str(error.value)
 
 
 def test_a_mistyped_key_inside_fsdp_config(write: Write) -> None:
     said = refusal(write(fsdp_config=FSDP2 | {"fsdp_activation_checkpointng": True}))
-    assert "fsdp_activation_checkpointng: no such key; did you mean fsdp_activation_checkpointing?" in said
+    assert (
+        "fsdp_activation_checkpointng: no such key; did you mean fsdp_activation_checkpointing?"
+        in said
+    )
 
 
 def test_a_recipes_size_in_a_mesh(write: Write) -> None:
@@ -63,7 +70,9 @@ def test_a_recipe_given_as_config_and_the_reverse(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model_name_or_path: x\ndatasets: [{path: y}]\n")
     assert "pass it as --recipe" in refusal(str(recipe))
-    assert "quickstart: no such Accelerate config; it is a recipe, which --recipe takes" in refusal("quickstart")
+    assert "quickstart: no such Accelerate config; it is a recipe, which --recipe takes" in refusal(
+        "quickstart"
+    )
     from finetune.config.reader import read_recipe
 
     with pytest.raises(UserError, match="pass it as --config"):
@@ -89,7 +98,9 @@ def test_version_1_takes_a_strategy_under_either_key(write: Write) -> None:
     for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
         path = write(fsdp_config={"fsdp_version": 1, key: "SHARD_GRAD_OP"})
         assert read_sharding(path, None, {"WORLD_SIZE": "2"}).strategy == "SHARD_GRAD_OP"
-    said = refusal(write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "SOME_SHARD"}))
+    said = refusal(
+        write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "SOME_SHARD"})
+    )
     assert "fsdp_reshard_after_forward: SOME_SHARD is not known" in said
 
 
@@ -115,7 +126,11 @@ def test_single_under_two_processes() -> None:
 
 
 def test_the_launchers_settings_and_config_disagree(write: Write) -> None:
-    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "no"}
+    launched = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
     assert "mixed_precision is 'bf16', but the launcher's settings say 'no'" in said
 
@@ -145,7 +160,12 @@ def test_the_recipes_config_then_the_launch_itself() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml")))
 def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> None:
-    ranks = {"single": 1, "fsdp_hybrid_shard": 64, "fsdp_sequence_parallel": 8, "fsdp_tensor_parallel": 8}.get(name, 2)
+    ranks = {
+        "single": 1,
+        "fsdp_hybrid_shard": 64,
+        "fsdp_sequence_parallel": 8,
+        "fsdp_tensor_parallel": 8,
+    }.get(name, 2)
     environ = {"WORLD_SIZE": str(ranks)}
     first = read_sharding(name, None, environ)
     written = tmp_path / "accelerate.yaml"
@@ -158,10 +178,22 @@ def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> Non
 
 def test_sections_of_other_libraries(write: Write) -> None:
     """Empty, as Accelerate writes them, they ask for nothing; else they are refused by name."""
-    empty: dict[str, Any] = {"deepspeed_config": {}, "megatron_lm_config": {}, "dynamo_config": None}
-    assert read_sharding(write(distributed_type="MULTI_GPU", **empty), None, {"WORLD_SIZE": "2"}).layout == "ddp"
+    empty: dict[str, Any] = {
+        "deepspeed_config": {},
+        "megatron_lm_config": {},
+        "dynamo_config": None,
+    }
+    assert (
+        read_sharding(
+            write(distributed_type="MULTI_GPU", **empty), None, {"WORLD_SIZE": "2"}
+        ).layout
+        == "ddp"
+    )
     said = refusal(write(deepspeed_config={"zero_stage": 3}, megatron_lm_config={"tp": 2}))
-    assert "deepspeed_config: it needs distributed_type: DEEPSPEED" in said and "Megatron-LM is not supported" in said
+    assert (
+        "deepspeed_config: it needs distributed_type: DEEPSPEED" in said
+        and "Megatron-LM is not supported" in said
+    )
 
 
 def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None:
@@ -177,12 +209,17 @@ def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None
     launched = launched_environment(str(again.with_suffix("")), "--num_processes", "2")
     assert read_sharding(None, None, launched | {"WORLD_SIZE": "2"}).fp8 == read.fp8
     bare = tmp_path / "bare.yaml"
-    bare.write_text(yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": FSDP2}))
+    bare.write_text(
+        yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": FSDP2})
+    )
     launched_bare = launched_environment(str(bare.with_suffix("")), "--num_processes", "2")
     assert read_sharding(str(bare), None, launched_bare | {"WORLD_SIZE": "2"}).fp8 == Fp8()
     assert read_sharding(None, None, launched_bare | {"WORLD_SIZE": "2"}).fp8 == Fp8()
     plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
-    assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
+    assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == (
+        "ddp",
+        Fp8(),
+    )
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
     assert "fp8_config is none, but the launcher's settings say Fp8(recipe_name='rowwise'" in said
 
@@ -198,7 +235,8 @@ def test_what_has_no_effect_is_listed(write: Write) -> None:
     mesh = {f"parallelism_config_{key}": value for key, value in mesh.items()}
     path = write(mixed_precision="fp8", fsdp_config=FSDP2, fp8_config=fp8, parallelism_config=mesh)
     assert [
-        line.removeprefix("without effect here: ") for line in read_sharding(path, None, {"WORLD_SIZE": "2"}).translated
+        line.removeprefix("without effect here: ")
+        for line in read_sharding(path, None, {"WORLD_SIZE": "2"}).translated
     ] == [
         "cp_comm_strategy: alltoall, sp_seq_length: 64, as ranks trade tokens for heads",
         "margin of fp8_config: not torchao's",
@@ -210,7 +248,9 @@ def test_a_size_that_does_not_fit_is_named_once_with_its_line(write: Write) -> N
     mesh = {"parallelism_config_dp_replicate_size": -2, "parallelism_config_tp_size": 0}
     path = write(fsdp_config=FSDP2, parallelism_config=mesh)
     lines = [
-        number for number, line in enumerate(Path(path).read_text().splitlines(), 1) if line.endswith(("-2", " 0"))
+        number
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1)
+        if line.endswith(("-2", " 0"))
     ]
     assert refusal(path).splitlines() == [
         f"{path}:{line}: {key} does not fit; a whole number of at least 1 is expected"
@@ -221,27 +261,50 @@ def test_a_size_that_does_not_fit_is_named_once_with_its_line(write: Write) -> N
 @pytest.mark.parametrize(
     ("precision", "section", "named"),
     [
-        ("fp8", {"backend": "TE", "margin": 0}, "backend: Transformer Engine is not supported; set it to AO"),
+        (
+            "fp8",
+            {"backend": "TE", "margin": 0},
+            "backend: Transformer Engine is not supported; set it to AO",
+        ),
         ("fp8", {"backend": "MSAMP"}, "backend: MS-AMP is not supported"),
-        ("fp8", {"recipe_name": "blockwise"}, "blockwise is not one of torchao's; use one of tensorwise, rowwise"),
-        ("fp8", {"pad_inner_dim": "perhaps"}, "fp8_config.pad_inner_dim: perhaps does not fit; true or false"),
+        (
+            "fp8",
+            {"recipe_name": "blockwise"},
+            "blockwise is not one of torchao's; use one of tensorwise, rowwise",
+        ),
+        (
+            "fp8",
+            {"pad_inner_dim": "perhaps"},
+            "fp8_config.pad_inner_dim: perhaps does not fit; true or false",
+        ),
         ("fp8", {"pad_iner_dim": True}, "no such key; did you mean fp8_pad_inner_dim?"),
         ("bf16", {"backend": "AO"}, "fp8_config: it needs mixed_precision: fp8"),
     ],
 )
-def test_what_an_fp8_section_cannot_ask_for(write: Write, precision: str, section: dict[str, Any], named: str) -> None:
+def test_what_an_fp8_section_cannot_ask_for(
+    write: Write, precision: str, section: dict[str, Any], named: str
+) -> None:
     assert named in refusal(write(mixed_precision=precision, fsdp_config=FSDP2, fp8_config=section))
 
 
 @pytest.mark.parametrize("mesh", ["tp_size", "cp_size", "sp_size"])
 def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
     key = f"parallelism_config_{mesh}"
-    sizes = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "allgather"}
-    assert read_sharding(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 1}), None, {"WORLD_SIZE": "2"})
+    sizes = {
+        "parallelism_config_dp_shard_size": 2,
+        "parallelism_config_cp_comm_strategy": "allgather",
+    }
+    assert read_sharding(
+        write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 1}), None, {"WORLD_SIZE": "2"}
+    )
     divided = sizes | {key: 2}
     if mesh == "tp_size":
         sharding = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
-        assert (sharding.tensor_parallel_size, sharding.shard_size, sharding.ranks_per_batch) == (2, 2, 2)
+        assert (sharding.tensor_parallel_size, sharding.shard_size, sharding.ranks_per_batch) == (
+            2,
+            2,
+            2,
+        )
     else:
         read = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
         assert (read.sequence_parallel_size, read.ranks_per_batch, read.shard_size) == (2, 2, 2)
@@ -253,7 +316,11 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
 
 
 def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
-    sizes = {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2, "parallelism_config_tp_size": 0}
+    sizes = {
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_sp_size": 2,
+        "parallelism_config_tp_size": 0,
+    }
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes), FOUR)
     assert "cp_size: 2 and sp_size: 2 both divide the tokens of a row; set one of them to 1" in said
     del sizes["parallelism_config_sp_size"]
@@ -265,21 +332,31 @@ def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
     ("environ", "named"),
     [
         (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"},
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+            },
             "offload_param: nvme: parameters on NVMe are not supported",
         ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
     ],
 )
-def test_what_only_the_launchers_environment_asks_for_is_refused(environ: dict[str, str], named: str) -> None:
+def test_what_only_the_launchers_environment_asks_for_is_refused(
+    environ: dict[str, str], named: str
+) -> None:
     assert named in refusal(None, environ, recipe="fsdp_full_shard")
     assert named in refusal("fsdp_full_shard", environ)
 
 
-@pytest.mark.parametrize(("key", "shown"), [("cp_size", "cp_size (or sp_size)"), ("tp_size", "tp_size")])
+@pytest.mark.parametrize(
+    ("key", "shown"), [("cp_size", "cp_size (or sp_size)"), ("tp_size", "tp_size")]
+)
 def test_sizes_in_variables_alone(key: str, shown: str) -> None:
     """Without a file they divide a layout that there is not; beside one it is the file that does not say so."""
-    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{key.upper()}": "2"}
+    environ = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        f"PARALLELISM_CONFIG_{key.upper()}": "2",
+    }
     assert f"{key}: 2 needs FSDP2" in refusal(None, environ, recipe="fsdp_full_shard")
     said = refusal("fsdp_full_shard", environ)
     assert said.endswith(
@@ -291,7 +368,9 @@ def test_sizes_in_variables_alone(key: str, shown: str) -> None:
 
 def test_more_machines_than_processes(write: Write, tmp_path: Path) -> None:
     path = write(fsdp_config=FSDP2, num_machines=2, num_processes=1)
-    ended = run_command(["python", "-m", "finetune", "launch", "--config", path, "--num-processes", "1"])
+    ended = run_command(
+        ["python", "-m", "finetune", "launch", "--config", path, "--num-processes", "1"]
+    )
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert "num_machines: 2, but --num-processes 1" in ended.stderr
 
@@ -307,8 +386,12 @@ def test_every_published_accelerate_file_is_read_or_refused_in_a_sentence(shared
             read_sharding(str(path), None, {"WORLD_SIZE": launched[1] if launched else "8"})
         except UserError as error:
             refused.add(path.name)
-            assert ("did you mean" not in str(error) and "is not supported" in str(error)) or "invalid" in path.name
-    assert not {name for name in refused if not {"ulysses", "invalid", "mpi"} & set(re.split(r"\W|_", name))}, refused
+            assert (
+                "did you mean" not in str(error) and "is not supported" in str(error)
+            ) or "invalid" in path.name
+    assert not {
+        name for name in refused if not {"ulysses", "invalid", "mpi"} & set(re.split(r"\W|_", name))
+    }, refused
 
 
 def test_accelerates_own_files_are_understood_key_by_key(tmp_path: Path) -> None:

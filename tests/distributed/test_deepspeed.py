@@ -16,7 +16,11 @@ from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from tests.ranks import run_command
 
-AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 Write = Callable[..., str]
 
 
@@ -24,7 +28,9 @@ Write = Callable[..., str]
 def write(tmp_path: Path) -> Write:
     """A maker of Accelerate files for DeepSpeed: `write(zero_stage=3)`; `engine` is the JSON file that it names."""
 
-    def make(engine: dict[str, Any] | None = None, file: dict[str, Any] | None = None, **section: Any) -> str:
+    def make(
+        engine: dict[str, Any] | None = None, file: dict[str, Any] | None = None, **section: Any
+    ) -> str:
         if engine is not None:
             (tmp_path / "ds.json").write_text(json.dumps(engine))
             section["deepspeed_config_file"] = "ds.json"
@@ -54,12 +60,20 @@ def refusal(path: str) -> str:
         (3, "fsdp2", "FULL_SHARD"),
     ],
 )
-def test_each_stage_is_the_layout_that_shards_the_same(write: Write, stage: int, layout: str, strategy: str) -> None:
+def test_each_stage_is_the_layout_that_shards_the_same(
+    write: Write, stage: int, layout: str, strategy: str
+) -> None:
     of_section = read(write(zero_stage=stage, file={"mixed_precision": "bf16"}))
-    assert (of_section.layout, of_section.strategy, of_section.mixed_precision) == (layout, strategy, "bf16")
+    assert (of_section.layout, of_section.strategy, of_section.mixed_precision) == (
+        layout,
+        strategy,
+        "bf16",
+    )
     of_json = read(write(AUTO | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
     assert (of_json.layout, of_json.strategy, of_json.mixed_precision) == (layout, strategy, "bf16")
-    assert of_section.translated[0].startswith(f"zero_stage {stage}: ") and not of_section.cpu_offload
+    assert (
+        of_section.translated[0].startswith(f"zero_stage {stage}: ") and not of_section.cpu_offload
+    )
 
 
 def test_without_a_stage_it_is_accelerates_default(write: Write) -> None:
@@ -68,21 +82,35 @@ def test_without_a_stage_it_is_accelerates_default(write: Write) -> None:
 
 def test_offload_and_activation_checkpointing(write: Write) -> None:
     fsdp = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
-    of_section = read(write(zero_stage=3, offload_optimizer_device="cpu", offload_param_device="none", file=fsdp))
+    of_section = read(
+        write(zero_stage=3, offload_optimizer_device="cpu", offload_param_device="none", file=fsdp)
+    )
     assert of_section.cpu_offload and of_section.activation_checkpointing
     assert (
         "offload_optimizer: cpu: parameters, gradients and optimizer state stay in host memory"
         in of_section.translated[1]
     )
-    zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}, "offload_optimizer": {"device": "none"}}
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "offload_optimizer": {"device": "none"},
+    }
     assert read(write({"zero_optimization": zero})).cpu_offload
 
 
 def test_what_tunes_the_engine_is_listed_and_has_no_effect(write: Write) -> None:
-    zero = {"stage": 2, "overlap_comm": True, "stage3_max_live_parameters": 1e9, "max_reuse_distance": 0}
-    lines = read(write({"zero_optimization": zero, "steps_per_print": 10, "_comment": "of its author"})).translated
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "stage3_max_live_parameters": 1e9,
+        "max_reuse_distance": 0,
+    }
+    lines = read(
+        write({"zero_optimization": zero, "steps_per_print": 10, "_comment": "of its author"})
+    ).translated
     assert (
-        lines[1] == "without effect here: max_reuse_distance, overlap_comm, stage3_max_live_parameters, steps_per_print"
+        lines[1]
+        == "without effect here: max_reuse_distance, overlap_comm, stage3_max_live_parameters, steps_per_print"
     )
 
 
@@ -116,16 +144,29 @@ def test_the_launchers_environment() -> None:
         "WORLD_SIZE": "2",
     }
     sharding = read_sharding(None, "ddp", launched)
-    assert (sharding.layout, sharding.strategy, sharding.cpu_offload) == ("fsdp2", "FULL_SHARD", True)
+    assert (sharding.layout, sharding.strategy, sharding.cpu_offload) == (
+        "fsdp2",
+        "FULL_SHARD",
+        True,
+    )
     assert sharding.asked == (("gradient_accumulation_steps", 2.0),)
 
 
 @pytest.mark.parametrize(
     ("engine", "file", "said"),
     [
-        ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage: 4 does not fit; 0, 1, 2 or 3"),
         (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}},
+            {"zero_optimization": {"stage": 4}},
+            {},
+            "zero_optimization.stage: 4 does not fit; 0, 1, 2 or 3",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+                }
+            },
             {},
             "offload_optimizer: nvme: set optim_offload: nvme and offload_dir in the recipe, and this to none",
         ),
@@ -134,28 +175,54 @@ def test_the_launchers_environment() -> None:
             {},
             "zero_quantized_weights: this part of DeepSpeed has",
         ),
-        ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel: remove it; parallelism_config_tp_size"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            {},
+            "tensor_parallel: remove it; parallelism_config_tp_size",
+        ),
         ({"compile": {"disable": False}}, {}, "compile: set torch_compile: true in the recipe"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
             {},
             "lr_scheduler_type names the schedule",
         ),
-        ({"optimizer": {"type": "OneBitAdam"}}, {}, "optimizer: OneBitAdam: the recipe's optim names the optimizer"),
-        ({"bf16": {"enabled": True}}, {"mixed_precision": "fp16"}, "bf16: on here, but mixed_precision is fp16"),
-        ({"bf16": {"enabled": False}}, {"mixed_precision": "bf16"}, "bf16: off here, but mixed_precision is bf16"),
-        ({"gradient_clipping": "high"}, {}, "gradient_clipping: high does not fit; a number is expected"),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            {},
+            "optimizer: OneBitAdam: the recipe's optim names the optimizer",
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            {"mixed_precision": "fp16"},
+            "bf16: on here, but mixed_precision is fp16",
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            {"mixed_precision": "bf16"},
+            "bf16: off here, but mixed_precision is bf16",
+        ),
+        (
+            {"gradient_clipping": "high"},
+            {},
+            "gradient_clipping: high does not fit; a number is expected",
+        ),
         ([1], {}, "an object with DeepSpeed's keys is expected"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(write: Write, engine: Any, file: dict[str, Any], said: str) -> None:
+def test_what_has_no_counterpart_is_refused(
+    write: Write, engine: Any, file: dict[str, Any], said: str
+) -> None:
     found = refusal(write(engine, file=file))
     assert said in found and "\n" not in found
 
 
 def test_mistakes_in_the_section(write: Write, tmp_path: Path) -> None:
-    found = refusal(write(zero_stag=3, deepspeed_hostfile="hosts", deepspeed_config_file="absent.json"))
-    assert "deepspeed_config.zero_stag: no such key" in found and "absent.json: no such file" in found
+    found = refusal(
+        write(zero_stag=3, deepspeed_hostfile="hosts", deepspeed_config_file="absent.json")
+    )
+    assert (
+        "deepspeed_config.zero_stag: no such key" in found and "absent.json: no such file" in found
+    )
     assert "deepspeed_hostfile: the ranks are started by accelerate launch on each machine" in found
     torn = write({})
     (tmp_path / "ds.json").write_text('{"zero_optimization": ')
@@ -163,27 +230,43 @@ def test_mistakes_in_the_section(write: Write, tmp_path: Path) -> None:
 
 
 def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
-    recipe = read_recipe("quickstart", ["learning_rate=0.003"])  # 12 rows in a step, 12 in a micro-batch
+    recipe = read_recipe(
+        "quickstart", ["learning_rate=0.003"]
+    )  # 12 rows in a step, 12 in a micro-batch
     agreeing = {"train_batch_size": 12, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     adam = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": "auto", "eps": 1e-8}}
     refuse_problems(
-        find_problems(recipe, replace(read(write(agreeing | {"optimizer": adam})), layout="single", places={}))
+        find_problems(
+            recipe, replace(read(write(agreeing | {"optimizer": adam})), layout="single", places={})
+        )
     )
     other = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     adam["params"] = {"lr": 1e-5}
     with pytest.raises(UserError) as error:
         refuse_problems(
-            find_problems(recipe, replace(read(write(other | {"optimizer": adam})), source="f", places={}), ranks=2)
+            find_problems(
+                recipe,
+                replace(read(write(other | {"optimizer": adam})), source="f", places={}),
+                ranks=2,
+            )
         )
     said = str(error.value)
-    assert "f: train_batch_size: 16, but global_batch_size is 12 by the recipe on 2 ranks; set one to the other" in said
-    assert "gradient_accumulation_steps: 4, but gradient_accumulation_steps is 1 by the recipe on 2 ranks" in said
+    assert (
+        "f: train_batch_size: 16, but global_batch_size is 12 by the recipe on 2 ranks; set one to the other"
+        in said
+    )
+    assert (
+        "gradient_accumulation_steps: 4, but gradient_accumulation_steps is 1 by the recipe on 2 ranks"
+        in said
+    )
     assert "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe; set" in said
     assert "lr: 1e-05, but learning_rate is 0.003 by the command line; set" in said
 
 
 def test_launch_refuses_them_before_anything_is_loaded(write: Write) -> None:
     path = write(zero_stage=2, gradient_clipping=0.5)
-    ended = run_command(["python", "-m", "finetune", "launch", "--config", path, "--num-processes", "2"])
+    ended = run_command(
+        ["python", "-m", "finetune", "launch", "--config", path, "--num-processes", "2"]
+    )
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe" in ended.stderr

@@ -45,11 +45,15 @@ def test_an_overflow_leaves_the_parameters_and_lowers_the_scale() -> None:
     assert scaler.get_scale() == 512.0
 
 
-def test_a_gradient_that_is_never_finite_stops_the_run_where_the_scale_cannot_fall_further() -> None:
+def test_a_gradient_that_is_never_finite_stops_the_run_where_the_scale_cannot_fall_further() -> (
+    None
+):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for expected in (2.0, 1.0, 0.5):
         if expected < 1.0:
-            with pytest.raises(UserError, match="fp16: the gradients are not finite at a loss scale of 1 either"):
+            with pytest.raises(
+                UserError, match="fp16: the gradients are not finite at a loss scale of 1 either"
+            ):
                 one_step(scaler, gradient_factor=float("inf"))
         else:
             one_step(scaler, gradient_factor=float("inf"))

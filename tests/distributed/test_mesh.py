@@ -45,7 +45,10 @@ def places(request: pytest.FixtureRequest) -> list[Place]:
         try:
             mesh, group = make_mesh(sharding, "cpu"), make_sequence_group(sharding, ranks, "cpu")
             assert mesh is not None and group is not None
-            named = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in (REPLICATE, FSDP, TENSOR)}
+            named = {
+                name: dist.get_process_group_ranks(mesh[name].get_group())
+                for name in (REPLICATE, FSDP, TENSOR)
+            }
             accelerator: Any = SimpleNamespace(torch_device_mesh=mesh)
             world = World(rank, ranks, rank, ranks, torch.device("cpu"), sharding, accelerator)
             found.append(Place(world, dist.get_process_group_ranks(group), named))
@@ -54,13 +57,23 @@ def places(request: pytest.FixtureRequest) -> list[Place]:
     return found
 
 
-def test_a_group_has_one_rank_for_each_part_of_its_rows_and_of_its_matrices(places: list[Place]) -> None:
+def test_a_group_has_one_rank_for_each_part_of_its_rows_and_of_its_matrices(
+    places: list[Place],
+) -> None:
     data = [place.world.data_parallel for place in places]
     for rank, (world, sequence, mesh) in enumerate(places):
-        assert [data[other].sequence_rank for other in sequence] == list(range(data[rank].sequence_size)), "in order"
-        assert {data[other].rank for other in (*sequence, *mesh[TENSOR])} == {data[rank].rank}, "the same rows"
-        assert {data[other].sequence_rank for other in mesh[TENSOR]} == {data[rank].sequence_rank}, "the same tokens"
-        assert {places[other].world.tensor_group_index for other in mesh[TENSOR]} == {world.tensor_group_index}
+        assert [data[other].sequence_rank for other in sequence] == list(
+            range(data[rank].sequence_size)
+        ), "in order"
+        assert {data[other].rank for other in (*sequence, *mesh[TENSOR])} == {data[rank].rank}, (
+            "the same rows"
+        )
+        assert {data[other].sequence_rank for other in mesh[TENSOR]} == {
+            data[rank].sequence_rank
+        }, "the same tokens"
+        assert {places[other].world.tensor_group_index for other in mesh[TENSOR]} == {
+            world.tensor_group_index
+        }
         assert set(sequence) & set(mesh[TENSOR]) == {rank}
         assert set(sequence) <= set(mesh[FSDP]), "they have gradients of different tokens"
         assert max(mesh[TENSOR]) - min(mesh[TENSOR]) == len(mesh[TENSOR]) - 1, "neighbors"
@@ -69,14 +82,24 @@ def test_a_group_has_one_rank_for_each_part_of_its_rows_and_of_its_matrices(plac
 def test_rows_are_dealt_out_and_counted_once(places: list[Place]) -> None:
     worlds = [place.world for place in places]
     groups, shared = worlds[0].data_parallel.size, worlds[0].sharding.ranks_per_batch
-    assert Counter(world.data_parallel.rank for world in worlds) == dict.fromkeys(range(groups), shared)
-    assert [world.data_parallel.rank for world in worlds if world.is_first_of_batch] == list(range(groups))
+    assert Counter(world.data_parallel.rank for world in worlds) == dict.fromkeys(
+        range(groups), shared
+    )
+    assert [world.data_parallel.rank for world in worlds if world.is_first_of_batch] == list(
+        range(groups)
+    )
     averaged = places[0].mesh[FSDP], places[0].mesh[REPLICATE]
-    assert worlds[0].tensor_group_count == prod(map(len, averaged)), "the loss is multiplied by what FSDP divides by"
+    assert worlds[0].tensor_group_count == prod(map(len, averaged)), (
+        "the loss is multiplied by what FSDP divides by"
+    )
 
 
 def test_ranks_that_hold_the_same_shard_round_it_alike(places: list[Place]) -> None:
     for world, _, mesh in places:
-        assert [places[other].world.shard_rank for other in mesh[FSDP]] == list(range(len(mesh[FSDP])))
-        same = {places[other].world.shard_rank for name in (TENSOR, REPLICATE) for other in mesh[name]}
+        assert [places[other].world.shard_rank for other in mesh[FSDP]] == list(
+            range(len(mesh[FSDP]))
+        )
+        same = {
+            places[other].world.shard_rank for name in (TENSOR, REPLICATE) for other in mesh[name]
+        }
         assert same == {world.shard_rank}

@@ -25,7 +25,9 @@ time.sleep(4)
 def test_a_rank_that_waits_ends_after_its_peer_was_killed(leaves: bool) -> None:
     with subprocess.Popen(["sleep", "60"]) as peer:
         command = [sys.executable, "-c", WAITS, str(peer.pid), *(["leaves"] if leaves else [])]
-        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        with subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as rank:
             assert rank.stdout is not None and rank.stderr is not None
             assert rank.stdout.readline() == b"watching\n"
             peer.kill()  # not yet waited for: a zombie, as under a parent that sleeps

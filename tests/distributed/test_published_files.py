@@ -56,14 +56,27 @@ FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1}
+BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 1,
+}
 LOGGING = {"gradient_clipping": "auto", "steps_per_print": 2000, "wall_clock_breakdown": False}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-TORCH_ADAMW = {"type": "AdamW", "params": ADAMW["params"] | {"torch_adam": True, "adam_w_mode": True}}  # type: ignore[operator]
+TORCH_ADAMW = {
+    "type": "AdamW",
+    "params": ADAMW["params"] | {"torch_adam": True, "adam_w_mode": True},
+}  # type: ignore[operator]
 WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
 DECAY = {"type": "WarmupDecayLR", "params": WARMUP | {"total_num_steps": "auto"}}
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto"}
-STAGE2 = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, "reduce_scatter": True, **BUCKETS}
+STAGE2 = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "reduce_scatter": True,
+    **BUCKETS,
+}
 STAGE3 = {
     "stage": 3,
     "stage3_prefetch_bucket_size": "auto",
@@ -80,7 +93,13 @@ AUTO = {"bf16": {"enabled": "auto"}, "fp16": FP16 | {"enabled": "auto"}}
 EXAMPLE = {"fp16": FP16, "scheduler": DECAY, **BATCH, **LOGGING}
 OF_TESTS = AUTO | {"scheduler": {"type": "WarmupLR", "params": WARMUP}, **BATCH, **LOGGING}
 MESH = {f"parallelism_config_{name}_size": 1 for name in ("dp_replicate", "dp_shard", "tp", "cp")}
-PLAIN = {"distributed_type": "NO", "mixed_precision": "no", "num_machines": 1, "num_processes": 1, "use_cpu": False}
+PLAIN = {
+    "distributed_type": "NO",
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 1,
+    "use_cpu": False,
+}
 EMPTY: dict[str, Any] = {"deepspeed_config": {}, "fsdp_config": {}}
 FP8 = {"backend": "TE", "fp8_format": "E4M3", "margin": 0, "interval": 1, "amax_history_len": 1024}
 
@@ -93,7 +112,10 @@ def accelerate(kind: str, processes: int | None = 8, **stated: Any) -> dict[str,
 BF16 = {"mixed_precision": "bf16"}
 # Name -> (what the file states, layout and strategy).
 READ: Mapping[str, tuple[dict[str, Any], str]] = {
-    "accelerate templates: fsdp": (accelerate("FSDP", 2, fsdp_config=FSDP1, **BF16), "fsdp1 FULL_SHARD"),
+    "accelerate templates: fsdp": (
+        accelerate("FSDP", 2, fsdp_config=FSDP1, **BF16),
+        "fsdp1 FULL_SHARD",
+    ),
     "accelerate templates: multi_gpu": (accelerate("MULTI_GPU", 2, **BF16), "ddp"),
     "accelerate templates: multi_node": (accelerate("MULTI_GPU", 8, num_machines=2), "ddp"),
     "accelerate templates: single_accelerator": (accelerate("NO", None, **BF16), "single"),
@@ -106,7 +128,8 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         "fsdp2 SHARD_GRAD_OP",
     ),
     "accelerate deepspeed templates: zero_stage2_offload": (
-        EXAMPLE | {"optimizer": TORCH_ADAMW, "zero_optimization": STAGE2 | {"offload_optimizer": ON_HOST}},
+        EXAMPLE
+        | {"optimizer": TORCH_ADAMW, "zero_optimization": STAGE2 | {"offload_optimizer": ON_HOST}},
         "fsdp2 SHARD_GRAD_OP offloaded",
     ),
     "accelerate deepspeed templates: zero_stage3": (
@@ -117,14 +140,22 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         EXAMPLE | {"optimizer": ADAMW, "zero_optimization": STAGE3 | BOTH_ON_HOST},
         "fsdp2 FULL_SHARD offloaded",
     ),
-    "accelerate slurm: fsdp_config": (accelerate("FSDP", None, fsdp_config=FSDP1), "fsdp1 FULL_SHARD"),
+    "accelerate slurm: fsdp_config": (
+        accelerate("FSDP", None, fsdp_config=FSDP1),
+        "fsdp1 FULL_SHARD",
+    ),
     "accelerate alst: sp-alst.ds-config": (
-        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "seq_parallel_communication_data_type": "bf16"}
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3},
+            "seq_parallel_communication_data_type": "bf16",
+        }
         | BATCH,
         "fsdp2 FULL_SHARD",
     ),
     "accelerate tests: ds_config_zero2": (
-        OF_TESTS | {"optimizer": TORCH_ADAMW, "zero_optimization": STAGE2 | {"offload_optimizer": ON_HOST}},
+        OF_TESTS
+        | {"optimizer": TORCH_ADAMW, "zero_optimization": STAGE2 | {"offload_optimizer": ON_HOST}},
         "fsdp2 SHARD_GRAD_OP offloaded",
     ),
     "accelerate tests: ds_config_zero2_model_only": (
@@ -136,7 +167,11 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         "fsdp2 FULL_SHARD offloaded",
     ),
     "accelerate tests: ds_config_zero3_model_only": (
-        AUTO | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": STAGE3 | {"offload_param": ON_HOST}},
+        AUTO
+        | {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": STAGE3 | {"offload_param": ON_HOST},
+        },
         "fsdp2 FULL_SHARD offloaded",
     ),
     "accelerate tests: 0_11_0, 0_12_0": (PLAIN | EMPTY, "single"),
@@ -145,11 +180,15 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         accelerate(
             "FSDP",
             1,
-            fsdp_config=FSDP1 | {"fsdp_ignored_modules": None, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
+            fsdp_config=FSDP1
+            | {"fsdp_ignored_modules": None, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
         ),
         "fsdp1 FULL_SHARD",
     ),
-    "accelerate tests: fsdp2_tp_preparation_config": (accelerate("FSDP", 4, mixed_precision="no"), "fsdp1 FULL_SHARD"),
+    "accelerate tests: fsdp2_tp_preparation_config": (
+        accelerate("FSDP", 4, mixed_precision="no"),
+        "fsdp1 FULL_SHARD",
+    ),
     "accelerate torch native: tp_hsdp": (
         accelerate(
             "FSDP",
@@ -160,11 +199,18 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         "fsdp2 HYBRID_SHARD",
     ),
     "accelerate torch native: cp": (
-        accelerate("FSDP", fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 8}),
+        accelerate(
+            "FSDP", fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 8}
+        ),
         "fsdp2 FULL_SHARD",
     ),
     "trl: context_parallel_2gpu": (
-        accelerate("FSDP", 2, fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 2}),
+        accelerate(
+            "FSDP",
+            2,
+            fsdp_config=FSDP2,
+            parallelism_config=MESH | {"parallelism_config_cp_size": 2},
+        ),
         "fsdp2 FULL_SHARD",
     ),
     "trl: alst_ulysses_4gpu": (
@@ -190,24 +236,44 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         "fsdp1 FULL_SHARD",
     ),
     "handbook: zero3, trl: deepspeed_zero3, zero3": (
-        accelerate("DEEPSPEED", deepspeed_config=ZERO3 | {"deepspeed_multinode_launcher": "standard"}, **BF16),
+        accelerate(
+            "DEEPSPEED",
+            deepspeed_config=ZERO3 | {"deepspeed_multinode_launcher": "standard"},
+            **BF16,
+        ),
         "fsdp2 FULL_SHARD",
     ),
     "trl: deepspeed_zero1, zero1": (
-        accelerate("DEEPSPEED", deepspeed_config={"gradient_accumulation_steps": 1, "zero_stage": 1}, **BF16),
+        accelerate(
+            "DEEPSPEED",
+            deepspeed_config={"gradient_accumulation_steps": 1, "zero_stage": 1},
+            **BF16,
+        ),
         "fsdp2 SHARD_GRAD_OP",
     ),
     "trl: deepspeed_zero2, zero2": (
         accelerate("DEEPSPEED", deepspeed_config=ZERO3 | {"zero_stage": 2}, **BF16),
         "fsdp2 SHARD_GRAD_OP",
     ),
-    "trl: fsdp1 (twice)": (accelerate("FSDP", fsdp_config=FSDP1_OF_TRL, **BF16), "fsdp1 FULL_SHARD"),
+    "trl: fsdp1 (twice)": (
+        accelerate("FSDP", fsdp_config=FSDP1_OF_TRL, **BF16),
+        "fsdp1 FULL_SHARD",
+    ),
     "trl: fsdp2 (twice)": (accelerate("FSDP", fsdp_config=FSDP2, **BF16), "fsdp2 FULL_SHARD"),
     "trl: single_gpu (twice)": (accelerate("NO", 1, **BF16), "single"),
     "trl tests: ddp": (accelerate("MULTI_GPU", 2), "ddp"),
-    "trl tests: fsdp2": (accelerate("FSDP", 2, fsdp_config={"fsdp_version": 2}), "fsdp2 FULL_SHARD"),
-    "trl tests: zero2": (accelerate("DEEPSPEED", 2, deepspeed_config={"zero_stage": 2}), "fsdp2 SHARD_GRAD_OP"),
-    "trl tests: zero3": (accelerate("DEEPSPEED", 2, deepspeed_config={"zero_stage": 3}), "fsdp2 FULL_SHARD"),
+    "trl tests: fsdp2": (
+        accelerate("FSDP", 2, fsdp_config={"fsdp_version": 2}),
+        "fsdp2 FULL_SHARD",
+    ),
+    "trl tests: zero2": (
+        accelerate("DEEPSPEED", 2, deepspeed_config={"zero_stage": 2}),
+        "fsdp2 SHARD_GRAD_OP",
+    ),
+    "trl tests: zero3": (
+        accelerate("DEEPSPEED", 2, deepspeed_config={"zero_stage": 3}),
+        "fsdp2 FULL_SHARD",
+    ),
 }
 # Name -> (what the file states, words of the refusal).
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
@@ -216,7 +282,9 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
         "fp8_config.backend: Transformer Engine is not supported; set it to AO",
     ),
     "accelerate tests: 0_34_0_fp8": (
-        accelerate("MULTI_GPU", 2, mixed_precision="fp8", fp8_config=FP8 | {"amax_compute_algo": "max"}),
+        accelerate(
+            "MULTI_GPU", 2, mixed_precision="fp8", fp8_config=FP8 | {"amax_compute_algo": "max"}
+        ),
         "fp8_config.backend: Transformer Engine is not supported; set it to AO",
     ),
     "accelerate templates: multi_xpu": (
@@ -224,20 +292,31 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
         "distributed_type: MULTI_XPU: not supported",
     ),
     "accelerate tests: 0_28_0_mpi": (
-        accelerate("MULTI_CPU", 16, num_machines=4, mpirun_config={"mpirun_hostfile": "/home/user/hostfile"}),
+        accelerate(
+            "MULTI_CPU",
+            16,
+            num_machines=4,
+            mpirun_config={"mpirun_hostfile": "/home/user/hostfile"},
+        ),
         "mpirun is not supported as a launcher; start the ranks with accelerate launch or torchrun",
     ),
     "accelerate tests: 0_30_0_sagemaker": (
-        accelerate("NO", None) | {"compute_environment": "AMAZON_SAGEMAKER", "ec2_instance_type": "MY_TYPE"},
+        accelerate("NO", None)
+        | {"compute_environment": "AMAZON_SAGEMAKER", "ec2_instance_type": "MY_TYPE"},
         "SageMaker is not supported; use a file for LOCAL_MACHINE",
     ),
-    "accelerate tests: invalid_keys": (PLAIN | EMPTY | {"invalid_key": "invalid_value"}, "invalid_key: no such key"),
+    "accelerate tests: invalid_keys": (
+        PLAIN | EMPTY | {"invalid_key": "invalid_value"},
+        "invalid_key: no such key",
+    ),
     "accelerate tests: validate_launch_cmd": (
         PLAIN | {"deepspeed_config": {"deepspeed_config_file": "path/to/be/ignored"}},
         "deepspeed_config: it needs distributed_type: DEEPSPEED",
     ),
     "accelerate templates: deepspeed, without the JSON that it names": (
-        accelerate("DEEPSPEED", 2, deepspeed_config={"deepspeed_config_file": "../zero_stage1_config.json"}),
+        accelerate(
+            "DEEPSPEED", 2, deepspeed_config={"deepspeed_config_file": "../zero_stage1_config.json"}
+        ),
         "deepspeed_config_file: ../zero_stage1_config.json: no such file",
     ),
 }
@@ -256,10 +335,14 @@ def test_a_published_file_is_read(name: str, tmp_path: Path) -> None:
     stated, expected = READ[name]
     found = read(stated, tmp_path)
     layout = (
-        found.layout + (f" {found.strategy}" if found.is_fsdp else "") + (" offloaded" if found.cpu_offload else "")
+        found.layout
+        + (f" {found.strategy}" if found.is_fsdp else "")
+        + (" offloaded" if found.cpu_offload else "")
     )
     assert layout == expected
-    precision = next((kind for kind in ("fp16", "bf16") if stated.get(kind, {}).get("enabled") is True), "no")
+    precision = next(
+        (kind for kind in ("fp16", "bf16") if stated.get(kind, {}).get("enabled") is True), "no"
+    )
     assert found.mixed_precision == stated.get("mixed_precision", precision)
     is_deepspeed = "zero_optimization" in stated or stated["distributed_type"] == "DEEPSPEED"
     assert bool(found.translated) == is_deepspeed

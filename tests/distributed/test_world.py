@@ -14,7 +14,8 @@ from tests.ranks import run_command, run_python
 
 
 @pytest.mark.parametrize(
-    ("given", "offload", "ranks"), [(False, True, 1), (False, True, 2), (False, False, 1), (True, True, 1)]
+    ("given", "offload", "ranks"),
+    [(False, True, 1), (False, True, 2), (False, False, 1), (True, True, 1)],
 )
 def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
     given: bool, offload: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -30,7 +31,11 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
     monkeypatch.setattr("finetune.distributed.join._device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr("finetune.distributed.join._join_process_group", stop)
     monkeypatch.setattr("finetune.distributed.join._launcher_has_threads", lambda: given)
-    for name, value in {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,7 +49,9 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
 
 
 @pytest.mark.slow
-def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(tmp_path: Path) -> None:
+def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
+    tmp_path: Path,
+) -> None:
     """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
     script = tmp_path / "threads.py"
     script.write_text(
@@ -52,12 +59,16 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
         "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
     )
     given = run_python(["-m", "accelerate.commands.launch", str(script)])
-    assert given.stdout == "threads 1\n", given.stderr  # the tests' environment has OMP_NUM_THREADS=1
+    assert given.stdout == "threads 1\n", (
+        given.stderr
+    )  # the tests' environment has OMP_NUM_THREADS=1
     left_out = run_command(["env", "-u", "OMP_NUM_THREADS", "accelerate", "launch", str(script)])
     assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr
 
 
-def test_a_world_of_one_leaves_the_environment_as_it_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_leaves_the_environment_as_it_found_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in (*ALONE, "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     found = dict(os.environ)

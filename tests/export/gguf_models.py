@@ -8,9 +8,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -21,14 +19,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama3": (
         "llama",
         {
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+            }
             | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
             "tie_word_embeddings": True,
         },
         "bpe",
     ),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}, "bpe"),
-    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "bpe"),
+    "llama_linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        "bpe",
+    ),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}, "spm"),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, "spm"),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, "bpe"),
@@ -43,7 +50,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2_yarn_attention": (
         "qwen2",
         {
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.5}
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "attention_factor": 1.5,
+            }
             | {"original_max_position_embeddings": 32}
         },
         "bpe",
@@ -76,7 +88,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3": ("phi3", {"sliding_window": None}, "spm"),
     "phi3_longrope": (
         "phi3",
-        {"sliding_window": None, "original_max_position_embeddings": 512, "max_position_embeddings": 1024}
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 512,
+            "max_position_embeddings": 1024,
+        }
         | {
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -93,7 +109,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def make_gguf_model(folder: Path, name: str, shared: Path, *, hidden: int = 64, dtype: str = "float32") -> Path:
+def make_gguf_model(
+    folder: Path, name: str, shared: Path, *, hidden: int = 64, dtype: str = "float32"
+) -> Path:
     """A Hugging Face folder of the family `name`, trained for some steps on a sentence."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,7 +135,9 @@ def make_gguf_model(folder: Path, name: str, shared: Path, *, hidden: int = 64, 
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **sizes | config), dtype=torch.float32
         )
-        ids = tokenizer("Lily and Tom went to the park. They saw 12 ducks!", return_tensors="pt").input_ids
+        ids = tokenizer(
+            "Lily and Tom went to the park. They saw 12 ducks!", return_tensors="pt"
+        ).input_ids
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(STEPS):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -137,7 +157,9 @@ def make_tokenizer_of(kind: str, shared: Path) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     words = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
-    cut = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    cut = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     return train_tokenizer(cut)
 
 
@@ -158,7 +180,10 @@ def train_tokenizer(pre_tokenizer: Any, *, ignore_merges: bool = False, size: in
     )
     tokenizer.train([str(ROOT / "LICENSE")], trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
     )
     wrapped.chat_template = CHATML
     return wrapped

@@ -72,7 +72,9 @@ def classes() -> Iterator[tuple[str, str]]:
                     getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None
                 ):
                     is_causal = mapping is MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-                    if not (is_causal and is_composite(family)):  # its text config has a row of its own
+                    if not (
+                        is_causal and is_composite(family)
+                    ):  # its text config has a row of its own
                         yield family, name
 
 
@@ -86,7 +88,9 @@ def names_for(pattern: str) -> list[str]:
     text = re.sub(r"\[(.)[^]]*\]", r"\1", text.replace(r"\d+", "0"))
     text = re.sub(r"\\(.)", r"\1", re.sub(r"\.\*$|^\.\*|[\^$]", "", text))
     made = [text, f"{text}weight", f"{text}.weight"]
-    return [name for name in PUBLISHED if re.search(pattern, name)] or [n for n in made if re.search(pattern, n)][-1:]
+    return [name for name in PUBLISHED if re.search(pattern, name)] or [
+        n for n in made if re.search(pattern, n)
+    ][-1:]
 
 
 def write_base(folder: Path, family: str, name: str) -> dict[str, torch.Tensor]:
@@ -108,10 +112,14 @@ def write_base(folder: Path, family: str, name: str) -> dict[str, torch.Tensor]:
     patterns = model._keys_to_ignore_on_load_unexpected
     assert all(any(re.search(pattern, found) for found in beside) for pattern in patterns), patterns
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if count_predicting_layers(model.config.to_dict()):  # numbered on, whichever number the class has in its list
+    if count_predicting_layers(
+        model.config.to_dict()
+    ):  # numbered on, whichever number the class has in its list
         beside[f"model.layers.{layers}.eh_proj.weight"] = torch.randn(4, 8, generator=generator)
     shapes = [(each, torch.float32, box.shape) for each, box in own.files.items()]
-    header = header_bytes(shapes + [(each, value.dtype, tuple(value.shape)) for each, value in beside.items()])
+    header = header_bytes(
+        shapes + [(each, value.dtype, tuple(value.shape)) for each, value in beside.items()]
+    )
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         zeros = sum(4 * torch.Size(shape).numel() for _, _, shape in shapes)
@@ -150,7 +158,9 @@ def test_no_tensor_of_a_base_is_lost(family: str, name: str, tmp_path: Path) -> 
         assert written[each].dtype == value.dtype
         assert torch.equal(written[each].rows(0, len(value)), value)
     assert account.target is not None
-    assert count_predicting_layers(account.target.config_json) == count_predicting_layers(target.config_json)
+    assert count_predicting_layers(account.target.config_json) == count_predicting_layers(
+        target.config_json
+    )
     with pytest.raises(UserError, match=re.escape(f"lacks {min(beside)}")):
         account.refuse_lost(written.keys() - {min(beside)}, card="")
 
@@ -171,7 +181,11 @@ def test_no_class_of_transformers_trains_multi_token_prediction() -> None:
 
 
 def add_tensors(folder: Path, added: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    save_file(load_file(folder / "model.safetensors") | added, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        load_file(folder / "model.safetensors") | added,
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return added
 
 
@@ -211,7 +225,9 @@ LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
 
 
 @pytest.mark.parametrize("keys", [{}, LORA, {"drop_vision": True}], ids=["full", "lora", "text"])
-def test_an_export_of_qwen_has_the_base_s_layers(keys: dict[str, Any], tmp_path: Path, capfd: Any) -> None:
+def test_an_export_of_qwen_has_the_base_s_layers(
+    keys: dict[str, Any], tmp_path: Path, capfd: Any
+) -> None:
     beside = make_qwen(tmp_path / "model")
     recipe = recipe_of(tmp_path, tmp_path / "model", **keys)
     if keys:
@@ -226,20 +242,26 @@ def test_an_export_of_qwen_has_the_base_s_layers(keys: dict[str, Any], tmp_path:
     for name, value in beside.items():
         assert torch.equal(exported[name], value) and exported[name].dtype == value.dtype
     assert count_predicting_layers(config_of(out)) == 1
-    class_name = "Qwen3_5ForCausalLM" if "drop_vision" in keys else "Qwen3_5ForConditionalGeneration"
+    class_name = (
+        "Qwen3_5ForCausalLM" if "drop_vision" in keys else "Qwen3_5ForConditionalGeneration"
+    )
     named = ", ".join(sorted(beside))
     sentence = f"3 tensors of the base ({named}), which {class_name} does not hold: untrained, and exported unchanged"
     card = (out / "README.md").read_text()
     assert f"base    {sentence}" in said and f"- {sentence}" in card
     assert keys or f"        {sentence}" in said  # the first screen
-    assert ("left out of the base, as drop_vision asks: model.visual." in card) == ("drop_vision" in keys)
+    assert ("left out of the base, as drop_vision asks: model.visual." in card) == (
+        "drop_vision" in keys
+    )
     assert any("verified: every value" in line for line in said)
 
 
 def make_deepseek(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
     """A DeepSeek V3 of two layers, whose files number the layer for multi-token prediction on, with copies of embedding and head."""
     make_model(
-        folder, model_type="deepseek_v3", **SMALL | FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 1} | config
+        folder,
+        model_type="deepseek_v3",
+        **SMALL | FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 1} | config,
     )
     stored = load_file(folder / "model.safetensors")
     beside = {
@@ -265,9 +287,13 @@ def test_numbered_layers_are_carried_out_of_an_fp8_base_too(tmp_path: Path) -> N
     stored = load_file(tmp_path / "model" / "model.safetensors")
     quantized = {name for name in beside if f"{name}_scale_inv" in stored}
     assert "model.layers.2.self_attn.o_proj.weight" in quantized
-    (run,) = train(recipe_of(tmp_path, tmp_path / "model", use_peft=True, lora_target_modules=["o_proj"]))
+    (run,) = train(
+        recipe_of(tmp_path, tmp_path / "model", use_peft=True, lora_target_modules=["o_proj"])
+    )
     exported = load_file(export(run, tmp_path / "out", log=lambda _: None) / "model.safetensors")
-    assert beside.keys() <= exported.keys() and not any(name.endswith("_scale_inv") for name in exported)
+    assert beside.keys() <= exported.keys() and not any(
+        name.endswith("_scale_inv") for name in exported
+    )
     for name in beside:
         value = stored[name].float()
         if name in quantized:
@@ -285,7 +311,9 @@ def test_what_the_base_no_longer_holds_is_not_promised(tmp_path: Path) -> None:
 
     def exported(**options: Any) -> tuple[list[str], int, bool]:
         said: list[str] = []
-        out = export(run, tmp_path / "out", log=said.append, verify=False, overwrite=True, **options)
+        out = export(
+            run, tmp_path / "out", log=said.append, verify=False, overwrite=True, **options
+        )
         is_carried = name in load_file(out / "model.safetensors")
         lines = [line.removeprefix("base    ") for line in said if line.startswith("base")]
         card = (out / "README.md").read_text()
@@ -304,7 +332,10 @@ def test_what_the_base_no_longer_holds_is_not_promised(tmp_path: Path) -> None:
     (tmp_path / "moved").rename(tmp_path / "model")
     lines, promised, is_carried = exported()
     assert (promised, is_carried) == (0, False)
-    assert "model holds other values than when the run began" in lines[0] and "is 0 in config.json" in lines[-1]
+    assert (
+        "model holds other values than when the run began" in lines[0]
+        and "is 0 in config.json" in lines[-1]
+    )
     lines, promised, is_carried = exported(base_model=str(tmp_path / "model"))
     assert (promised, is_carried) == (1, True)
     assert lines[0] == f"warning: {tmp_path}/model is not the base that the run began with"
@@ -317,7 +348,9 @@ def test_a_run_does_not_go_on_from_another_base(tmp_path: Path) -> None:
     name = min(beside)
     add_tensors(tmp_path / "model", {name: beside[name] + 1})
     with (
-        pytest.raises(UserError, match="the same name is given, but what an export carries over has changed"),
+        pytest.raises(
+            UserError, match="the same name is given, but what an export carries over has changed"
+        ),
         Session(read_recipe(str(recipe))) as session,
     ):
         session.load()
@@ -331,7 +364,8 @@ def test_a_promise_that_the_base_itself_does_not_keep_is_withdrawn(tmp_path: Pat
     out = export(tmp_path / "model", tmp_path / "out", log=said.append)
     assert count_predicting_layers(config_of(out)) == 0
     assert any(
-        "is 0 in config.json: the base's files hold no layers for multi-token prediction" in line for line in said
+        "is 0 in config.json: the base's files hold no layers for multi-token prediction" in line
+        for line in said
     )
 
 
@@ -341,24 +375,35 @@ def test_a_promise_that_builds_other_layers_stays(tmp_path: Path) -> None:
     config = small_config("nemotron_h_omni").to_dict()
     config["text_config"]["num_nextn_predict_layers"] = 1
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"architectures": [name]}, default=str))
+    (tmp_path / "base" / "config.json").write_text(
+        json.dumps(config | {"architectures": [name]}, default=str)
+    )
     target = describe_target(tmp_path / "base")
     assert any("vision_final_layernorm" in each for each in target.shapes)
-    account = account_for_base(Source(tmp_path, tmp_path / "base", {}, state={"step": 1}), target, ["safetensors"])
+    account = account_for_base(
+        Source(tmp_path, tmp_path / "base", {}, state={"step": 1}), target, ["safetensors"]
+    )
     assert account.target is not None and count_predicting_layers(account.target.config_json) == 1
-    assert "stays in config.json, as NemotronH_Omni_Reasoning_V3 has other layers without it" in account.sentences[0]
+    assert (
+        "stays in config.json, as NemotronH_Omni_Reasoning_V3 has other layers without it"
+        in account.sentences[0]
+    )
 
 
 def test_rows_of_a_grown_vocabulary_are_not_carried(tmp_path: Path) -> None:
     """DeepSeek's copies of embedding and head would not fit the tokens that were added."""
     make_deepseek(tmp_path / "model")
-    (run,) = train(recipe_of(tmp_path, tmp_path / "model", added_tokens=["[TOOL]"], pad_vocab_to_multiple_of=1))
+    (run,) = train(
+        recipe_of(tmp_path, tmp_path / "model", added_tokens=["[TOOL]"], pad_vocab_to_multiple_of=1)
+    )
     said: list[str] = []
     out = export(run, tmp_path / "out", log=said.append)
     assert not any("layers.2." in name for name in load_file(out / "model.safetensors"))
     assert count_predicting_layers(config_of(out)) == 0
     why = "it has a row for each of the base's 262 tokens, and the model 263"
-    assert any(line.startswith(f"base    left out of the base, {why}: model.layers.2.") for line in said)
+    assert any(
+        line.startswith(f"base    left out of the base, {why}: model.layers.2.") for line in said
+    )
 
 
 def test_a_run_from_a_checkpoint_carries_what_that_one_s_base_has(tmp_path: Path) -> None:
@@ -377,7 +422,10 @@ def test_other_formats_say_what_they_hold(tmp_path: Path) -> None:
     beside = add_tensors(model, {name: torch.arange(8.0)})
     said: list[str] = []
     out = export(model, tmp_path / "gguf", formats=["gguf"], log=said.append)
-    assert f"left out of the base, as GGUF has no place for it: {name}" in (out / "README.md").read_text()
+    assert (
+        f"left out of the base, as GGUF has no place for it: {name}"
+        in (out / "README.md").read_text()
+    )
     keys: dict[str, Any] = {"formats": ["compressed-tensors"], "quantization": "int8"}
     out = export(model, tmp_path / "compressed", log=said.append, **keys)
     assert torch.equal(load_file(out / "model.safetensors")[name], beside[name])
@@ -392,8 +440,12 @@ def test_the_disk_must_have_room_for_it(tmp_path: Path, monkeypatch: pytest.Monk
         checkpoint = session._saver.check_save(1)
         needed = checkpoint + 4 * session._loaded.size.total + carried + EXPORT_SPARE_BYTES
         for free, is_enough in ((needed + 1000, True), (needed - 1000, False)):  # some buffers
-            monkeypatch.setattr(folders.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+            monkeypatch.setattr(
+                folders.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+            )
             with (
-                nullcontext() if is_enough else pytest.raises(UserError, match="free space, or set another output_dir")
+                nullcontext()
+                if is_enough
+                else pytest.raises(UserError, match="free space, or set another output_dir")
             ):
                 session._saver.check_save(1)

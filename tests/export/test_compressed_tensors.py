@@ -35,7 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compressed")
     model, data = make_model(folder / "model"), make_chat(folder / "chat.jsonl", rows=40)
     keys = {"global_batch_size": 4, "max_steps": 6, "eval_split_size": 8, "learning_rate": 1e-2}
-    recipe, config = write_recipe(folder / "recipe.yaml", model, data, **keys), write_config(folder, "single")
+    recipe, config = (
+        write_recipe(folder / "recipe.yaml", model, data, **keys),
+        write_config(folder, "single"),
+    )
     runs = [(recipe, config, [f"output_dir={folder}/plain"])]
     runs += [(recipe, config, [f"output_dir={folder}/{name}", *KEYS[name]]) for name in TRAINED]
     train_all(folder, runs, ranks=1)
@@ -72,7 +75,9 @@ def test_the_export_is_the_rounded_model_that_was_trained(
     quantize_(plain, QATConfig(torchao_base(name), step="prepare"), filter_fn=is_rounded)
     trained = logits_of(plain)
     quantize_(plain, QATConfig(torchao_base(name), step="convert"))
-    served = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "compressed-tensors"))
+    served = logits_of(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "compressed-tensors")
+    )
     assert difference(served, trained) < 1e-5
     assert difference(served, logits_of(plain)) < 1e-5
     assert difference(served, unrounded) > 1e-3
@@ -80,14 +85,22 @@ def test_the_export_is_the_rounded_model_that_was_trained(
 
 def test_a_run_leaves_all_formats_and_the_plan_knows_their_bytes(folder: Path) -> None:
     keys = ["quantization_aware_training=int4", "qat_group_size=16", "export_at_end=true"]
-    keys += ["export_formats=[safetensors, gguf, compressed-tensors]", f"output_dir={folder}/formats"]
-    printed = train_all(folder, [(folder / "recipe.yaml", write_config(folder, "single"), keys)], ranks=1)
+    keys += [
+        "export_formats=[safetensors, gguf, compressed-tensors]",
+        f"output_dir={folder}/formats",
+    ]
+    printed = train_all(
+        folder, [(folder / "recipe.yaml", write_config(folder, "single"), keys)], ranks=1
+    )
     assert (
-        "/formats/export/compressed-tensors: " in printed and "in int4, verified: every value. On 8 held-out" in printed
+        "/formats/export/compressed-tensors: " in printed
+        and "in int4, verified: every value. On 8 held-out" in printed
     )
     files = [*folder.glob("formats/export/**/*.safetensors"), *folder.glob("formats/export/*.gguf")]
     assert len(files) == 3
-    plan = make_plan(read_recipe(str(folder / "recipe.yaml"), keys), read_sharding("single", None, {}), ranks=1)
+    plan = make_plan(
+        read_recipe(str(folder / "recipe.yaml"), keys), read_sharding("single", None, {}), ranks=1
+    )
     written = sum(path.stat().st_size for path in files)
     assert written - 40_000 < plan.disk.export <= written  # headers, the GGUF's tokenizer, shapes
 
@@ -98,7 +111,9 @@ def test_a_plain_export_is_measured_as_transformers_measures_it(
 ) -> None:
     assert export(folder / "plain", tmp_path / "out", "--quantization", scheme) == 0
     said, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
-    pattern = r"its loss is (\S+), beside (\S+) of the unquantized model; KL divergence (\S+) a token"
+    pattern = (
+        r"its loss is (\S+), beside (\S+) of the unquantized model; KL divergence (\S+) a token"
+    )
     numbers = [tuple(map(float, re.findall(pattern, text)[0])) for text in (said, card)]
     assert numbers[0] == numbers[1]
     assert export(folder / "plain", tmp_path / "plain", formats="safetensors") == 0
@@ -106,7 +121,10 @@ def test_a_plain_export_is_measured_as_transformers_measures_it(
     losses, divergences, count = [0.0, 0.0], 0.0, 0
     for row in json.loads((folder / "plain" / ROWS_FILE).read_text())["rows"]:
         labels = torch.tensor(row["labels"])
-        each = [logits_of(model, torch.tensor([row["input_ids"]]))[0].log_softmax(-1) for model in models]
+        each = [
+            logits_of(model, torch.tensor([row["input_ids"]]))[0].log_softmax(-1)
+            for model in models
+        ]
         for place, scores in enumerate(each):
             losses[place] += float(functional.nll_loss(scores, labels, reduction="sum"))
         quantized, truth = (scores[labels != -100] for scores in each)
@@ -122,18 +140,45 @@ def test_a_loss_that_rises_too_much_is_not_published(
 ) -> None:
     out = tmp_path / "out"
     assert export(folder / "plain", out, "--quantization", "int4", "--max-loss-increase", "-1") == 2
-    assert re.search(r"not exported: quantized, the loss is \S+ instead of \S+, more than", capsys.readouterr().err)
+    assert re.search(
+        r"not exported: quantized, the loss is \S+ instead of \S+, more than",
+        capsys.readouterr().err,
+    )
     assert not out.exists()
     assert (
-        export(folder / "plain", out, "--quantization", "int4", "--group-size", "16", "--max-loss-increase", "1") == 0
+        export(
+            folder / "plain",
+            out,
+            "--quantization",
+            "int4",
+            "--group-size",
+            "16",
+            "--max-loss-increase",
+            "1",
+        )
+        == 0
     )
-    assert export(folder / "model", tmp_path / "other", "--quantization", "int8", "--max-loss-increase", "1") == 2
+    assert (
+        export(
+            folder / "model",
+            tmp_path / "other",
+            "--quantization",
+            "int8",
+            "--max-loss-increase",
+            "1",
+        )
+        == 2
+    )
     assert "the run kept no rows to measure on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["a byte", "a tensor"])
 def test_what_is_not_what_was_quantized_is_found_and_not_published(
-    damage: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_weights = compressed_tensors_export.write_weights
 
@@ -169,7 +214,11 @@ def test_what_is_not_what_was_quantized_is_found_and_not_published(
     ],
 )  # fmt: skip
 def test_what_cannot_be_quantized_is_refused_in_a_sentence(
-    arguments: list[str], sentence: str, tiny_llama: Callable[..., Path], tmp_path: Path, capsys: Any
+    arguments: list[str],
+    sentence: str,
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     assert export(tiny_llama(), tmp_path / "out", *arguments) == 2
     assert sentence in capsys.readouterr().err
@@ -190,7 +239,9 @@ def test_training_for_4_bits_loses_less_than_quantizing_afterwards(
     data = shared / "data"
     keys = {
         "datasets": [{"path": str(data / "gsm8k_train.jsonl"), **columns}],
-        "eval_datasets": [{"path": str(data / "gsm8k_test.jsonl"), "split": "train[:100]", **columns}],
+        "eval_datasets": [
+            {"path": str(data / "gsm8k_test.jsonl"), "split": "train[:100]", **columns}
+        ],
         "max_length": 512,
         "global_batch_size": 4,
         "per_device_train_batch_size": 4,
@@ -198,16 +249,24 @@ def test_training_for_4_bits_loses_less_than_quantizing_afterwards(
         "learning_rate": 2e-3,
         "packing": True,
     }
-    recipe = write_recipe(tmp_path / "recipe.yaml", shared / "models" / "stories260k", Path("unused"), **keys)
-    config, scheme = write_config(tmp_path, "single"), ["quantization_aware_training=int4", "qat_group_size=null"]
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", shared / "models" / "stories260k", Path("unused"), **keys
+    )
+    config, scheme = (
+        write_config(tmp_path, "single"),
+        ["quantization_aware_training=int4", "qat_group_size=null"],
+    )
     runs = [
-        (recipe, config, [f"output_dir={tmp_path}/{name}", *keys]) for name, keys in (("plain", []), ("aware", scheme))
+        (recipe, config, [f"output_dir={tmp_path}/{name}", *keys])
+        for name, keys in (("plain", []), ("aware", scheme))
     ]
     train_all(tmp_path, runs, ranks=1, timeout=1500)
     losses = {}
     for name, flags in (("plain", ["--quantization", "int4"]), ("aware", [])):
         assert export(tmp_path / name, tmp_path / f"{name} out", *flags) == 0
-        found = re.findall(r"its loss is (\S+), beside (\S+) of the unquantized model", capsys.readouterr().out)[0]
+        found = re.findall(
+            r"its loss is (\S+), beside (\S+) of the unquantized model", capsys.readouterr().out
+        )[0]
         losses[name] = tuple(map(float, found))
     print(losses)
     (afterwards, unquantized), (aware, _) = losses["plain"], losses["aware"]

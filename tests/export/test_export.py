@@ -33,7 +33,11 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.cold
@@ -41,15 +45,36 @@ def test_a_folder_is_exported_whole_verified_and_twice_the_same(
     tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama()
-    assert main(["export", str(model), "--output", str(tmp_path / "one"), "--max-shard-size", "100KB"]) == 0
+    assert (
+        main(["export", str(model), "--output", str(tmp_path / "one"), "--max-shard-size", "100KB"])
+        == 0
+    )
     assert "verified: every value, and identical logits" in capsys.readouterr().out
-    assert main(["export", str(model), "--output", str(tmp_path / "two" / "one"), "--max-shard-size", "100KB"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(model),
+                "--output",
+                str(tmp_path / "two" / "one"),
+                "--max-shard-size",
+                "100KB",
+            ]
+        )
+        == 0
+    )
     assert digests(tmp_path / "one") == digests(tmp_path / "two" / "one")
     index = json.loads((tmp_path / "one" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights(tmp_path / "one").values())
-    assert all(path.stat().st_size < 110_000 for path in (tmp_path / "one").glob("model-*.safetensors"))
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in weights(tmp_path / "one").values()
+    )
+    assert all(
+        path.stat().st_size < 110_000 for path in (tmp_path / "one").glob("model-*.safetensors")
+    )
     ids = torch.arange(40).reshape(2, 20)
-    before, after = (AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in (model, tmp_path / "one"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in (model, tmp_path / "one")
+    )
     assert torch.equal(before, after)
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "one")]
     assert tokenizers[0].chat_template == tokenizers[1].chat_template != None  # noqa: E711
@@ -57,7 +82,9 @@ def test_a_folder_is_exported_whole_verified_and_twice_the_same(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_config_states_the_dtype_of_the_files(dtype: str, tiny_llama: MakeModel, tmp_path: Path) -> None:
+def test_the_config_states_the_dtype_of_the_files(
+    dtype: str, tiny_llama: MakeModel, tmp_path: Path
+) -> None:
     model, out = tiny_llama(dtype="bfloat16"), tmp_path / "out"
     assert main(["export", str(model), "--output", str(out), "--dtype", dtype, "--no-verify"]) == 0
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
@@ -65,13 +92,21 @@ def test_the_config_states_the_dtype_of_the_files(dtype: str, tiny_llama: MakeMo
     found = weights(out)
     assert found.keys() == expected.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items()
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in expected.items()
     )
     assert AutoModelForCausalLM.from_pretrained(out).dtype == getattr(torch, dtype)
 
 
-def test_a_rounded_export_is_within_the_bound(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
-    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+def test_a_rounded_export_is_within_the_bound(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
+    assert (
+        main(
+            ["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+        )
+        == 0
+    )
     assert "logits within 0.00" in capsys.readouterr().out
 
 
@@ -89,7 +124,9 @@ def test_tied_weights_are_written_once(tiny_llama: MakeModel, tmp_path: Path, ca
     assert weights(out)  # the old export is still there
 
 
-def test_an_existing_destination_is_kept(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
+def test_an_existing_destination_is_kept(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
     model, out = tiny_llama(), tmp_path / "out"
     out.mkdir()
     (out / "diary.txt").write_text("mine")
@@ -119,7 +156,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
         lambda c, _: c.update(model_type="mystery", auto_map={"AutoConfig": "evil.Config"}),
         "auto_map: this model has code of its own (mystery); read it, then allow it with --trust-remote-code",
     ),
-    "quantized": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantized weights"),
+    "quantized": (
+        lambda c, _: c.update(quantization_config={"bits": 4}),
+        "quantization_config: quantized weights",
+    ),
     "layers": (
         lambda c, _: c.update(num_hidden_layers=10**9),
         "config.json: num_hidden_layers: 1000000000: a whole number from 1 to 1,000 is expected",
@@ -151,15 +191,23 @@ def test_what_is_wrong_is_reported_and_nothing_is_left(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_tokenizer_that_is_damaged_or_runs_code_is_named(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
+def test_a_tokenizer_that_is_damaged_or_runs_code_is_named(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
     model, out = tiny_llama(), tmp_path / "results" / "out"
     path = model / "tokenizer_config.json"
     sound = path.read_text()
-    hostile = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "EvilTokenizer"}
+    hostile = {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]},
+        "tokenizer_class": "EvilTokenizer",
+    }
     command = ["export", str(model), "--output", str(out), "--no-verify"]
     path.write_text(json.dumps(json.loads(sound) | hostile))
     assert main(command) == 2
-    assert f"{path}: auto_map: this tokenizer has code of its own (EvilTokenizer)" in capsys.readouterr().err
+    assert (
+        f"{path}: auto_map: this tokenizer has code of its own (EvilTokenizer)"
+        in capsys.readouterr().err
+    )
     path.write_text(sound)
     (model / "tokenizer.json").write_text("{")
     assert main(command) == 2
@@ -179,21 +227,38 @@ def test_an_exported_tokenizer_neither_cuts_nor_pads(
     plain = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer(
-        ["a long sentence", "a"], truncation=True, max_length=4, stride=1, padding="max_length", pad_to_multiple_of=2
+        ["a long sentence", "a"],
+        truncation=True,
+        max_length=4,
+        stride=1,
+        padding="max_length",
+        pad_to_multiple_of=2,
     )
     tokenizer.init_kwargs |= {"max_length": 4, "truncation": True, "padding": True}
     tokenizer.save_pretrained(model)
     texts = ["once there was a fox who lived in a box", "a"]
-    cut = [encoding.ids for encoding in Tokenizer.from_file(str(model / "tokenizer.json")).encode_batch(texts)]
+    cut = [
+        encoding.ids
+        for encoding in Tokenizer.from_file(str(model / "tokenizer.json")).encode_batch(texts)
+    ]
     assert set(map(len, cut)) == {4}
     train_all(tmp_path, [(tiny_recipe(max_steps=1), write_config(tmp_path, "single"), [])], ranks=1)
     assert main(["export", str(model), "--output", str(tmp_path / "again"), "--no-verify"]) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001" / "model"
     for folder in (checkpoint, tmp_path / "run" / "export", tmp_path / "again"):
         written = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        assert [each.ids for each in written.encode_batch(texts)] == [each.ids for each in plain.encode_batch(texts)]
+        assert [each.ids for each in written.encode_batch(texts)] == [
+            each.ids for each in plain.encode_batch(texts)
+        ]
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        cutting = {"max_length", "truncation", "truncation_strategy", "stride", "padding", "pad_to_multiple_of"}
+        cutting = {
+            "max_length",
+            "truncation",
+            "truncation_strategy",
+            "stride",
+            "padding",
+            "pad_to_multiple_of",
+        }
         assert not cutting & config.keys()
         assert config["eos_token"] == tokenizer.eos_token
 
@@ -201,11 +266,21 @@ def test_an_exported_tokenizer_neither_cuts_nor_pads(
 def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:
     """The checkpoint is of no model, which is reported once its checksums match."""
     write_checkpoint(tmp_path / "run", 7)
-    command = [sys.executable, "-m", "finetune", "export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "export",
+        str(tmp_path / "run"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     terminal, its_end = os.openpty()
     termios.tcsetwinsize(its_end, (24, 80))
     try:
-        process = subprocess.run(command, cwd=ROOT, env=environment(), stderr=its_end, stdout=subprocess.DEVNULL)
+        process = subprocess.run(
+            command, cwd=ROOT, env=environment(), stderr=its_end, stdout=subprocess.DEVNULL
+        )
         shown = os.read(terminal, 100_000).decode()
     finally:
         os.close(terminal)

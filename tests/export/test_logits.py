@@ -11,7 +11,15 @@ from finetune.export.merge_choice import ComparisonRows, measure
 from finetune.export.target import describe_target, read_rows
 from finetune.files.tensors import read_folder
 from finetune.models.weights import convert_to_parameters
-from tests.models.families import EVERY, LONG_CONTEXT, build, documents, forget_lengths, padded, plain_loss
+from tests.models.families import (
+    EVERY,
+    LONG_CONTEXT,
+    build,
+    documents,
+    forget_lengths,
+    padded,
+    plain_loss,
+)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -44,7 +52,9 @@ def test_merges_aremeasured_on_each_row_as_if_it_were_alone(
     stored = convert_to_parameters(target.model, read_folder(tmp_path), str(tmp_path))
     examples = documents()
     batch = padded(examples)
-    rows = ComparisonRows(batch["input_ids"], batch["labels"], torch.tensor(batch["document_lengths"]), held_out=True)
+    rows = ComparisonRows(
+        batch["input_ids"], batch["labels"], torch.tensor(batch["document_lengths"]), held_out=True
+    )
     with torch.no_grad():
         truth = plain_loss(model, examples).item() / rows.labeled_tokens
     read = lambda name, start, stop: read_rows(stored[target.tied.get(name, name)], start, stop)  # noqa: E731

@@ -21,7 +21,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "patterns": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5}, "alpha_pattern": {"k_proj|up_proj": 3}},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5},
+        "alpha_pattern": {"k_proj|up_proj": 3},
+    },
     "whole modules": {"modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["embed_tokens", "q_proj", "lm_head"]},
 }
@@ -44,19 +47,27 @@ def make_adapter(base: Path, folder: Path, **keys: Any) -> Path:
 def test_the_merge_is_pefts(
     kind: str, tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    monkeypatch.setattr(
+        target, "BLOCK_BYTES", 4 * 64 * 7
+    )  # blocks of seven rows, which divide nothing here
     base = tiny_llama(attention_bias=True)
     adapter, out = make_adapter(base, tmp_path / "adapter", **KINDS[kind]), tmp_path / "out"
     assert main(["export", str(adapter), "--output", str(out), "--no-verify"]) == 0
     theirs = (
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload().state_dict()
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        .merge_and_unload()
+        .state_dict()
     )
     ours = load_file(out / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
+        )
     changed = [
-        name for name, tensor in load_file(base / "model.safetensors").items() if not torch.equal(ours[name], tensor)
+        name
+        for name, tensor in load_file(base / "model.safetensors").items()
+        if not torch.equal(ours[name], tensor)
     ]
     assert len(changed) >= 3
     copied = load_file(out / "adapter" / "adapter_model.safetensors")
@@ -68,7 +79,10 @@ def test_the_merge_is_pefts(
 def test_an_adapter_with_whole_modules_and_patterns_verifies(
     tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = KINDS["patterns"] | {"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens", "q_proj", "up_proj"]}
+    keys = KINDS["patterns"] | {
+        "modules_to_save": ["lm_head"],
+        "target_modules": ["embed_tokens", "q_proj", "up_proj"],
+    }
     adapter = make_adapter(tiny_llama(), tmp_path / "adapter", **keys)
     assert main(["export", str(adapter), "--output", str(tmp_path / "out")]) == 0
     assert "verified: every value, and logits within" in capsys.readouterr().out
@@ -77,32 +91,52 @@ def test_an_adapter_with_whole_modules_and_patterns_verifies(
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 WRONG: dict[str, tuple[Change, str]] = {
-    "kind": (lambda c, _: c.update(peft_type="IA3"), "adapter_config.json: peft_type: 'IA3' is not LORA"),
+    "kind": (
+        lambda c, _: c.update(peft_type="IA3"),
+        "adapter_config.json: peft_type: 'IA3' is not LORA",
+    ),
     "no rank": (lambda c, _: c.pop("r"), "adapter_config.json: r: a positive number is expected"),
     "other rank": (lambda c, _: c.update(r=8), "not the config's rank 8"),
-    "rank of a billion": (lambda c, _: c.update(r=10**9), "adapter_config.json: r: 1,000,000,000: its weights have"),
+    "rank of a billion": (
+        lambda c, _: c.update(r=10**9),
+        "adapter_config.json: r: 1,000,000,000: its weights have",
+    ),
     "bad pattern": (lambda c, _: c.update(rank_pattern={"(": 3}), "(: not a regular expression"),
-    "B missing": (lambda _, t: t.pop(f"{LAYER}.lora_B.weight"), "q_proj.lora_B.weight: missing, although"),
+    "B missing": (
+        lambda _, t: t.pop(f"{LAYER}.lora_B.weight"),
+        "q_proj.lora_B.weight: missing, although",
+    ),
     "no magnitude": (
         lambda c, _: c.update(use_dora=True),
         "lora_magnitude_vector: missing, which contradicts use_dora",
     ),
     "unknown": (lambda _, t: t.update(unknown=torch.ones(2)), "unknown: is no part of LoRA"),
     "other layer": (
-        lambda _, t: t.update({k.replace("layers.0", "layers.9"): t[k].clone() for k in list(t) if LAYER in k}),
+        lambda _, t: t.update(
+            {k.replace("layers.0", "layers.9"): t[k].clone() for k in list(t) if LAYER in k}
+        ),
         "model.layers.9.self_attn.q_proj.weight: adapted, but LlamaForCausalLM of this config has no such tensor",
     ),
     "other width": (
         lambda _, t: t.update({f"{LAYER}.lora_A.weight": torch.ones(4, 9)}),
         "q_proj.weight: its update has the shape [64, 9], the tensor [64, 64]",
     ),
-    "PiSSA": (lambda c, _: c.update(init_lora_weights="pissa"), "init_lora_weights: pissa changes the base model"),
+    "PiSSA": (
+        lambda c, _: c.update(init_lora_weights="pissa"),
+        "init_lora_weights: pissa changes the base model",
+    ),
     "aLoRA": (
         lambda c, _: c.update(alora_invocation_tokens=[1]),
         "alora_invocation_tokens: this kind of LoRA is not supported",
     ),
-    "base gone": (lambda c, _: c.update(base_model_name_or_path="/gone"), "/gone: the base model's folder is gone"),
-    "no base": (lambda c, _: c.update(base_model_name_or_path=None), "names no base model; name it with --base-model"),
+    "base gone": (
+        lambda c, _: c.update(base_model_name_or_path="/gone"),
+        "/gone: the base model's folder is gone",
+    ),
+    "no base": (
+        lambda c, _: c.update(base_model_name_or_path=None),
+        "names no base model; name it with --base-model",
+    ),
 }
 
 
@@ -133,20 +167,31 @@ def test_a_tied_weight_is_not_merged_but_exported_as_an_adapter(
     assert main(command) == 2
     assert "model.embed_tokens.weight: is tied to another weight" in capsys.readouterr().err
     assert main([*command, "--adapter-only"]) == 0
-    assert "lora_embedding_A" in str(load_file(tmp_path / "out" / "adapter_model.safetensors").keys())
+    assert "lora_embedding_A" in str(
+        load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+    )
 
 
-def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     base, cached = tiny_llama(), Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
-    adapter, out = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "out"
+    adapter, out = (
+        make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"]),
+        tmp_path / "out",
+    )
     ends_answers, license_fields = {"eos_token_id": [1, 2], "top_k": 7}, {"license": "apache-2.0"}
     (base / "generation_config.json").write_text(json.dumps(ends_answers))
-    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | license_fields))
+    (base / "config.json").write_text(
+        json.dumps(json.loads((base / "config.json").read_text()) | license_fields)
+    )
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots").mkdir()
     base.rename(cached / "snapshots" / ("0" * 40))
-    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "somebody/tiny"}
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {
+        "base_model_name_or_path": "somebody/tiny"
+    }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     try:
         assert main(["export", str(adapter), "--output", str(out), "--no-verify"]) == 0

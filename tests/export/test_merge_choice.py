@@ -31,7 +31,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = {
         # Weights of which no row divides into blocks of 64. Where it has 16, 32, 48 or 96 columns, bitsandbytes 0.50.2
         # dequantizes a weight wrongly on a CPU.
-        "model_name_or_path": str(make_model(folder / "model", hidden_size=72, intermediate_size=101, head_dim=18)),
+        "model_name_or_path": str(
+            make_model(folder / "model", hidden_size=72, intermediate_size=101, head_dim=18)
+        ),
         "datasets": [{"path": str(make_chat(folder / "chat.jsonl", rows=40))}],
         "eval_split_size": 6,
         "use_peft": True,
@@ -43,8 +45,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "output_dir": str(folder / "run"),
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (folder / "fp32.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nuse_cpu: true\n")
-    command = ["finetune/run.py", "--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "fp32.yaml")]
+    (folder / "fp32.yaml").write_text(
+        "distributed_type: 'NO'\nmixed_precision: 'no'\nuse_cpu: true\n"
+    )
+    command = [
+        "finetune/run.py",
+        "--recipe",
+        str(folder / "recipe.yaml"),
+        "--config",
+        str(folder / "fp32.yaml"),
+    ]
     done = run_python(command, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "said").write_text(done.stdout + done.stderr)
@@ -52,8 +62,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized_base(run: Path) -> Any:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    return AutoModelForCausalLM.from_pretrained(run.parent / "model", quantization_config=config, device_map="cpu")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        run.parent / "model", quantization_config=config, device_map="cpu"
+    )
 
 
 def dequantized_base(run: Path) -> Any:
@@ -73,8 +87,12 @@ def scored(model: Any, run: Path) -> Scored:
     logits, losses = [], []
     for row in json.loads((run / ROWS_FILE).read_text())["rows"]:
         logits.append(model(torch.tensor([row["input_ids"]]), use_cache=False).logits[0].float())
-        losses.append(functional.cross_entropy(logits[-1], torch.tensor(row["labels"]), reduction="none"))
-    labeled = torch.cat([torch.tensor(row["labels"]) for row in json.loads((run / ROWS_FILE).read_text())["rows"]])
+        losses.append(
+            functional.cross_entropy(logits[-1], torch.tensor(row["labels"]), reduction="none")
+        )
+    labeled = torch.cat(
+        [torch.tensor(row["labels"]) for row in json.loads((run / ROWS_FILE).read_text())["rows"]]
+    )
     return float(torch.cat(losses).sum() / (labeled != -100).sum()), torch.cat(logits)
 
 
@@ -100,11 +118,16 @@ def numbers(text: str) -> dict[str, list[float]]:
         ("dequantized", "onto the dequantized base"),
     ):
         (line,) = re.findall(rf"^.*{pattern}(?: \(this one\))?(?::| \|).*$", text, re.MULTILINE)
-        found[name] = [float(number) for number in re.findall(r"\d+\.\d+(?:e-\d+)?|(?<= )\d+(?:e-\d+)?(?= \||$)", line)]
+        found[name] = [
+            float(number)
+            for number in re.findall(r"\d+\.\d+(?:e-\d+)?|(?<= )\d+(?:e-\d+)?(?= \||$)", line)
+        ]
     return found
 
 
-def test_what_is_measured_is_what_the_plain_libraries_compute(run: Path, references: dict[str, Scored]) -> None:
+def test_what_is_measured_is_what_the_plain_libraries_compute(
+    run: Path, references: dict[str, Scored]
+) -> None:
     said, card = (run.parent / "said").read_text(), (run / "export" / "README.md").read_text()
     for text in (said, card):
         found = numbers(text)
@@ -113,7 +136,9 @@ def test_what_is_measured_is_what_the_plain_libraries_compute(run: Path, referen
             if name != "trained":
                 largest = float((logits - references["trained"][1]).abs().max())
                 assert found[name][1] == pytest.approx(largest, rel=0.02, abs=1e-4), (name, text)
-    assert abs(references["original"][0] - references["dequantized"][0]) > 1e-3  # else nothing here could fail
+    assert (
+        abs(references["original"][0] - references["dequantized"][0]) > 1e-3
+    )  # else nothing here could fail
 
 
 def test_the_trained_model_is_the_one_whose_held_out_loss_the_run_logged(
@@ -126,7 +151,9 @@ def test_the_trained_model_is_the_one_whose_held_out_loss_the_run_logged(
     assert logged[-1] == pytest.approx(references["trained"][0], abs=1e-4)
 
 
-def test_the_better_merge_is_exported_and_the_card_states_its_loss(run: Path, references: dict[str, Scored]) -> None:
+def test_the_better_merge_is_exported_and_the_card_states_its_loss(
+    run: Path, references: dict[str, Scored]
+) -> None:
     better = min(("original", "dequantized"), key=lambda name: references[name][0])
     card = (run / "export" / "README.md").read_text()
     assert f"merged onto the {better} base (this one)" in card and card.count("(this one)") == 1
@@ -146,26 +173,41 @@ def test_merge_onto_decides_otherwise(
     assert f"exported: onto the {onto} base, as --merge-onto says" in said
     assert "verified: every value" in said
     torch.testing.assert_close(
-        scored(AutoModelForCausalLM.from_pretrained(out), run)[1], references[onto][1], atol=1e-4, rtol=1e-4
+        scored(AutoModelForCausalLM.from_pretrained(out), run)[1],
+        references[onto][1],
+        atol=1e-4,
+        rtol=1e-4,
     )
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run.parent / "model")
     assert "not the weights" not in said + (out / "README.md").read_text()
 
 
-def test_the_adapters_card_opens_it_with_the_logits_that_were_trained(run: Path, references: dict[str, Scored]) -> None:
+def test_the_adapters_card_opens_it_with_the_logits_that_were_trained(
+    run: Path, references: dict[str, Scored]
+) -> None:
     card = (run / "adapter" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert 'bnb_4bit_compute_dtype="float32"' in code and "call `model.train()`" in card
     found: dict[str, Any] = {}
     exec(code.replace("PATH_OR_NAME", str(run / "adapter")), found)
-    torch.testing.assert_close(scored(found["model"], run)[1], references["trained"][1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        scored(found["model"], run)[1], references["trained"][1], atol=1e-5, rtol=1e-5
+    )
 
 
-def test_without_rows_it_is_the_base_that_was_trained(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_without_rows_it_is_the_base_that_was_trained(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(checkpoint, tmp_path / checkpoint.name)
-    command = ["export", str(tmp_path / checkpoint.name), "--output", str(tmp_path / "out"), "--no-verify"]
+    command = [
+        "export",
+        str(tmp_path / checkpoint.name),
+        "--output",
+        str(tmp_path / "out"),
+        "--no-verify",
+    ]
     assert main(command) == 0
     assert (
         "merged onto the dequantized base, which the adapter was trained on; nothing was measured"
@@ -188,18 +230,33 @@ def test_a_base_that_is_stored_in_four_bits_is_merged_onto_as_it_is(
     run: Path, references: dict[str, Scored], tmp_path: Path, capsys: Any
 ) -> None:
     quantized_base(run).save_pretrained(tmp_path / "base")
-    command = ["export", str(run), "--output", str(tmp_path / "out"), "--base-model", str(tmp_path / "base")]
+    command = [
+        "export",
+        str(run),
+        "--output",
+        str(tmp_path / "out"),
+        "--base-model",
+        str(tmp_path / "base"),
+    ]
     assert main([*command, "--merge-onto", "original"]) == 2
-    assert "the base is stored in 4 bits; name the original with --base-model" in capsys.readouterr().err
+    assert (
+        "the base is stored in 4 bits; name the original with --base-model"
+        in capsys.readouterr().err
+    )
     assert main([*command, "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
     assert "exported: onto the dequantized base, for the base is stored quantized" in said
     assert "onto the original base" not in said and "verified: every value" in said
     assert f"warning: {tmp_path / 'base'}: not the weights that the adapter of {run}" in said
     for card in ("README.md", "adapter/README.md"):
-        assert "**These are not the weights that the adapter was trained on**" in (tmp_path / "out" / card).read_text()
+        assert (
+            "**These are not the weights that the adapter was trained on**"
+            in (tmp_path / "out" / card).read_text()
+        )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(scored(model, run)[1], references["dequantized"][1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        scored(model, run)[1], references["dequantized"][1], atol=1e-4, rtol=1e-4
+    )
 
 
 def test_merge_onto_is_refused_where_it_means_nothing(
@@ -208,17 +265,31 @@ def test_merge_onto_is_refused_where_it_means_nothing(
     out = str(tmp_path / "out")
     monkeypatch.delattr("finetune.export.source.open_source")  # at once: nothing is opened
     assert main(["export", str(run / "adapter"), "--output", out, "--merge-onto", "original"]) == 2
-    assert "--merge-onto: not known to be trained on a quantized base; omit it" in capsys.readouterr().err
-    assert main(["export", str(run), "--output", out, "--merge-onto", "original", "--adapter-only"]) == 2
-    assert "--merge-onto: nothing is merged with --adapter-only; omit one of them" in capsys.readouterr().err
+    assert (
+        "--merge-onto: not known to be trained on a quantized base; omit it"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(["export", str(run), "--output", out, "--merge-onto", "original", "--adapter-only"])
+        == 2
+    )
+    assert (
+        "--merge-onto: nothing is merged with --adapter-only; omit one of them"
+        in capsys.readouterr().err
+    )
     assert not Path(out).exists()
 
 
 def test_a_large_model_is_measured_on_fewer_rows(run: Path) -> None:
-    small, large = read_comparison_rows(run, 10**6, 1000), read_comparison_rows(run, 70 * 10**9, 1000)
+    small, large = (
+        read_comparison_rows(run, 10**6, 1000),
+        read_comparison_rows(run, 70 * 10**9, 1000),
+    )
     assert small is not None and large is not None
     assert 1 <= len(large) < len(small) and large.input_ids.numel() <= 256
-    assert torch.equal(large.labels[0, : int(large.lengths[0])], small.labels[0, : int(small.lengths[0])])
+    assert torch.equal(
+        large.labels[0, : int(large.lengths[0])], small.labels[0, : int(small.lengths[0])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +318,9 @@ def test_stories260k_in_four_bits_on_gsm8k(shared: Path, tmp_path: Path, capsys:
     recipe = {
         "model_name_or_path": str(shared / "models" / "stories260k"),
         "datasets": [{"path": str(shared / "data" / "gsm8k_train.jsonl"), **columns}],
-        "eval_datasets": [{"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}],
+        "eval_datasets": [
+            {"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}
+        ],
         "use_peft": True,
         "load_in_4bit": True,
         "bnb_4bit_use_double_quant": True,
@@ -259,7 +332,16 @@ def test_stories260k_in_four_bits_on_gsm8k(shared: Path, tmp_path: Path, capsys:
         "output_dir": str(tmp_path / "run"),
     }
     (tmp_path / "gsm8k.yaml").write_text(yaml.safe_dump(recipe))
-    command = ["python", "-m", "finetune", "launch", "--recipe", str(tmp_path / "gsm8k.yaml"), "--config", "single"]
+    command = [
+        "python",
+        "-m",
+        "finetune",
+        "launch",
+        "--recipe",
+        str(tmp_path / "gsm8k.yaml"),
+        "--config",
+        "single",
+    ]
     done = run_command(command, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
@@ -268,4 +350,8 @@ def test_stories260k_in_four_bits_on_gsm8k(shared: Path, tmp_path: Path, capsys:
     loss, _ = scored(AutoModelForCausalLM.from_pretrained(run / "export"), run)
     assert loss == pytest.approx(numbers(card)[chosen][0], abs=1e-3)
     with capsys.disabled():
-        print("\n" + card[card.index("## Merge") : card.index("## Data")] + f"plain transformers: {loss:.5f}")
+        print(
+            "\n"
+            + card[card.index("## Merge") : card.index("## Data")]
+            + f"plain transformers: {loss:.5f}"
+        )

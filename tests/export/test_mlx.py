@@ -27,7 +27,9 @@ def test_mlx_computes_what_transformers_computes(
     name: str, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, out = make_gguf_model(tmp_path / "model", name, shared), tmp_path / "out"
-    assert main(["export", str(model), "--output", str(out), "--no-verify", "--dtype", "float32"]) == 0
+    assert (
+        main(["export", str(model), "--output", str(out), "--no-verify", "--dtype", "float32"]) == 0
+    )
     assert f"mlx_lm.generate --model {out} --prompt" in capsys.readouterr().out
     ids = np.arange(40).reshape(2, 20) * 7 % 250
     plain = AutoModelForCausalLM.from_pretrained(out)

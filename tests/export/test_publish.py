@@ -35,7 +35,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text()) | {"vocab_size": VOCABULARY}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {
-        name: (VOCABULARY, *tensor.shape[1:]) if "embed_tokens" in name or "lm_head" in name else tensor.shape
+        name: (VOCABULARY, *tensor.shape[1:])
+        if "embed_tokens" in name or "lm_head" in name
+        else tensor.shape
         for name, tensor in read_folder(folder).items()
     }
     dtype = next(iter(read_folder(folder).values())).dtype
@@ -43,7 +45,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "model.safetensors"
     file.write_bytes(header)
     with file.open("r+b") as opened:
-        size = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values()) * dtype.itemsize
+        size = (
+            sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+            * dtype.itemsize
+        )
         opened.truncate(len(header) + size)
     return folder
 
@@ -65,7 +70,9 @@ def test_an_export_that_is_stopped_leaves_nothing(
     os.kill(process.pid, number)
     assert process.wait(timeout=30) != 0
     assert not out.exists()
-    assert out.parent.exists() == (number == signal.SIGKILL)  # after which nobody can clear away; the next export does
+    assert out.parent.exists() == (
+        number == signal.SIGKILL
+    )  # after which nobody can clear away; the next export does
     assert main(["export", str(tiny_llama()), "--output", str(out), "--no-verify"]) == 0
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert read_folder(out)
@@ -88,16 +95,23 @@ def test_a_full_disk_is_reported_before_and_while_writing(
     with pytest.raises(UserError, match=r"the export takes 1,000,000 TB, but the disk has"):
         check_disk_space(tmp_path, 10**18)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, before[1]))  # a write beyond it fails, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (50_000_000, before[1])
+    )  # a write beyond it fails, as on a full disk
     try:
         assert main(["export", str(large), "--output", str(tmp_path / "out"), "--no-verify"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot be written: File too large; nothing is left of the export" in capsys.readouterr().err
+    assert (
+        "cannot be written: File too large; nothing is left of the export"
+        in capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overwriting_keeps_the_old_until_the_new_stands(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_overwriting_keeps_the_old_until_the_new_stands(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert main(["export", str(tiny_llama("one")), "--output", str(out), "--no-verify"]) == 0
     (out / "mark").write_text("old")
@@ -105,7 +119,10 @@ def test_overwriting_keeps_the_old_until_the_new_stands(tiny_llama: Callable[...
         (staging / "config.json").write_text("{}")
         raise RuntimeError
     assert (out / "mark").read_text() == "old"
-    assert main(["export", str(tmp_path / "one"), "--output", str(out), "--no-verify", "--overwrite"]) == 0
+    assert (
+        main(["export", str(tmp_path / "one"), "--output", str(out), "--no-verify", "--overwrite"])
+        == 0
+    )
     assert not (out / "mark").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
 
@@ -122,7 +139,12 @@ def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path)
     model = tiny_llama()
     (tmp_path / "out").symlink_to(model)
     other = tiny_llama("other")
-    assert main(["export", str(other), "--output", str(tmp_path / "out"), "--no-verify", "--overwrite"]) == 2
+    assert (
+        main(
+            ["export", str(other), "--output", str(tmp_path / "out"), "--no-verify", "--overwrite"]
+        )
+        == 2
+    )
     assert (model / "config.json").exists()
 
 
@@ -131,12 +153,16 @@ def test_a_signal_is_the_exit_even_where_a_library_makes_another_error_of_it(
     number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     handler = signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
-    request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))  # nohup ignores SIGHUP
+    request.addfinalizer(
+        partial(signal.signal, number, signal.signal(number, handler))
+    )  # nohup ignores SIGHUP
     with pytest.raises(SystemExit) as stopped, exit_on_signals():
         try:
             signal.raise_signal(number)
         except SystemExit:
-            raise ValueError("could not determine the shape of a storage") from None  # as torch does now and then
+            raise ValueError(
+                "could not determine the shape of a storage"
+            ) from None  # as torch does now and then
     assert stopped.value.code == 128 + number
 
 
@@ -154,12 +180,39 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_token_nothing_is_exported_to_be_pushed(
-    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--push-to-hub", "me/mine"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                str(tiny_llama()),
+                "--output",
+                str(tmp_path / "out"),
+                "--push-to-hub",
+                "me/mine",
+            ]
+        )
+        == 2
+    )
     assert "there is no token of the hub here; log in with hf auth login" in capsys.readouterr().err
-    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--push-to-hub", "me/my/model"]) == 2
+    assert (
+        main(
+            [
+                "export",
+                str(tiny_llama()),
+                "--output",
+                str(tmp_path / "out"),
+                "--push-to-hub",
+                "me/my/model",
+            ]
+        )
+        == 2
+    )
     assert "--push-to-hub: me/my/model: a name of the hub is expected" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -169,7 +222,18 @@ def test_an_unreachable_hub_costs_nothing(
     tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["export", str(tiny_llama()), "--output", str(out), "--no-verify", "--push-to-hub", "me/mine"]
+    command = [
+        "export",
+        str(tiny_llama()),
+        "--output",
+        str(out),
+        "--no-verify",
+        "--push-to-hub",
+        "me/mine",
+    ]
     assert main(command) == 1
-    assert f"me/mine: not pushed (the hub is unreachable); the export is in {out}" in capsys.readouterr().out
+    assert (
+        f"me/mine: not pushed (the hub is unreachable); the export is in {out}"
+        in capsys.readouterr().out
+    )
     assert (out / "model.safetensors").exists()

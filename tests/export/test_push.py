@@ -72,11 +72,26 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.endswith("/preupload/main"):
             files = json.loads(body)["files"]
             modes = {
-                each["path"]: "lfs" if each["path"].endswith((".safetensors", ".gguf")) else "regular" for each in files
+                each["path"]: "lfs"
+                if each["path"].endswith((".safetensors", ".gguf"))
+                else "regular"
+                for each in files
             }
-            self.answer({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]})
+            self.answer(
+                {
+                    "files": [
+                        {"path": p, "uploadMode": m, "shouldIgnore": False}
+                        for p, m in modes.items()
+                    ]
+                }
+            )
         elif self.path.endswith("/info/lfs/objects/batch"):
-            self.answer({"transfer": "basic", "objects": [self.ask_for(each) for each in json.loads(body)["objects"]]})
+            self.answer(
+                {
+                    "transfer": "basic",
+                    "objects": [self.ask_for(each) for each in json.loads(body)["objects"]],
+                }
+            )
         elif self.path.endswith("/commit/main"):
             self.commit([json.loads(line) for line in body.splitlines()])
         else:
@@ -117,15 +132,39 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("secret-place")
     model, data = make_model(folder / "model"), make_chat(folder / "private-rows.jsonl", rows=24)
     recipe = write_recipe(
-        folder / "recipe.yaml", model, data, global_batch_size=4, max_steps=3, use_peft=True, eval_split_size=4
+        folder / "recipe.yaml",
+        model,
+        data,
+        global_batch_size=4,
+        max_steps=3,
+        use_peft=True,
+        eval_split_size=4,
     )
-    train_all(folder, [(recipe, write_config(folder, "single"), [f"output_dir={folder}/run"])], ranks=1)
+    train_all(
+        folder, [(recipe, write_config(folder, "single"), [f"output_dir={folder}/run"])], ranks=1
+    )
     return folder / "run"
 
 
 def push(run: Path, out: Path, hub: StandIn, *flags: str) -> Any:
-    env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = ["python", "-m", "finetune", "export", str(run), "--output", str(out), "--push-to-hub", "me/mine", *flags]
+    env = {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": "hf_of_a_test",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    command = [
+        "python",
+        "-m",
+        "finetune",
+        "export",
+        str(run),
+        "--output",
+        str(out),
+        "--push-to-hub",
+        "me/mine",
+        *flags,
+    ]
     return run_command(command, env=env)
 
 
@@ -138,18 +177,31 @@ def test_the_export_is_pushed_whole_private_and_says_nothing_of_this_machine(
     assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
         ("mine", "me", "private")
     ]
-    local = {str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    local = {
+        str(path.relative_to(tmp_path / "out")): path
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
     assert hub.files.keys() == local.keys()
-    assert {"README.md", "config.json", "model.safetensors", "adapter/adapter_model.safetensors"} <= hub.files.keys()
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "adapter/adapter_model.safetensors",
+    } <= hub.files.keys()
     assert not [
-        name for name in hub.files if any(word in name for word in ("optimizer", "checkpoint", "metrics", "jsonl"))
+        name
+        for name in hub.files
+        if any(word in name for word in ("optimizer", "checkpoint", "metrics", "jsonl"))
     ]
     for name, content in hub.files.items():
         assert str(run.parent).encode() not in content and b"secret-place" not in content, name
         assert str(Path.home()).encode() not in content, name
         if name != "adapter/adapter_config.json":
             assert content == local[name].read_bytes()
-    assert json.loads(hub.files["adapter/adapter_config.json"])["base_model_name_or_path"] == "model"
+    assert (
+        json.loads(hub.files["adapter/adapter_config.json"])["base_model_name_or_path"] == "model"
+    )
     assert "the base is uploaded as model, without its folder here" in done.stdout
 
 
@@ -159,7 +211,10 @@ def test_a_push_that_failed_is_tried_again_without_sending_the_weights_again(
     hub.commits_fail = True
     done = push(run, tmp_path / "out", hub)
     assert done.returncode == 1
-    assert "me/mine: not pushed (" in done.stdout and "try again: the same command with --overwrite" in done.stdout
+    assert (
+        "me/mine: not pushed (" in done.stdout
+        and "try again: the same command with --overwrite" in done.stdout
+    )
     assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files
     sent, hub.commits_fail = list(hub.sent), False
     assert len(sent) == 2

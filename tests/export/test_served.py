@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.serving import FAMILIES, KEYS, MIXTURES, PAGE, render_page
 from finetune.cli import main
-from finetune.config.served import CLOSE, KINDS, RANKS, list_kinds_of_adapter, read_served, serve_adapter, was_served
+from finetune.config.served import (
+    CLOSE,
+    KINDS,
+    RANKS,
+    list_kinds_of_adapter,
+    read_served,
+    serve_adapter,
+    was_served,
+)
 from tests.conftest import make_model
 from tests.vision import make_vision_model
 
@@ -43,19 +51,29 @@ def test_four_fifths_of_the_table_are_served_as_trained_and_the_rest_has_a_cause
 
 
 @given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1), st.sampled_from([*SERVED, "gpt2", ""]))
-def test_a_kind_is_advised_where_its_own_cell_is_green_and_nowhere_else(kinds: list[str], family: str) -> None:
+def test_a_kind_is_advised_where_its_own_cell_is_green_and_nowhere_else(
+    kinds: list[str], family: str
+) -> None:
     cells = [SERVED.get(family, {}).get(kind) for kind in kinds]
-    assert was_served(family, kinds) == all(isinstance(cell, float) and cell <= 1e-4 for cell in cells)
+    assert was_served(family, kinds) == all(
+        isinstance(cell, float) and cell <= 1e-4 for cell in cells
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "is_advised"), [("qwen3", True), ("olmo2", True), ("starcoder2", False), ("stablelm", False)]
+    ("family", "is_advised"),
+    [("qwen3", True), ("olmo2", True), ("starcoder2", False), ("stablelm", False)],
 )
 def test_the_last_screen_advises_vllm_for_a_family_that_it_was_seen_to_serve(
     family: str, is_advised: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["export", str(make_model(tmp_path / "model", model_type=family)), "--output", str(out)]) == 0
+    assert (
+        main(
+            ["export", str(make_model(tmp_path / "model", model_type=family)), "--output", str(out)]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert (f"vLLM          vllm serve {out}\n" in said) == is_advised
     assert ("vllm" in said) == is_advised and "use     transformers" in said
@@ -65,8 +83,12 @@ PLAIN: dict[str, Any] = {"r": 16, "target_modules": ["q_proj"]}
 EXPERTS = {"target_parameters": KEYS["experts"]["lora_target_parameters"]}
 
 
-@given(st.integers(1, 512), st.dictionaries(st.sampled_from(["q_proj", "o_proj"]), st.integers(1, 512)))
-def test_the_rank_of_an_adapter_is_the_smallest_that_vllm_takes(rank: int, pattern: dict[str, int]) -> None:
+@given(
+    st.integers(1, 512), st.dictionaries(st.sampled_from(["q_proj", "o_proj"]), st.integers(1, 512))
+)
+def test_the_rank_of_an_adapter_is_the_smallest_that_vllm_takes(
+    rank: int, pattern: dict[str, int]
+) -> None:
     command = serve_adapter(Path("out"), "base", {"r": rank, "rank_pattern": pattern})
     assert command is not None
     largest = max(rank, *pattern.values(), 1)
@@ -77,7 +99,10 @@ def test_the_rank_of_an_adapter_is_the_smallest_that_vllm_takes(rank: int, patte
 
 def test_an_adapter_on_experts_is_served_in_the_form_of_peft() -> None:
     command = serve_adapter(Path("out/it"), "base", PLAIN | EXPERTS)
-    assert command is not None and command[-3:-1] == ["--enable-mixed-moe-lora-format", "--lora-modules"]
+    assert command is not None and command[-3:-1] == [
+        "--enable-mixed-moe-lora-format",
+        "--lora-modules",
+    ]
     assert json.loads(command[-1]) == {"name": "it", "path": "out/it", "is_3d_lora_weight": True}
     assert list_kinds_of_adapter(PLAIN | EXPERTS) == ["adapter", "experts"]
 
@@ -98,7 +123,9 @@ def test_an_adapter_that_vllm_does_not_load_has_no_command(keys: dict[str, Any])
     assert serve_adapter(Path("out"), None, PLAIN) is None
 
 
-def test_the_last_screen_of_an_adapter_names_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_screen_of_an_adapter_names_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -110,7 +137,9 @@ def test_the_last_screen_of_an_adapter_names_its_base(tmp_path: Path, capsys: py
         out = tmp_path / f"{family}-out"
         assert main(["export", str(adapter), "--adapter-only", "--output", str(out)]) == 0
         said = capsys.readouterr().out
-        command = shlex.join(["vllm", "serve", str(base), "--enable-lora", "--max-lora-rank", "8", "--lora-modules"])
+        command = shlex.join(
+            ["vllm", "serve", str(base), "--enable-lora", "--max-lora-rank", "8", "--lora-modules"]
+        )
         assert (command in said) == is_advised == ("vllm" in said)
 
 
@@ -119,7 +148,8 @@ def test_a_tower_keeps_the_names_that_its_base_was_published_with(tmp_path: Path
     base = make_vision_model(tmp_path / "base", "gemma3")
     tensors = load_file(base / "model.safetensors")
     published = {
-        re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", k): v for k, v in tensors.items()
+        re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", k): v
+        for k, v in tensors.items()
     }
     save_file(published, base / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"

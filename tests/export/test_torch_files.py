@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export import torch_files
-from finetune.export.torch_files import find_places, read_dcp_folder, read_metadata, read_torch_files
+from finetune.export.torch_files import (
+    find_places,
+    read_dcp_folder,
+    read_metadata,
+    read_torch_files,
+)
 from finetune.files.tensors import read
 
 TENSORS = {
@@ -38,7 +43,11 @@ FUZZ_EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "150"))
 def in_this_process() -> Iterator[None]:
     """Reads in this process: one of its own takes seconds to start and would hide a crash."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "_find_places", lambda *paths: json.loads(json.dumps(find_places(list(paths)))))
+        patch.setattr(
+            torch_files,
+            "_find_places",
+            lambda *paths: json.loads(json.dumps(find_places(list(paths)))),
+        )
         yield
 
 
@@ -65,7 +74,9 @@ def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
 
 def test_a_dcp_folder_and_a_torch_file_read_back(tmp_path: Path) -> None:
     torch.save(TENSORS | {"note": "text"}, tmp_path / "model.bin")
-    folder = save_dcp(tmp_path / "dcp", {"model": TENSORS, "step": 3, "lists": [1, {"x": torch.ones(2)}]})
+    folder = save_dcp(
+        tmp_path / "dcp", {"model": TENSORS, "step": 3, "lists": [1, {"x": torch.ones(2)}]}
+    )
     found = read_torch_files([tmp_path / "model.bin"])
     stored = read_dcp_folder(folder)
     for name, tensor in TENSORS.items():
@@ -111,7 +122,9 @@ def test_a_torch_file_that_a_zip_program_wrote_again_reads_back(tmp_path: Path) 
     torch.save({f"t{i}": torch.full((16,), float(i)) for i in range(8)}, tmp_path / "saved.bin")
     repack(tmp_path / "saved.bin", tmp_path / "model.bin")
     found = read_torch_files([tmp_path / "model.bin"])
-    assert [read(found[f"t{i}"]).unique().tolist() for i in range(8)] == [[float(i)] for i in range(8)]
+    assert [read(found[f"t{i}"]).unique().tolist() for i in range(8)] == [
+        [float(i)] for i in range(8)
+    ]
 
 
 REPACKED: dict[str, tuple[dict[str, Any], str]] = {
@@ -162,13 +175,17 @@ def test_a_torch_file_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None
     torch.save(Large(), tmp_path / "item")
     item = (tmp_path / "item").read_bytes()
     (folder / "__0_0.distcp").write_bytes(item)
-    change_metadata(folder, lambda m: (setattr(_storage(m), "offset", 0), setattr(_storage(m), "length", len(item))))
+    change_metadata(
+        folder,
+        lambda m: (setattr(_storage(m), "offset", 0), setattr(_storage(m), "length", len(item))),
+    )
     with pytest.raises(UserError, match=r"dcp: needs over 1 GiB to list its tensors"):
         read_dcp_folder(folder)
     for content in (MEMO_OF_GIGABYTES, BYTES_THAT_ARE_NOT_THERE):
         (folder / ".metadata").write_bytes(content)
         with pytest.raises(
-            UserError, match=r"\.metadata: (damaged|refers to place .* damaged|holds the pickle opcode)"
+            UserError,
+            match=r"\.metadata: (damaged|refers to place .* damaged|holds the pickle opcode)",
         ):
             read_dcp_folder(folder)
 
@@ -178,7 +195,11 @@ def _class(name: str) -> bytes:
 
 
 def _path_of_doubled_length(times: int) -> bytes:
-    return b"\x80\x02X\x01\x00\x00\x00aq\x00" + times * b"cpathlib\nPosixPath\nh\x00h\x00\x86Rq\x00" + b"."
+    return (
+        b"\x80\x02X\x01\x00\x00\x00aq\x00"
+        + times * b"cpathlib\nPosixPath\nh\x00h\x00\x86Rq\x00"
+        + b"."
+    )
 
 
 MEMO_OF_GIGABYTES = b"\x80\x02}r\x00\x00\x00\x10."
@@ -198,7 +219,9 @@ HOSTILE_METADATA = {
 
 
 @pytest.mark.parametrize("case", HOSTILE_METADATA)
-def test_hostile_metadata_takes_no_memory_and_leaves_nothing_behind(case: str, tmp_path: Path) -> None:
+def test_hostile_metadata_takes_no_memory_and_leaves_nothing_behind(
+    case: str, tmp_path: Path
+) -> None:
     """Read in this process, so that a later folder meets what the hostile one may have left."""
     content, message = HOSTILE_METADATA[case]
     folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
@@ -230,10 +253,18 @@ def _storage(metadata: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing file": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp: a: its file is missing"),
-    "truncated file": (lambda f: os.truncate(f / "__0_0.distcp", 900), r"__0_0\.distcp: a: not a torch file"),
+    "missing file": (
+        lambda f: (f / "__0_0.distcp").unlink(),
+        r"__0_0\.distcp: a: its file is missing",
+    ),
+    "truncated file": (
+        lambda f: os.truncate(f / "__0_0.distcp", 900),
+        r"__0_0\.distcp: a: not a torch file",
+    ),
     "traversal": (
-        lambda f: change_metadata(f, lambda m: setattr(_storage(m), "relative_path", "../../etc/passwd")),
+        lambda f: change_metadata(
+            f, lambda m: setattr(_storage(m), "relative_path", "../../etc/passwd")
+        ),
         r"a: its file '\.\./\.\./etc/passwd' leads out of the folder",
     ),
     "negative place": (
@@ -241,15 +272,22 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         r"a: its place in __0_0\.distcp is not valid",
     ),
     "other shape": (
-        lambda f: change_metadata(f, lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([9, 4]))),
+        lambda f: change_metadata(
+            f, lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([9, 4]))
+        ),
         r"a: of shape \[9, 4\] by its metadata, but the files hold parts of shape \[3, 4\]",
     ),
     "extensions": (
-        lambda f: change_metadata(f, lambda m: setattr(_storage(m), "transform_descriptors", ["zstd"])),
+        lambda f: change_metadata(
+            f, lambda m: setattr(_storage(m), "transform_descriptors", ["zstd"])
+        ),
         r"a: written through \['zstd'\]",
     ),
     "truncated metadata": (lambda f: os.truncate(f / ".metadata", 60), r"\.metadata: damaged"),
-    "no metadata": (lambda f: (f / ".metadata").write_bytes(pickle.dumps([1])), "does not describe a checkpoint"),
+    "no metadata": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps([1])),
+        "does not describe a checkpoint",
+    ),
 }
 
 
@@ -278,7 +316,10 @@ def test_weights_are_found_behind_any_prefix_and_beside_an_optimizer(
     halves = sorted(weights)[::2], sorted(weights)[1::2]
     for number, names in enumerate(halves, start=1):
         (tmp_path / "bin").mkdir(exist_ok=True)
-        torch.save({n: weights[n] for n in names}, tmp_path / "bin" / f"pytorch_model-0000{number}-of-00002.bin")
+        torch.save(
+            {n: weights[n] for n in names},
+            tmp_path / "bin" / f"pytorch_model-0000{number}-of-00002.bin",
+        )
     assert main([*command, str(tmp_path / "bin"), "--output", str(tmp_path / "out-bin")]) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "out-bin" / "model.safetensors"
@@ -313,7 +354,10 @@ def test_no_changed_byte_crashes_the_reader(
     for position, value in changes:
         content[position % len(content)] = value
     (folder / file).write_bytes(content)
-    for reader in (lambda: read_dcp_folder(folder), lambda: read_torch_files([folder / "model.bin"])):
+    for reader in (
+        lambda: read_dcp_folder(folder),
+        lambda: read_torch_files([folder / "model.bin"]),
+    ):
         try:
             tensors = reader()
         except UserError as error:

@@ -24,7 +24,11 @@ from tests.export.trained import IDS
 from tests.ranks import ROOT, launch_ranks, run_command
 
 LAYOUTS = ("fsdp2", "fsdp1", "ddp")
-FULL: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings": True}, "bf16": {"dtype": "bfloat16"}}
+FULL: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "bf16": {"dtype": "bfloat16"},
+}
 LORA: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora": {"use_dora": True, "use_rslora": True, "lora_target_modules": ["q_proj", "down_proj"]},
@@ -35,7 +39,11 @@ ACCELERATE = (
     {"name": "accelerate-fsdp1", "layout": "fsdp1"},
     {"name": "accelerate-ddp", "layout": "ddp"},
 )
-GENERATION = {"eos_token_id": [1, 2], "temperature": 0.5, "do_sample": True}  # as no config.json would imply
+GENERATION = {
+    "eos_token_id": [1, 2],
+    "temperature": 0.5,
+    "do_sample": True,
+}  # as no config.json would imply
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +94,13 @@ def in_training(trained: Path, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", FULL)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_float32_the_logits_are_those_of_the_training(layout: str, kind: str, trained: Path, tmp_path: Path) -> None:
+def test_in_float32_the_logits_are_those_of_the_training(
+    layout: str, kind: str, trained: Path, tmp_path: Path
+) -> None:
     run, out = trained / f"{layout}-{kind}", tmp_path / "out"
-    assert main(["export", str(run), "--output", str(out), "--dtype", "float32", "--no-verify"]) == 0
+    assert (
+        main(["export", str(run), "--output", str(out), "--dtype", "float32", "--no-verify"]) == 0
+    )
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32
     assert torch.equal(logits_of(model), in_training(trained, run.name))
@@ -97,10 +109,15 @@ def test_in_float32_the_logits_are_those_of_the_training(layout: str, kind: str,
 
 @pytest.mark.parametrize("kind", LORA)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_merged_adapter_has_the_logits_of_the_training(layout: str, kind: str, trained: Path, tmp_path: Path) -> None:
+def test_a_merged_adapter_has_the_logits_of_the_training(
+    layout: str, kind: str, trained: Path, tmp_path: Path
+) -> None:
     run, out = trained / f"{layout}-{kind}", tmp_path / "out"
     assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
-    expected, untrained = in_training(trained, run.name), AutoModelForCausalLM.from_pretrained(trained / "model-untied")
+    expected, untrained = (
+        in_training(trained, run.name),
+        AutoModelForCausalLM.from_pretrained(trained / "model-untied"),
+    )
     merged = logits_of(AutoModelForCausalLM.from_pretrained(out))
     distance = (expected - logits_of(untrained)).norm()
     assert distance > 0.01 * expected.norm()  # the adapter does something
@@ -111,11 +128,18 @@ def test_a_merged_adapter_has_the_logits_of_the_training(layout: str, kind: str,
 
 
 @pytest.mark.parametrize("name", [kind["name"] for kind in ACCELERATE])
-def test_what_accelerate_saved_has_the_logits_of_the_training(name: str, trained: Path, tmp_path: Path) -> None:
+def test_what_accelerate_saved_has_the_logits_of_the_training(
+    name: str, trained: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     base = ["--base-model", str(trained / "model-tied")]
-    assert main(["export", str(trained / name / "state"), "--output", str(out), "--no-verify", *base]) == 0
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, name))
+    assert (
+        main(["export", str(trained / name / "state"), "--output", str(out), "--no-verify", *base])
+        == 0
+    )
+    assert torch.equal(
+        logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, name)
+    )
     assert AutoTokenizer.from_pretrained(out).chat_template is not None
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
@@ -123,12 +147,16 @@ def test_what_accelerate_saved_has_the_logits_of_the_training(name: str, trained
 def test_the_dtype_is_the_base_models(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["export", str(trained / "fsdp2-bf16"), "--output", str(out), "--no-verify"]) == 0
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_verification_runs_the_adapter_beside_its_base(kind: str, trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_verification_runs_the_adapter_beside_its_base(
+    kind: str, trained: Path, tmp_path: Path, capsys: Any
+) -> None:
     run = str(trained / f"fsdp2-{kind}")
     assert main(["export", run, "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert "verified: every value, and logits within 0.00" in capsys.readouterr().out
@@ -138,7 +166,12 @@ def test_adapter_only_is_a_peft_folder(trained: Path, tmp_path: Path) -> None:
     run, out = trained / "fsdp2-lora", tmp_path / "out"
     assert main(["export", str(run), "--output", str(out), "--adapter-only"]) == 0
     files = {path.name for path in out.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= files
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "README.md",
+        "tokenizer.json",
+    } <= files
     assert not [name for name in files if name.startswith("model")]
     again = tmp_path / "again"
     assert main(["export", str(out), "--output", str(again), "--no-verify"]) == 0
@@ -148,13 +181,22 @@ def test_adapter_only_is_a_peft_folder(trained: Path, tmp_path: Path) -> None:
 
 def test_the_card_describes_the_run(trained: Path, tmp_path: Path) -> None:
     run, out = trained / "fsdp2-lora", tmp_path / "my-model"
-    lines = [{"step": 1, "loss": 2.5, "eval_loss": 3.0}, {"step": 1, "eval_loss": 1.25}, {"step": 2, "loss": 1.125}]
-    lines += [{"step": 2, "eval_loss": 1.5}, {"step": 3, "loss": 0.5, "eval_loss": 0.25}]  # after what is exported
+    lines = [
+        {"step": 1, "loss": 2.5, "eval_loss": 3.0},
+        {"step": 1, "eval_loss": 1.25},
+        {"step": 2, "loss": 1.125},
+    ]
+    lines += [
+        {"step": 2, "eval_loss": 1.5},
+        {"step": 3, "loss": 0.5, "eval_loss": 0.25},
+    ]  # after what is exported
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = {"sources": [{"formats": ["sharegpt", "text"], "examples": 1234}]}
     (run / "data_report.json").write_text(json.dumps(report))
     license_fields = {"license": "other", "license_name": "tiny", "license_link": "LICENSE"}
-    (trained / "model-untied" / "README.md").write_text(f"---\n{yaml.safe_dump(license_fields)}---\n# Base\n")
+    (trained / "model-untied" / "README.md").write_text(
+        f"---\n{yaml.safe_dump(license_fields)}---\n# Base\n"
+    )
     assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
     card = (out / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1]).items() >= license_fields.items()
@@ -175,18 +217,44 @@ def test_the_card_describes_the_run(trained: Path, tmp_path: Path) -> None:
     assert str(trained) not in card
 
 
-def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(trained: Path, tmp_path: Path) -> None:
+def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(
+    trained: Path, tmp_path: Path
+) -> None:
     keys = {"method": "dpo", "beta": 0.2, "loss_type": "hinge"}
-    shutil.copytree(trained / "ddp-tied", run := tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        trained / "ddp-tied",
+        run := tmp_path / "run",
+        ignore=shutil.ignore_patterns("*.safetensors"),
+    )
     lines = [
-        {"step": 1, "rewards/margins": 0.5, "rewards/accuracies": 0.5, "eval_rewards/accuracies": 0.4},
-        {"step": 2, "rewards/margins": 1.25, "rewards/accuracies": 0.75, "eval_rewards/accuracies": 0.625},
-        {"step": 3, "rewards/margins": 9.0, "rewards/accuracies": 1.0, "eval_rewards/accuracies": 1.0},  # not exported
+        {
+            "step": 1,
+            "rewards/margins": 0.5,
+            "rewards/accuracies": 0.5,
+            "eval_rewards/accuracies": 0.4,
+        },
+        {
+            "step": 2,
+            "rewards/margins": 1.25,
+            "rewards/accuracies": 0.75,
+            "eval_rewards/accuracies": 0.625,
+        },
+        {
+            "step": 3,
+            "rewards/margins": 9.0,
+            "rewards/accuracies": 1.0,
+            "eval_rewards/accuracies": 1.0,
+        },  # not exported
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": ["preference"], "pairs": 1234}]}))
+    (run / "data_report.json").write_text(
+        json.dumps({"sources": [{"formats": ["preference"], "pairs": 1234}]})
+    )
     source = open_source(trained / "ddp-tied")
-    card = model_card(replace(source, run=run, state={**source.state, "recipe": {**source.recipe, **keys}}), "mine")
+    card = model_card(
+        replace(source, run=run, state={**source.state, "recipe": {**source.recipe, **keys}}),
+        "mine",
+    )
     assert "dpo" in yaml.safe_load(card.split("---")[1])["tags"]
     for part in (
         "| Method | dpo: beta 0.2, loss_type hinge |",
@@ -204,11 +272,16 @@ def test_an_adapter_names_the_revision_of_its_base(
 ) -> None:
     """Else PEFT, vLLM and `finetune chat` would take the newest."""
     source = open_source(trained / "ddp-lora")
-    source = replace(source, state={**source.state, "recipe": {**source.recipe, "model_revision": "v1"}})
+    source = replace(
+        source, state={**source.state, "recipe": {**source.recipe, "model_revision": "v1"}}
+    )
     source = source if base is None else replace(source, base_model=base)
     export_source(source, tmp_path / "out", ExportOptions(verify=False))
     config = json.loads(next((tmp_path / "out").rglob("adapter_config.json")).read_text())
-    assert config.get("revision") == expected and config["base_model_name_or_path"] == source.base_model
+    assert (
+        config.get("revision") == expected
+        and config["base_model_name_or_path"] == source.base_model
+    )
 
 
 IMPORTED = """
@@ -225,7 +298,9 @@ print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in
 @pytest.mark.cold
 def test_a_source_is_opened_without_imports_since_another_thread_makes_them(trained: Path) -> None:
     """Of modules that import each other in a circle, two threads can each see half."""
-    ended = run_command(["python", "-c", IMPORTED, *(str(trained / f"ddp-{kind}") for kind in ("tied", "lora"))])
+    ended = run_command(
+        ["python", "-c", IMPORTED, *(str(trained / f"ddp-{kind}") for kind in ("tied", "lora"))]
+    )
     assert ended.stdout.splitlines()[-1:] == ["[]"], ended
 
 
@@ -240,14 +315,19 @@ def test_the_end_of_a_run_leaves_export_and_adapter(kind: str, trained: Path) ->
     torch.testing.assert_close(logits_of(merged), in_training(trained, run.name))
 
 
-def test_generation_config_and_model_stand_without_the_base(trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_generation_config_and_model_stand_without_the_base(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
     run, out = trained / "fsdp2-untied", tmp_path / "out"
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(checkpoint, tmp_path / checkpoint.name)
     shutil.rmtree(tmp_path / checkpoint.name / "optimizer")  # nothing of it is exported
     command = ["export", str(tmp_path / checkpoint.name), "--output", str(out), "--no-verify"]
     assert main([*command, "--base-model", str(tmp_path / "moved")]) == 2
-    assert "moved: the base model's folder is gone; name its new place with --base-model" in capsys.readouterr().err
+    assert (
+        "moved: the base model's folder is gone; name its new place with --base-model"
+        in capsys.readouterr().err
+    )
     base = (trained / "model-untied").rename(tmp_path / "base")
     try:
         assert main(command) == 0
@@ -257,9 +337,13 @@ def test_generation_config_and_model_stand_without_the_base(trained: Path, tmp_p
     assert json.loads((out / "config.json").read_text())["use_cache"] is True, (
         "as the base's, though training turns it off"
     )
-    base_tokenizer, tokenizer = (json.loads((at / "tokenizer_config.json").read_text()) for at in (base, out))
+    base_tokenizer, tokenizer = (
+        json.loads((at / "tokenizer_config.json").read_text()) for at in (base, out)
+    )
     assert tokenizer == base_tokenizer
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, run.name))
+    assert torch.equal(
+        logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, run.name)
+    )
 
 
 def test_the_recipe_can_name_the_dtype(trained: Path) -> None:
@@ -285,7 +369,9 @@ def test_a_damaged_checkpoint_is_not_exported(
 
 
 @pytest.mark.slow
-def test_stories260k_of_two_ranks_has_the_logits_of_the_training_in_every_layout(shared: Path, tmp_path: Path) -> None:
+def test_stories260k_of_two_ranks_has_the_logits_of_the_training_in_every_layout(
+    shared: Path, tmp_path: Path
+) -> None:
     chat, runs = make_chat(tmp_path / "chat.jsonl", rows=8), []
     for layout in LAYOUTS:
         recipe = {
@@ -300,5 +386,10 @@ def test_stories260k_of_two_ranks_has_the_logits_of_the_training_in_every_layout
     launch_ranks(ROOT / "tests" / "export" / "trained.py", [json.dumps(given)], timeout=240).check()
     for layout in LAYOUTS:
         out = tmp_path / f"{layout}-export"
-        assert main(["export", str(tmp_path / layout), "--output", str(out), "--dtype", "float32"]) == 0
-        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(tmp_path, layout))
+        assert (
+            main(["export", str(tmp_path / layout), "--output", str(out), "--dtype", "float32"])
+            == 0
+        )
+        assert torch.equal(
+            logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(tmp_path, layout)
+        )

@@ -31,7 +31,11 @@ def export(model: Path, tmp_path: Path, *options: str) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "position"),
-    [("model.embed_tokens.weight", -1), ("model.layers.1.mlp.down_proj.weight", 0), ("model.norm.weight", 0)],
+    [
+        ("model.embed_tokens.weight", -1),
+        ("model.layers.1.mlp.down_proj.weight", 0),
+        ("model.norm.weight", 0),
+    ],
 )
 def test_a_byte_that_changed_in_a_file_is_found(
     name: str,
@@ -43,11 +47,15 @@ def test_a_byte_that_changed_in_a_file_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last row of the embedding is of no prompt's token, so that no logit shows it."""
-    monkeypatch.setattr(target, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    monkeypatch.setattr(
+        target, "BLOCK_BYTES", 4 * 64 * 7
+    )  # blocks of seven rows, which divide nothing here
     monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)  # several parts a file
     write, is_damaged = exporting.write_weights, threading.Event()
 
-    def write_and_damage(folder: Path, weights: Weights, on_disk: Callable[[str, int], object]) -> Digests:
+    def write_and_damage(
+        folder: Path, weights: Weights, on_disk: Callable[[str, int], object]
+    ) -> Digests:
         tensor = read_files(folder / shard.name for shard in weights.shards)[name]
         (part,) = tensor.parts
         place = part.position + position % tensor.byte_count
@@ -73,22 +81,32 @@ def test_a_byte_that_changed_in_a_file_is_found(
     assert not (tmp_path / "results").exists()
 
 
-def test_values_are_read_back_only_from_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_back_only_from_what_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts are announced in order, each once the disk has it and the kernel has been asked to forget it; the last is the file's end."""
     monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)
     happened: list[tuple[str, int]] = []
     fdatasync, fsync, forget = os.fdatasync, os.fsync, shard_files._forget
-    monkeypatch.setattr(os, "fdatasync", lambda file: (happened.append(("sync", 0)), fdatasync(file)))
+    monkeypatch.setattr(
+        os, "fdatasync", lambda file: (happened.append(("sync", 0)), fdatasync(file))
+    )
     monkeypatch.setattr(os, "fsync", lambda file: (happened.append(("sync", 0)), fsync(file)))
     monkeypatch.setattr(
-        shard_files, "_forget", lambda file, start, end: (happened.append(("forget", end)), forget(file, start, end))
+        shard_files,
+        "_forget",
+        lambda file, start, end: (happened.append(("forget", end)), forget(file, start, end)),
     )
     shard_files.make_file(tmp_path / "file", b"head", 50_004)
     assert (tmp_path / "file").read_bytes() == b"head" + bytes(50_000)
     chunks = [bytes([number]) * 10_000 for number in range(5)]
-    shard_files.fill_file(tmp_path / "file", 4, chunks, lambda end: happened.append(("announced", end)))
+    shard_files.fill_file(
+        tmp_path / "file", 4, chunks, lambda end: happened.append(("announced", end))
+    )
     ends = [20_004, 40_004, 50_004]
-    assert happened == [event for end in ends for event in (("sync", 0), ("forget", end), ("announced", end))]
+    assert happened == [
+        event for end in ends for event in (("sync", 0), ("forget", end), ("announced", end))
+    ]
     assert (tmp_path / "file").read_bytes() == b"head" + b"".join(chunks)
 
 
@@ -108,14 +126,19 @@ def test_a_file_that_cannot_be_read_back_ends_the_check(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text(UNREADABLE)
     (tmp_path / "weights").write_bytes(b"1234")
     ended = run_python([str(tmp_path / "check.py"), str(tmp_path)], timeout=60)
-    assert ended.returncode == 1 and f"{tmp_path / 'weights'}: cannot be read back: No such file" in ended.stderr
+    assert (
+        ended.returncode == 1
+        and f"{tmp_path / 'weights'}: cannot be read back: No such file" in ended.stderr
+    )
 
 
 def test_a_reading_waits_for_the_rows_that_it_needs(tiny_llama: MakeModel) -> None:
     model, name = tiny_llama(), "model.layers.0.mlp.up_proj.weight"
     (part,) = read_files([model / "model.safetensors"])[name].parts
     asked: list[tuple[str, int]] = []
-    files = read_back.WrittenFiles(model, ("model.safetensors",), lambda file, end: asked.append((file, end)))
+    files = read_back.WrittenFiles(
+        model, ("model.safetensors",), lambda file, end: asked.append((file, end))
+    )
     rows = files.read(name, 3, 5, torch.clone)
     files.close()
     row_bytes = rows.nbytes // 2
@@ -159,7 +182,9 @@ def test_a_failed_write_does_not_wait_for_the_logits(
 ) -> None:
     started = threading.Event()
 
-    def endless(model: torch.nn.Module, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
+    def endless(
+        model: torch.nn.Module, rows: Callable[[str, int, int], torch.Tensor]
+    ) -> torch.Tensor:
         while True:
             rows("model.norm.weight", 0, 1)
             started.set()
@@ -171,7 +196,10 @@ def test_a_failed_write_does_not_wait_for_the_logits(
     monkeypatch.setattr(verify, "stream_logits", endless)
     monkeypatch.setattr(exporting, "write_weights", failing)
     assert export(tiny_llama(), tmp_path) == 2
-    assert "cannot be written: Input/output error; nothing is left of the export" in capsys.readouterr().err
+    assert (
+        "cannot be written: Input/output error; nothing is left of the export"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "results").exists()
 
 

@@ -35,7 +35,10 @@ def main() -> None:
         world = joined(layout)
         for run in given["runs"]:
             if run["layout"] == layout:
-                save_file({"logits": trained_by_us(run["recipe"], world)}, folder / f"{run['name']}.{world.rank}")
+                save_file(
+                    {"logits": trained_by_us(run["recipe"], world)},
+                    folder / f"{run['name']}.{world.rank}",
+                )
         leave(world)
     for kind in given["accelerate"]:
         world = joined(kind["layout"], kind.get("state_dict_type", "SHARDED_STATE_DICT"))
@@ -67,7 +70,9 @@ def trained_by_us(recipe_path: str, world: World) -> torch.Tensor:
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
     optimizer = world.accelerator.prepare_optimizer(build_optimizer(model, recipe.optimization))
     for _ in range(2):
-        world.accelerator.backward(model(input_ids=IDS, labels=IDS.roll(-1, 1), use_cache=False) / IDS.numel())
+        world.accelerator.backward(
+            model(input_ids=IDS, labels=IDS.roll(-1, 1), use_cache=False) / IDS.numel()
+        )
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
         optimizer.step()
@@ -85,9 +90,13 @@ def trained_by_accelerate(model_folder: str, world: World, folder: Path) -> torc
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if world.sharding.layout == "fsdp1":
         model = world.accelerator.prepare(model)
-        optimizer = world.accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+        optimizer = world.accelerator.prepare(
+            torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        )
     else:
-        model, optimizer = world.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+        model, optimizer = world.accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        )
     for _ in range(2):
         world.accelerator.backward(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
         optimizer.step()

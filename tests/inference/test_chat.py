@@ -53,43 +53,65 @@ def own_answer(model: Any, folder: Path, prompt: str = QUESTION, *, is_chat: boo
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = (
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
         )
         if is_chat
         else tokenizer(prompt, return_tensors="pt")
     )
     with torch.inference_mode():
         output = model.generate(
-            **inputs, max_new_tokens=ENOUGH, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+            **inputs,
+            max_new_tokens=ENOUGH,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=0,
         )
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(
+        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
 
 
 def read_answers(printed: str) -> list[dict[str, str]]:
     """model -> answer, for each prompt that was answered with --json."""
-    return [{each["model"]: each["answer"] for each in json.loads(line)["answers"]} for line in printed.splitlines()]
+    return [
+        {each["model"]: each["answer"] for each in json.loads(line)["answers"]}
+        for line in printed.splitlines()
+    ]
 
 
-def test_a_run_and_its_checkpoint_answer_as_its_export(quickstart_run: QuickstartRun, chat: Callable[..., str]) -> None:
+def test_a_run_and_its_checkpoint_answer_as_its_export(
+    quickstart_run: QuickstartRun, chat: Callable[..., str]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     run = quickstart_run.folder
     exported = AutoModelForCausalLM.from_pretrained(run / "export")
     expected = own_answer(exported, run / "export")
-    assert chat(run, "--prompt", QUESTION) == printable(expected) + "\n", "the answer alone, for a script"
+    assert chat(run, "--prompt", QUESTION) == printable(expected) + "\n", (
+        "the answer alone, for a script"
+    )
     checkpoint = run / "checkpoints" / "step-00000004"
     loaded = load_inference_model(find_model(str(checkpoint)), LoadOptions(), print).model
     weights = exported.state_dict()
     assert loaded.state_dict().keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
     assert loaded.generation_config.to_dict() == exported.generation_config.to_dict()
-    (answers,) = read_answers(chat(run, "--compare-with", checkpoint, "--json", "--prompt", QUESTION))
+    (answers,) = read_answers(
+        chat(run, "--compare-with", checkpoint, "--json", "--prompt", QUESTION)
+    )
     assert answers == {str(run / "export"): expected, str(checkpoint): expected}
     refused = chat(run, "--compare", "--prompt", QUESTION, code=2)
-    assert refused.splitlines()[-1].endswith("there is no base model; name another with --compare-with")
+    assert refused.splitlines()[-1].endswith(
+        "there is no base model; name another with --compare-with"
+    )
 
 
-def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Path, chat: Callable[..., str]) -> None:
+def test_a_lora_run_needs_neither_export_nor_merge(
+    lora_run: Path, tmp_path: Path, chat: Callable[..., str]
+) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
@@ -98,9 +120,13 @@ def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Pat
     trained = own_answer(AutoPeftModelForCausalLM.from_pretrained(adapter), adapter)
     assert trained != untrained
     shown = chat(lora_run, "--compare", "--prompt", QUESTION)
-    assert shown == printable(f"base:\n{untrained}\ntrained:\n{trained}\n"), "the base is the base, not the adapter"
+    assert shown == printable(f"base:\n{untrained}\ntrained:\n{trained}\n"), (
+        "the base is the base, not the adapter"
+    )
 
-    running = shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("adapter", "export"))
+    running = shutil.copytree(
+        lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("adapter", "export")
+    )
     checkpoint = running / "checkpoints" / f"step-{LORA_STEPS:08d}"
     (answers,) = read_answers(chat(running, "--compare", "--json", "--prompt", QUESTION))
     assert answers == {str(base): untrained, str(checkpoint): trained}
@@ -109,7 +135,9 @@ def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Pat
     try:
         refused = chat(lora_run, "--prompt", QUESTION, code=2)
         assert "the base model's folder is gone; name its new place with --base-model" in refused
-        (answers,) = read_answers(chat(lora_run, "--compare", "--base-model", moved, "--json", "--prompt", QUESTION))
+        (answers,) = read_answers(
+            chat(lora_run, "--compare", "--base-model", moved, "--json", "--prompt", QUESTION)
+        )
         assert answers == {str(moved): untrained, str(adapter): trained}
     finally:
         moved.rename(base)
@@ -125,7 +153,9 @@ def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"load_in_4bit": True}))
     assert main(command) == 0
-    loaded = f"model   {run / 'adapter'} on cpu; base loaded in float32, trained on in 4 bits (nf4)\n"
+    loaded = (
+        f"model   {run / 'adapter'} on cpu; base loaded in float32, trained on in 4 bits (nf4)\n"
+    )
     assert loaded in capsys.readouterr().err
 
 
@@ -136,7 +166,11 @@ def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path:
     base, adapter = tiny_llama(), tmp_path / "adapter"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(272)
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
+    )
     trained = get_peft_model(model, config)
     trained.save_pretrained(adapter)
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
@@ -148,7 +182,10 @@ def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path:
 
 
 def test_prompts_of_a_file_and_of_a_pipe(
-    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    chat: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_llama()
     rows: list[dict[str, Any]] = [
@@ -171,7 +208,10 @@ def test_prompts_of_a_file_and_of_a_pipe(
     assert chat(model, "--prompts", tmp_path / "lines.txt").startswith(f"> {QUESTION}\n")
     for text, wrong in (
         ('{"score": 1}\n', ":1: no prompt; its columns are score, and one of messages, prompt, "),
-        ('{"messages": [{"role": "assistant", "content": "Hi."}]}\n', ":1: messages: nothing is asked before "),
+        (
+            '{"messages": [{"role": "assistant", "content": "Hi."}]}\n',
+            ":1: messages: nothing is asked before ",
+        ),
         ("", ": holds no prompts"),
     ):
         file.write_text(text)
@@ -180,7 +220,9 @@ def test_prompts_of_a_file_and_of_a_pipe(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
     assert chat(model) == chat(model, "--prompt", QUESTION)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert chat(model, code=2).startswith("stdin: empty, and no terminal to ask at; give a prompt with ")
+    assert chat(model, code=2).startswith(
+        "stdin: empty, and no terminal to ask at; give a prompt with "
+    )
 
 
 def test_a_prompt_that_is_not_utf8_is_refused_before_loading(
@@ -190,12 +232,19 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_loading(
     raw = b"caf\xe9 \xff"
     (tmp_path / "prompts.txt").write_bytes(raw)
     reason = "not UTF-8: invalid continuation byte at byte 4\n"
-    assert chat(tmp_path, "--prompts", tmp_path / "prompts.txt", code=2) == f"{tmp_path / 'prompts.txt'}:1: {reason}"
+    assert (
+        chat(tmp_path, "--prompts", tmp_path / "prompts.txt", code=2)
+        == f"{tmp_path / 'prompts.txt'}:1: {reason}"
+    )
     argument = raw.decode("utf-8", "surrogateescape")  # as in sys.argv
     assert chat(tmp_path, "--prompt", argument, code=2) == f"--prompt: {reason}"
-    assert chat(tmp_path, "--prompt", QUESTION, "--system", argument, code=2) == f"--system: {reason}"
+    assert (
+        chat(tmp_path, "--prompt", QUESTION, "--system", argument, code=2) == f"--system: {reason}"
+    )
     for errors in ("strict", "surrogateescape"):  # what Python chooses by the locale
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors=errors))
+        monkeypatch.setattr(
+            "sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors=errors)
+        )
         assert chat(tmp_path, code=2) == f"stdin: {reason}"
 
 
@@ -205,19 +254,27 @@ def test_a_line_that_is_not_utf8_is_typed_again(
     from finetune.inference.conversation import read_turn
 
     for errors in ("strict", "surrogateescape"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xff\n"), "utf-8", errors))
+        monkeypatch.setattr(
+            "sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xff\n"), "utf-8", errors)
+        )
         assert read_turn() is None
         assert capsys.readouterr().err.startswith("this line: not UTF-8: invalid continuation byte")
 
 
 def test_options_that_contradict_each_other_are_refused(chat: Callable[..., str]) -> None:
-    for options in (("--prompt", "a", "--prompts", "b.txt"), ("--chat-template", "plain", "--no-chat-template")):
+    for options in (
+        ("--prompt", "a", "--prompts", "b.txt"),
+        ("--chat-template", "plain", "--no-chat-template"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             chat("model", *options)
 
 
 def test_without_a_chat_template_it_asks_as_the_run_was_trained(
-    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    chat: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -226,11 +283,15 @@ def test_without_a_chat_template_it_asks_as_the_run_was_trained(
     template = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").unlink()
     said = chat(model, "--prompt", QUESTION, code=2)
-    assert said.splitlines()[-1].startswith(f"{model}: has no chat template; name one with --chat-template (")
+    assert said.splitlines()[-1].startswith(
+        f"{model}: has no chat template; name one with --chat-template ("
+    )
     assert chat(model, "--prompt", QUESTION, "--chat-template", template) == with_template
     continued = own_answer(AutoModelForCausalLM.from_pretrained(model), model, is_chat=False)
     assert chat(model, "--prompt", QUESTION, "--no-chat-template") == printable(continued) + "\n"
-    refused = chat(model, "--prompt", QUESTION, "--chat-template", "{{ raise_exception('no turns') }}", code=2)
+    refused = chat(
+        model, "--prompt", QUESTION, "--chat-template", "{{ raise_exception('no turns') }}", code=2
+    )
     assert refused.splitlines()[-1] == f"{model}: the chat template rejects it: no turns"
 
     run = tmp_path / "run"
@@ -263,23 +324,40 @@ def test_what_cannot_be_talked_to_is_one_sentence(
     long = "word " * 500
     for arguments, message in (
         ((tmp_path / "gone", *ask), f"{tmp_path / 'gone'}: no such folder; give a run's folder"),
-        ((model / "config.json", *ask), f"{model / 'config.json'}: a file; give the folder that holds it"),
+        (
+            (model / "config.json", *ask),
+            f"{model / 'config.json'}: a file; give the folder that holds it",
+        ),
         ((run, *ask), f"{run}: has no export and no checkpoint yet; train on, or name another run"),
         ((empty, *ask), f"{empty}: nothing to export: "),
         ((gguf, *ask), f"{gguf}: a GGUF file; chat with it in llama.cpp or Ollama"),
-        (("owner/name", *ask), "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set"),
-        ((model, *ask, "--compare"), f"{model}: does not say which model it was trained from; name it with "),
+        (
+            ("owner/name", *ask),
+            "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set",
+        ),
+        (
+            (model, *ask, "--compare"),
+            f"{model}: does not say which model it was trained from; name it with ",
+        ),
         ((model, *ask, "--top-p", "0"), "--top-p 0.0: above 0 and at most 1 is expected"),
-        ((model, *ask, "--system", "S", "--no-chat-template"), "--system: goes through the chat template"),
+        (
+            (model, *ask, "--system", "S", "--no-chat-template"),
+            "--system: goes through the chat template",
+        ),
         ((model, "--prompt", long), f"{model}: the conversation has "),
-        ((model, "--prompts", tmp_path / "gone.txt"), f"{tmp_path / 'gone.txt'}: cannot be read: No such file"),
+        (
+            (model, "--prompts", tmp_path / "gone.txt"),
+            f"{tmp_path / 'gone.txt'}: cannot be read: No such file",
+        ),
     ):
         assert chat(*arguments, code=2).splitlines()[-1].startswith(message), arguments
     (tmp_path / "checkpoints").mkdir()
     os.truncate(model / "model.safetensors", 10_000)
     said = chat(model, *ask, code=2).splitlines()[-1]
     assert said.startswith(f"{model / 'model.safetensors'}: ")
-    assert said.endswith(f"again, or export it again: finetune export {tmp_path} --output {model} --overwrite")
+    assert said.endswith(
+        f"again, or export it again: finetune export {tmp_path} --output {model} --overwrite"
+    )
 
 
 def test_odd_settings_of_a_model_are_one_answer_or_one_sentence(
@@ -298,7 +376,11 @@ def test_odd_settings_of_a_model_are_one_answer_or_one_sentence(
         assert read_answers(chat(*ask)) == plain, several
     for odd in ({"repetition_penalty": -1}, {"forced_eos_token_id": "x"}, {"guidance_scale": "x"}):
         settings.write_text(json.dumps(odd))
-        assert chat(*ask, code=2).splitlines()[-1].startswith(f"{model}: generation_config.json: cannot be used: "), odd
+        assert (
+            chat(*ask, code=2)
+            .splitlines()[-1]
+            .startswith(f"{model}: generation_config.json: cannot be used: ")
+        ), odd
 
 
 def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
@@ -310,10 +392,20 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     """And an answer that is cut where the model can read no further says so, instead of advising more tokens."""
     model = tiny_llama(max_position_embeddings=48)
     (tmp_path / "prompts.txt").write_text(f"{'word ' * 50}\nHi\n")
-    arguments = ["chat", str(model), "--prompts", str(tmp_path / "prompts.txt"), "--json", "--temperature", "0"]
+    arguments = [
+        "chat",
+        str(model),
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--json",
+        "--temperature",
+        "0",
+    ]
     assert main(arguments) == 2
     shown = capsys.readouterr()
-    assert "Token indices" not in shown.err + caplog.text, "our sentence alone, no warning of a library before it"
+    assert "Token indices" not in shown.err + caplog.text, (
+        "our sentence alone, no warning of a library before it"
+    )
     first, second = (json.loads(line)["answers"][0] for line in shown.out.splitlines())
     assert "and the model reads 48 at most" in first["error"] and second["tokens"] > 0
     assert shown.err.splitlines()[-1].startswith(f"prompt 1: {model}: the conversation has ")
@@ -323,14 +415,17 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), AnswerOptions())
     said = capsys.readouterr().out
     assert (
-        "cut after 3 tokens: the conversation has reached the 48 tokens that the model reads; /new starts over" in said
+        "cut after 3 tokens: the conversation has reached the 48 tokens that the model reads; /new starts over"
+        in said
     )
 
 
 def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Path]) -> None:
     """transformers' dynamic RoPE keeps the frequencies of the longest text that it has seen."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    reference = find_model(str(tiny_llama("dynamic", max_position_embeddings=64, rope_parameters=rope)))
+    reference = find_model(
+        str(tiny_llama("dynamic", max_position_embeddings=64, rope_parameters=rope))
+    )
     model = load_inference_model(reference, LoadOptions(), print)
 
     def ids_of(length: int) -> torch.Tensor:
@@ -356,7 +451,12 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[...
 
     torch.manual_seed(0)
     before = signal.getsignal(signal.SIGINT)
-    stopped = answer(model, make_prompt(QUESTION, None), AnswerOptions(max_new_tokens=400, temperature=1.0), write)
+    stopped = answer(
+        model,
+        make_prompt(QUESTION, None),
+        AnswerOptions(max_new_tokens=400, temperature=1.0),
+        write,
+    )
     assert stopped.is_interrupted
     assert 3 <= stopped.tokens < 20
     assert stopped.text == "".join(pieces)
@@ -398,13 +498,18 @@ def test_a_conversation_at_a_terminal(tiny_llama: Callable[..., Path], tmp_path:
             ("/system Be brief.\n", "a new conversation"),
             ("/image docs/report.png\n", "docs/report.png"),
             ("/new\n", "a new conversation"),
-            (f"{QUESTION}\n", "[cut after 8 tokens"),  # without the image, which this model would refuse
+            (
+                f"{QUESTION}\n",
+                "[cut after 8 tokens",
+            ),  # without the image, which this model would refuse
             ("/new\n", "a new conversation"),
             (f"{'word ' * 200}\n", "tokens, and the model reads 512 at most"),
         ):
             os.write(terminal, typed.encode())
             assert shown in next(said)
-        time.sleep(0.5)  # a person's; readline sees a signal between its prompt and its first wait only at the next key
+        time.sleep(
+            0.5
+        )  # a person's; readline sees a signal between its prompt and its first wait only at the next key
         process.send_signal(signal.SIGINT)
         assert "Ctrl-D or /exit ends the conversation" in next(said)
         os.write(terminal, b"\x04")
@@ -432,4 +537,7 @@ def screens(terminal: int) -> Iterator[str]:
 def test_outside_the_main_thread_no_signal_is_asked_for() -> None:
     """As in the handler of a web page."""
     with ThreadPoolExecutor(1) as pool, interruptible() as pressed:
-        assert not pool.submit(lambda: interruptible().__enter__().is_set()).result() and not pressed.is_set()
+        assert (
+            not pool.submit(lambda: interruptible().__enter__().is_set()).result()
+            and not pressed.is_set()
+        )

@@ -13,7 +13,13 @@ import yaml
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export.card import add_evaluation
-from finetune.files.run_files import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
+from finetune.files.run_files import (
+    BenchmarkResult,
+    benchmark_table,
+    merge_results,
+    read_benchmarks,
+    write_benchmarks,
+)
 from finetune.inference.cli import keep_results
 from finetune.inference.inputs import ModelReference, find_model
 from tests.ranks import ROOT, environment
@@ -53,12 +59,18 @@ def test_base_beside_trained_in_run_report_and_card(
         asked = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         options = ("--json", "--temperature", "0", "--max-new-tokens", "6")
         assert main(["chat", str(model), *asked, *options]) == 0
-        return [json.loads(line)["answers"][0]["answer"] for line in capsys.readouterr().out.splitlines()]
+        return [
+            json.loads(line)["answers"][0]["answer"]
+            for line in capsys.readouterr().out.splitlines()
+        ]
 
     trained, untrained = answer(run), answer(base)
     expected = [trained[0], trained[1], untrained[2], "something else"]
     make_task(tmp_path / "tasks", expected)
-    shares = [sum(a.strip() == e.strip() for a, e in zip(of, expected, strict=True)) / 4 for of in (trained, untrained)]
+    shares = [
+        sum(a.strip() == e.strip() for a, e in zip(of, expected, strict=True)) / 4
+        for of in (trained, untrained)
+    ]
     assert shares[0] != shares[1]
 
     options = [
@@ -72,11 +84,27 @@ def test_base_beside_trained_in_run_report_and_card(
     ]
     assert main(["evaluate", str(run), *options]) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].split() == ["Task", "Metric", "Base", "Trained", "Change", "Asked"]
+    assert printed.splitlines()[0].split() == [
+        "Task",
+        "Metric",
+        "Base",
+        "Trained",
+        "Change",
+        "Asked",
+    ]
     (result,) = read_benchmarks(run)
     assert (result.trained, result.base) == (shares[0], shares[1])
-    assert (result.task, result.metric, result.samples, result.chat_template) == ("copied", "exact_match", 4, True)
-    assert (result.model, result.base_model, result.is_limited) == (str(run / "adapter"), str(base), False)
+    assert (result.task, result.metric, result.samples, result.chat_template) == (
+        "copied",
+        "exact_match",
+        4,
+        True,
+    )
+    assert (result.model, result.base_model, result.is_limited) == (
+        str(run / "adapter"),
+        str(base),
+        False,
+    )
     for folder in ("export", "adapter"):
         card = (run / folder / "README.md").read_text()
         assert card.count("## Evaluation") == 1
@@ -87,30 +115,58 @@ def test_base_beside_trained_in_run_report_and_card(
 
     capsys.readouterr()
     assert (
-        main(["evaluate", str(run), *options, "--no-compare", "--limit", "2", "--output", str(tmp_path / "r.json")])
+        main(
+            [
+                "evaluate",
+                str(run),
+                *options,
+                "--no-compare",
+                "--limit",
+                "2",
+                "--output",
+                str(tmp_path / "r.json"),
+            ]
+        )
         == 0
     )
     (result,) = read_benchmarks(run)
-    assert (result.base, result.samples, result.is_limited) == (None, 2, True), "it replaces what measured the same"
+    assert (result.base, result.samples, result.is_limited) == (None, 2, True), (
+        "it replaces what measured the same"
+    )
     assert json.loads((tmp_path / "r.json").read_text())["results"][0]["trained"] == result.trained
     assert (run / "export" / "README.md").read_text().count("## Evaluation") == 1
 
     assert main(["evaluate", str(run), "--tasks", "copied,nosuch", *options[2:]]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("--tasks: nosuch: no such task of lm-eval ")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("--tasks: nosuch: no such task of lm-eval ")
+    )
     (tmp_path / "tasks" / "rows.jsonl").unlink()
     assert main(["evaluate", str(run), *options, "--no-compare"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("copied: lm-eval cannot measure it: ")
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("copied: lm-eval cannot measure it: ")
+    )
 
 
-def test_a_row_is_measured_as_if_it_were_alone_under_longrope(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_row_is_measured_as_if_it_were_alone_under_longrope(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     """transformers chooses the frequencies of a batch by its longest row: with two in a batch the short one's score would move."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[evaluate]'")
     from finetune.inference.harness import BenchmarkOptions, make_task_manager, measure
     from finetune.inference.inference_model import LoadOptions, load_inference_model
 
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "rope_theta": 1e4}
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "rope_theta": 1e4,
+    }
     rope |= {"original_max_position_embeddings": 64}
-    folder = tiny_llama("phi", model_type="phi3", original_max_position_embeddings=64, rope_parameters=rope)
+    folder = tiny_llama(
+        "phi", model_type="phi3", original_max_position_embeddings=64, rope_parameters=rope
+    )
     model = load_inference_model(find_model(str(folder)), LoadOptions(), print)
     make_task(tmp_path / "tasks", ["word " * count for count in (3, 5, 40, 60)])
     path = tmp_path / "tasks" / "copied.yaml"
@@ -118,28 +174,49 @@ def test_a_row_is_measured_as_if_it_were_alone_under_longrope(tiny_llama: Callab
     for name in ("generation_kwargs", "metric_list"):
         del task[name]
     metric = {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}
-    path.write_text(yaml.safe_dump(task | {"output_type": "loglikelihood_rolling", "metric_list": [metric]}))
+    path.write_text(
+        yaml.safe_dump(task | {"output_type": "loglikelihood_rolling", "metric_list": [metric]})
+    )
 
     def bits_per_byte(batch_size: str) -> float:
-        options = BenchmarkOptions(tasks=("copied",), include_path=str(tmp_path / "tasks"), batch_size=batch_size)
-        found = measure(model, options, make_task_manager(options))["results"]["copied"]["bits_per_byte,none"]
+        options = BenchmarkOptions(
+            tasks=("copied",), include_path=str(tmp_path / "tasks"), batch_size=batch_size
+        )
+        found = measure(model, options, make_task_manager(options))["results"]["copied"][
+            "bits_per_byte,none"
+        ]
         return float(found)
 
     assert bits_per_byte("4") == bits_per_byte("1")
 
 
-def test_a_mistyped_task_is_answered_without_starting_lm_eval(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_mistyped_task_is_answered_without_starting_lm_eval(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "own.yaml").write_text("task: my_own\n")
-    command = ["evaluate", str(tiny_llama()), "--tasks", "my_own,hellaswag,hellaswga", "--include-path"]
+    command = [
+        "evaluate",
+        str(tiny_llama()),
+        "--tasks",
+        "my_own,hellaswag,hellaswga",
+        "--include-path",
+    ]
     command += [str(tmp_path), "--no-compare"]
     code = f"import sys; from finetune.cli import main; print(main({command!r}), 'torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True, capture_output=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True, capture_output=True
+    )
     assert ended.stdout.split() == ["2", "False"]
-    assert ended.stderr.startswith("--tasks: hellaswga: no such task of lm-eval ") and ended.stderr.count("\n") == 1
+    assert (
+        ended.stderr.startswith("--tasks: hellaswga: no such task of lm-eval ")
+        and ended.stderr.count("\n") == 1
+    )
 
 
 def test_a_mistake_is_one_sentence(
-    tiny_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = str(tiny_llama())
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
@@ -147,8 +224,14 @@ def test_a_mistake_is_one_sentence(
         ((model, "--tasks", ","), "--tasks: names of lm-eval's tasks are expected"),
         ((model, "--tasks", "a", "--limit", "0"), "--limit 0.0: a number of documents"),
         ((model, "--tasks", "a", "--include-path", "gone"), "--include-path gone: no such folder"),
-        ((model, "--tasks", "a", "--output", "/nope/x.json"), "--output /nope/x.json: /nope is no folder; make it"),
-        ((model, "--tasks", "a", "--output", model), f"--output {model}: a folder; name a file in it"),
+        (
+            (model, "--tasks", "a", "--output", "/nope/x.json"),
+            "--output /nope/x.json: /nope is no folder; make it",
+        ),
+        (
+            (model, "--tasks", "a", "--output", model),
+            f"--output {model}: a folder; name a file in it",
+        ),
         ((f"{model}/gone", "--tasks", "a"), f"{model}/gone: no such folder"),
         (
             (model, "--tasks", "a", "--no-compare"),
@@ -163,7 +246,10 @@ def test_the_run_keeps_its_results_where_output_cannot_be_written(tmp_path: Path
     reference = ModelReference(name=str(tmp_path), kind="model", run=tmp_path)
     result = BenchmarkResult(task="a", metric="acc", trained=0.5)
     gone = tmp_path / "gone" / "x.json"  # removed while the model was measured
-    with pytest.raises(UserError, match=f"{gone}: cannot be written: No such file or directory; the results are above"):
+    with pytest.raises(
+        UserError,
+        match=f"{gone}: cannot be written: No such file or directory; the results are above",
+    ):
         list(keep_results([result], reference, str(gone)))
     assert read_benchmarks(tmp_path) == [result]
 
@@ -181,7 +267,10 @@ def test_results_are_merged_and_shown(tmp_path: Path) -> None:
     assert read_benchmarks(tmp_path) == [first, other]
     assert benchmark_table([first, other]) == (
         ("Task", "Metric", "Base", "Trained", "Change", "Asked"),
-        [("a", "acc", "0.25", "0.5", "+0.25", "10"), ("b", "perplexity (lower is better)", "", "9.5", "", "5-shot")],
+        [
+            ("a", "acc", "0.25", "0.5", "+0.25", "10"),
+            ("b", "perplexity (lower is better)", "", "9.5", "", "5-shot"),
+        ],
     )
     assert benchmark_table([again])[0] == ("Task", "Metric", "Trained")
     card = add_evaluation("# m\n\n## Recipe\n\nr\n\n## Use\n\nu\n", [first])

@@ -46,19 +46,39 @@ def test_llama_cpps_server_answers_with_the_same_tokens(
 ) -> None:
     model, out = make_gguf_model(tmp_path / "model", "qwen3", shared), tmp_path / "out"
     assert main(["export", str(model), "--output", str(out), "--format", "safetensors,gguf"]) == 0
-    command = ["serve-check", str(out), "--server", "llama.cpp", "--prompts", prompts, "--max-new-tokens", "16"]
+    command = [
+        "serve-check",
+        str(out),
+        "--server",
+        "llama.cpp",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "16",
+    ]
     assert main(command) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert said.count(": the same 16 tokens") == 3
-    assert "3 of 3 prompts answered alike by llama.cpp and transformers; log-probabilities within 0.0" in said
+    assert (
+        "3 of 3 prompts answered alike by llama.cpp and transformers; log-probabilities within 0.0"
+        in said
+    )
     # The same server with another model, and then with the model under another template.
     other = make_gguf_model(tmp_path / "other", "qwen2", shared)
-    assert main(["export", str(other), "--output", str(tmp_path / "theirs"), "--format", "gguf"]) == 0
+    assert (
+        main(["export", str(other), "--output", str(tmp_path / "theirs"), "--format", "gguf"]) == 0
+    )
     assert main([*command, "--gguf", str(next((tmp_path / "theirs").glob("*.gguf")))]) == 1
-    assert "parts at token" in (said := capsys.readouterr().out) and "0 of 3 prompts answered alike" in said
+    assert (
+        "parts at token" in (said := capsys.readouterr().out)
+        and "0 of 3 prompts answered alike" in said
+    )
     template = (model / "chat_template.jinja").read_text().replace("<|im_start|>", "### ")
     (model / "chat_template.jinja").write_text(template)
-    assert main(["export", str(model), "--output", str(tmp_path / "templated"), "--format", "gguf"]) == 0
+    assert (
+        main(["export", str(model), "--output", str(tmp_path / "templated"), "--format", "gguf"])
+        == 0
+    )
     assert main([*command, "--gguf", str(next((tmp_path / "templated").glob("*.gguf")))]) == 1
     assert "the server renders another prompt than the template" in capsys.readouterr().out
 
@@ -67,14 +87,20 @@ def test_llama_cpps_server_answers_with_the_same_tokens(
 @pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="FINETUNE_VLLM names no vllm command")
 @pytest.mark.parametrize("kind", ["export", "adapter"])
 def test_vllms_server_gives_the_log_probabilities_of_transformers(
-    kind: str, lora_of_served: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    lora_of_served: Path,
+    prompts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """vLLM itself, in an environment of its own: `FINETUNE_VLLM` is the path of its command."""
     monkeypatch.setenv("PATH", str(Path(os.environ["FINETUNE_VLLM"]).parent), prepend=":")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     command = ["serve-check", str(lora_of_served / kind), "--server", "vllm", "--prompts", prompts]
-    assert main([*command, "--max-new-tokens", "8", "--max-difference", "1e-4"]) == 0, capsys.readouterr()
+    assert main([*command, "--max-new-tokens", "8", "--max-difference", "1e-4"]) == 0, (
+        capsys.readouterr()
+    )
     said = capsys.readouterr().out
     assert "3 of 3 prompts answered alike by vllm and transformers" in said
     assert "prompts: log-probabilities of their tokens within " in said
@@ -143,13 +169,21 @@ WRONG: dict[str, tuple[dict[str, tuple[int, Any]], str]] = {
         {"/v1/models": MODELS, "/v1/completions": (200, {"object": "x"})},
         "not an answer of the OpenAI protocol",
     ),
-    "an error": ({"/v1/models": MODELS, "/v1/completions": (500, {"error": "out of memory"})}, "answered 500"),
+    "an error": (
+        {"/v1/models": MODELS, "/v1/completions": (500, {"error": "out of memory"})},
+        "answered 500",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_server_that_does_not_answer_is_a_sentence(
-    case: str, stand_in: str, tiny_llama: MakeModel, prompts: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    case: str,
+    stand_in: str,
+    tiny_llama: MakeModel,
+    prompts: str,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers, sentence = WRONG[case]
     monkeypatch.setattr(StandIn, "answers", answers)
@@ -157,7 +191,9 @@ def test_a_server_that_does_not_answer_is_a_sentence(
     assert f"{stand_in}" in (error := capsys.readouterr().err) and sentence in error, error
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"]
+)
 def test_a_server_that_speaks_otherwise_or_breaks_off_is_a_sentence(
     said: bytes, tiny_llama: MakeModel, prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,31 +211,47 @@ def test_a_server_that_speaks_otherwise_or_breaks_off_is_a_sentence(
 
 
 def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(
-    stand_in: str, tiny_llama: MakeModel, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    stand_in: str,
+    tiny_llama: MakeModel,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, rows = tmp_path / "run", tmp_path / "heldout.jsonl"
     tiny_llama("run/export")
     rows.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "!"}]})
+        json.dumps(
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "!"}]}
+        )
     )
     recipe = {"eval_datasets": [{"path": str(rows)}], "datasets": [{"path": str(rows)}]}
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    model, tokenizer = (c.from_pretrained(run / "export") for c in (AutoModelForCausalLM, AutoTokenizer))
-    ids = tokenizer("<|begin|><|user|>Hi<|end|><|assistant|>", add_special_tokens=False, return_tensors="pt").input_ids
+    model, tokenizer = (
+        c.from_pretrained(run / "export") for c in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    ids = tokenizer(
+        "<|begin|><|user|>Hi<|end|><|assistant|>", add_special_tokens=False, return_tensors="pt"
+    ).input_ids
     with torch.no_grad():
         new = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     text = tokenizer.decode(new)
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(torch.cat([ids[0], new])[None]).logits[0, ids.shape[1] - 1 : -1], -1)
+        logprobs = torch.log_softmax(
+            model(torch.cat([ids[0], new])[None]).logits[0, ids.shape[1] - 1 : -1], -1
+        )
     given = [float(row[token]) + 0.25 for row, token in zip(logprobs, new, strict=True)]
     command = ["serve-check", str(run), "--server", stand_in, "--max-new-tokens", "6"]
 
     def answer(text: str, chat: str) -> None:
         said = {"choices": [{"text": text, "logprobs": {"token_logprobs": given}}]}
         chatted = {"choices": [{"message": {"content": chat}}]}
-        pages = {"/v1/models": MODELS, "/v1/completions": (200, said), "/v1/chat/completions": (200, chatted)}
+        pages = {
+            "/v1/models": MODELS,
+            "/v1/completions": (200, said),
+            "/v1/chat/completions": (200, chatted),
+        }
         monkeypatch.setattr(StandIn, "answers", pages)
 
     answer(text, text)
@@ -213,21 +265,33 @@ def test_the_runs_own_rows_are_asked_and_the_first_other_token_is_named(
     other = tokenizer.decode(new[:3]) + "~~~~"
     answer(other, other)
     assert main(command) == 1
-    assert "parts at token 4: transformers " in (said := capsys.readouterr().out) and "the server '~~~~'" in said
+    assert (
+        "parts at token 4: transformers " in (said := capsys.readouterr().out)
+        and "the server '~~~~'" in said
+    )
     best = logprobs.topk(2)
-    place, lead = min(enumerate((best.values[:, 0] - best.values[:, 1]).tolist()), key=lambda pair: pair[1])
+    place, lead = min(
+        enumerate((best.values[:, 0] - best.values[:, 1]).tolist()), key=lambda pair: pair[1]
+    )
     tie = tokenizer.decode([*new[:place], best.indices[place, 1]])
     answer(tie, tie)
     assert lead < NEAR_TIE  # the two best tokens are as good as equal there: neither is wrong
     assert main(command) == 0
-    assert f"parts at token {place + 1}: " in (said := capsys.readouterr().out) and "(a near tie: ahead by " in said
+    assert (
+        f"parts at token {place + 1}: " in (said := capsys.readouterr().out)
+        and "(a near tie: ahead by " in said
+    )
     answer(text, "Something else")
     assert main(command) == 1
     assert "as a conversation it answers 'Something else'" in capsys.readouterr().out
 
 
 def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
-    stand_in: str, tiny_llama: MakeModel, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    stand_in: str,
+    tiny_llama: MakeModel,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,7 +300,9 @@ def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
     prompts.write_text("Once upon a time\n")
     model, tokenizer = (c.from_pretrained(folder) for c in (AutoModelForCausalLM, AutoTokenizer))
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Once upon a time"}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": "Once upon a time"}],
+        tokenize=False,
+        add_generation_prompt=True,
     )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     with torch.no_grad():
@@ -244,7 +310,16 @@ def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
         scores = torch.log_softmax(model(ids).logits[0], -1)
     given = scores[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
     answer = tokenizer.decode(new, skip_special_tokens=True)
-    command = ["serve-check", str(folder), "--server", stand_in, "--prompts", str(prompts), "--max-new-tokens", "4"]
+    command = [
+        "serve-check",
+        str(folder),
+        "--server",
+        stand_in,
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "4",
+    ]
     command += ["--max-difference", "0.001"]
 
     def serve(echoed: list[float | None]) -> None:
@@ -259,7 +334,9 @@ def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
     serve([None, *given, -1.0])
     assert main(command) == 0, capsys.readouterr().out
     assert re.search(
-        r"^prompts: log-probabilities of their tokens within (0|\d(\.\d)?e-0[5-9])$", capsys.readouterr().out, re.M
+        r"^prompts: log-probabilities of their tokens within (0|\d(\.\d)?e-0[5-9])$",
+        capsys.readouterr().out,
+        re.M,
     )
     serve([None, *given[:-1], given[-1] - 0.5, -1.0])
     assert main(command) == 1
@@ -268,27 +345,48 @@ def test_the_log_probabilities_of_prompts_are_compared_with_transformers(
     assert main(command) == 2
     said = capsys.readouterr()
     assert "prompts: the server gives no log-probabilities for them\n" in said.out
-    assert "--max-difference: http://127.0.0.1" in said.err and "gives no log-probabilities" in said.err
+    assert (
+        "--max-difference: http://127.0.0.1" in said.err
+        and "gives no log-probabilities" in said.err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--server", "vllm", "--max-difference", "0"], "--max-difference 0: more than 0 nats is expected"),
-        (["--server", "tgi"], "--server: tgi: one of llama.cpp, vllm, ollama or a URL (http://...) is expected"),
-        (["--server", "llama.cpp"], "holds no GGUF file; write one with finetune export --format gguf"),
+        (
+            ["--server", "vllm", "--max-difference", "0"],
+            "--max-difference 0: more than 0 nats is expected",
+        ),
+        (
+            ["--server", "tgi"],
+            "--server: tgi: one of llama.cpp, vllm, ollama or a URL (http://...) is expected",
+        ),
+        (
+            ["--server", "llama.cpp"],
+            "holds no GGUF file; write one with finetune export --format gguf",
+        ),
         (["--server", "llama.cpp", "--gguf", "absent.gguf"], "--gguf: absent.gguf: no such file"),
         (["--server", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: no answer: "),
         (["--server", "vllm", "--count", "0"], "--max-new-tokens, --count: 1 or more is expected"),
     ],
 )
 def test_a_wrong_request_is_a_sentence(
-    arguments: list[str], sentence: str, tiny_llama: MakeModel, prompts: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    sentence: str,
+    tiny_llama: MakeModel,
+    prompts: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["serve-check", str(tiny_llama()), "--prompts", prompts, *arguments]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_prompts_must_be_named_where_there_is_no_run(tiny_llama: MakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_must_be_named_where_there_is_no_run(
+    tiny_llama: MakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve-check", str(tiny_llama()), "--server", "vllm"]) == 2
-    assert "its run's rows are not in a file here; give prompts with --prompts FILE" in capsys.readouterr().err
+    assert (
+        "its run's rows are not in a file here; give prompts with --prompts FILE"
+        in capsys.readouterr().err
+    )

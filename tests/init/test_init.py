@@ -43,7 +43,18 @@ def init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     def run(*arguments: object, code: int = 0) -> str:
         capsys.readouterr()
         output = str(tmp_path / "r.yaml")
-        assert main(["init", *map(str, arguments), *([] if code else ["--overwrite"]), "--output", output]) == code
+        assert (
+            main(
+                [
+                    "init",
+                    *map(str, arguments),
+                    *([] if code else ["--overwrite"]),
+                    "--output",
+                    output,
+                ]
+            )
+            == code
+        )
         printed = capsys.readouterr()
         return printed.err if code else printed.out
 
@@ -61,9 +72,19 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
         (1, "24GiB", (), {"use_peft": True, "learning_rate": 2e-4}),
         (8, "80GiB", (), {"use_peft": False, "learning_rate": 1e-5}),
         (8, "80GiB", ("--train", "lora"), {"use_peft": True}),
-        (1, "40GiB", ("--train", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
+        (
+            1,
+            "40GiB",
+            ("--train", "full"),
+            {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"},
+        ),
         (1, "12GiB", (), {"use_peft": True, "load_in_8bit": True}),
-        (2, "10GiB", ("--train", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
+        (
+            2,
+            "10GiB",
+            ("--train", "full"),
+            {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"},
+        ),
         (3, "80GiB", (), {"use_peft": False}),
     ],
 )
@@ -80,8 +101,14 @@ def test_what_it_writes_fits_by_the_plan(
     data = make_chat(tmp_path / "chat.jsonl", rows=2000)
     machine = ("--gpus", gpus, "--gpu-memory", memory, "--host-memory", "512GiB", "--disk", "2TiB")
     printed = init("--model", llama, "--data", data, *machine, *options)
-    assert f"by the plan it fits {gpus} GPU" in printed and " of 512 GiB of host memory, " in printed
-    commands = {line.split()[0]: shlex.split(line)[2:] for line in printed.splitlines() if " finetune " in line}
+    assert (
+        f"by the plan it fits {gpus} GPU" in printed and " of 512 GiB of host memory, " in printed
+    )
+    commands = {
+        line.split()[0]: shlex.split(line)[2:]
+        for line in printed.splitlines()
+        if " finetune " in line
+    }
     assert main(commands["plan"]) == 0, "the plan that it prints says that it fits"
     assert "\nfits " in capsys.readouterr().out
     recipe = read_recipe(str(tmp_path / "r.yaml"))
@@ -89,8 +116,16 @@ def test_what_it_writes_fits_by_the_plan(
     assert {key: found[key] for key in expected} == expected
     assert recipe.batch.global_batch_size is not None
     assert recipe.batch.global_batch_size % gpus == 0
-    assert commands["train"] == ["launch", "--recipe", str(tmp_path / "r.yaml"), "--num-processes", str(gpus)]
-    keys = [line for line in (tmp_path / "r.yaml").read_text().splitlines() if re.match(r"[a-z]", line)]
+    assert commands["train"] == [
+        "launch",
+        "--recipe",
+        str(tmp_path / "r.yaml"),
+        "--num-processes",
+        str(gpus),
+    ]
+    keys = [
+        line for line in (tmp_path / "r.yaml").read_text().splitlines() if re.match(r"[a-z]", line)
+    ]
     assert sum("#" in line for line in keys) > len(keys) / 2, "choices say why"
 
 
@@ -140,24 +175,55 @@ def test_every_method_has_a_first_recipe(
 
 
 def test_a_sample_of_the_rows_is_checked_as_inspect_does(
-    tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    init: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The tiny model's template drops tool calls, which inspect calls fatal."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     data = write_rows(tmp_path / "calls.jsonl", *[{"messages": turns}] * 40)
     output = tmp_path / "calls.yaml"
     assert (
-        main(["init", "--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--output", str(output)]) == 2
+        main(
+            [
+                "init",
+                "--model",
+                str(tiny_llama()),
+                "--data",
+                str(data),
+                "--gpus",
+                "0",
+                "--output",
+                str(output),
+            ]
+        )
+        == 2
     )
     shown = capsys.readouterr().out
     assert "fatal: tool_calls_dropped: in 40 of 40 rows the chat template drops tool calls" in shown
     assert "\ntrain " not in shown and "\nplan " not in shown, "nothing is trained of what is fatal"
-    fixed = re.search(r"^fix     the same command with --chat-template (\S+) --overwrite", shown, re.M)
+    fixed = re.search(
+        r"^fix     the same command with --chat-template (\S+) --overwrite", shown, re.M
+    )
     assert fixed is not None
     assert main(["inspect", "--recipe", str(output), "--rows", "0"]) == 2
     assert "fatal: tool_calls_dropped" in capsys.readouterr().out
-    again = ["init", "--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--output", str(output)]
+    again = [
+        "init",
+        "--model",
+        str(tiny_llama()),
+        "--data",
+        str(data),
+        "--gpus",
+        "0",
+        "--output",
+        str(output),
+    ]
     assert main([*again, "--chat-template", fixed[1], "--overwrite"]) == 0
     assert "\ntrain   finetune launch" in capsys.readouterr().out
     assert read_recipe(str(output)).data.chat_template == fixed[1]
@@ -165,14 +231,31 @@ def test_a_sample_of_the_rows_is_checked_as_inspect_does(
 
 
 def test_the_key_that_makes_rows_trainable_is_offered_at_a_terminal(
-    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     data, asked = write_rows(tmp_path / "calls.jsonl", *[{"messages": turns}] * 40), list[str]()
     monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "yes")
-    given = ["--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--method", "sft", "--train", "full"]
+    given = [
+        "--model",
+        str(tiny_llama()),
+        "--data",
+        str(data),
+        "--gpus",
+        "0",
+        "--method",
+        "sft",
+        "--train",
+        "full",
+    ]
     assert main(["init", *given, "--output", str(tmp_path / "r.yaml")]) == 0
     (question,) = asked
     assert "tool_calls_dropped" in question and "Write it into the recipe? [yes]: " in question
@@ -185,10 +268,23 @@ def test_what_needs_more_host_memory_than_there_is_does_not_fit(
 ) -> None:
     """All parameters of an 8B on a card of 24 GiB by offload to the host, which takes 211 GiB there."""
     data = make_chat(tmp_path / "chat.jsonl", rows=2000)
-    given = ("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "24GiB", "--train", "full")
+    given = (
+        "--model",
+        llama,
+        "--data",
+        data,
+        "--gpus",
+        1,
+        "--gpu-memory",
+        "24GiB",
+        "--train",
+        "full",
+    )
     unknown = init(*given)
     assert "by the plan it requires 4." in unknown and "fits" not in unknown
-    needed = re.search(r"GPU, (\d+) GiB of host memory, [\d.]+ GiB of disk; compare with", unknown, re.M)
+    needed = re.search(
+        r"GPU, (\d+) GiB of host memory, [\d.]+ GiB of disk; compare with", unknown, re.M
+    )
     assert needed is not None and int(needed[1]) > 150
     enough = init(*given, "--host-memory", f"{int(needed[1]) + 1}GiB", "--disk", "2TiB")
     assert "by the plan it fits 1 GPU of 24GiB: " in enough
@@ -198,13 +294,18 @@ def test_what_needs_more_host_memory_than_there_is_does_not_fit(
             ("--host-memory", "64GiB"),
             "does not fit 1 GPU of 24GiB with 64GiB of host memory, whatever is changed; --train",
         ),
-        (("--host-memory", "512GiB", "--disk", "20GiB"), "needs 284 GiB of disk, and there are 20GiB; make room"),
+        (
+            ("--host-memory", "512GiB", "--disk", "20GiB"),
+            "needs 284 GiB of disk, and there are 20GiB; make room",
+        ),
     ):
         assert init(*given, *flags, code=2).startswith(f"{llama}: {said}")
     assert "adapters (LoRA)" in init(*given[:-2], "--host-memory", "64GiB", "--disk", "100GiB")
 
 
-def test_of_what_is_not_held_out_no_comment_speaks(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
+def test_of_what_is_not_held_out_no_comment_speaks(
+    llama: Path, tmp_path: Path, init: Callable[..., str]
+) -> None:
     data = tmp_path / "book.txt"
     data.write_text("Call me Ishmael. Some years ago, never mind how long precisely.\n" * 20)
     init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
@@ -215,10 +316,17 @@ def test_of_what_is_not_held_out_no_comment_speaks(llama: Path, tmp_path: Path, 
 def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_path: Path) -> None:
     """Where four GPUs that divide rows would be the cheapest change, by the plan."""
     data = make_chat(tmp_path / "chat.jsonl", rows=2)
-    given = {"model_name_or_path": str(llama), "datasets": [{"path": str(data)}], "max_length": 131072}
+    given = {
+        "model_name_or_path": str(llama),
+        "datasets": [{"path": str(data)}],
+        "max_length": 131072,
+    }
     fit = fit_recipe(given, 100.0, Hardware(4, "32GiB"), "lora")
     assert fit.need.device == fit.plan.peak_bytes <= 32 * 2**30
-    assert [text.partition("=")[0] for text, _ in fit.changes] == ["activation_offload", "max_length"]
+    assert [text.partition("=")[0] for text, _ in fit.changes] == [
+        "activation_offload",
+        "max_length",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +343,11 @@ def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_pat
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_columns_are_named_where_they_must_be(
-    row: dict[str, Any], entry: dict[str, str], llama: Path, tmp_path: Path, init: Callable[..., str]
+    row: dict[str, Any],
+    entry: dict[str, str],
+    llama: Path,
+    tmp_path: Path,
+    init: Callable[..., str],
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", *[row] * 50)
     init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
@@ -249,10 +361,14 @@ def test_columns_are_named_where_they_must_be(
 
 
 def test_what_it_writes_is_inspected(
-    tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    init: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = write_rows(
-        tmp_path / "a.jsonl", *({"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(60))
+        tmp_path / "a.jsonl",
+        *({"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(60)),
     )
     init("--model", tiny_llama(), "--data", data, "--gpus", 0)
     assert main(["inspect", "--recipe", str(tmp_path / "r.yaml"), "--rows", "1"]) == 0
@@ -262,55 +378,112 @@ def test_what_it_writes_is_inspected(
 
 @pytest.mark.parametrize(("number", "said"), [(60, "60 rows"), (2000, "more than 1,000 rows")])
 def test_a_function_makes_the_rows(
-    number: int, said: str, tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str]
+    number: int,
+    said: str,
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    init: Callable[..., str],
 ) -> None:
     data = tmp_path / "my_data.py"
-    data.write_text(f"def rows():\n    return ({{'question': f'{{n}}?', 'answer': str(n)}} for n in range({number}))\n")
+    data.write_text(
+        f"def rows():\n    return ({{'question': f'{{n}}?', 'answer': str(n)}} for n in range({number}))\n"
+    )
     printed = init("--model", tiny_llama(), "--data", f"{data}:rows", "--gpus", 0)
     assert printed.startswith(f"data    {data}:rows: {said}, read as")
     (source,) = read_recipe(str(tmp_path / "r.yaml")).data.datasets
     assert (source.function, source.path, source.prompt_column) == (f"{data}:rows", "", "question")
 
 
-def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
+def test_what_it_cannot_answer_is_one_sentence(
+    llama: Path, tmp_path: Path, init: Callable[..., str]
+) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
     pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     empty = write_rows(tmp_path / "empty.jsonl")
     counts = write_rows(tmp_path / "counts.jsonl", {"question": "1+2", "answer": 3})
     null = write_rows(tmp_path / "null.jsonl", {"prompt": "a", "completion": None})
     later = write_rows(
-        tmp_path / "later.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}
+        tmp_path / "later.jsonl",
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": None},
     )
     table = tmp_path / "table.csv"
     table.write_text("question;answer\nWhy?;So.\n")
     gpu = ("--gpus", 1, "--gpu-memory", "80GiB")
     (tmp_path / "r.yaml").touch()
     taken = init("--model", llama, "--data", rows, *gpu, code=2)
-    assert taken == f"{tmp_path / 'r.yaml'}: exists; choose another --output, or replace it with --overwrite\n"
+    assert (
+        taken
+        == f"{tmp_path / 'r.yaml'}: exists; choose another --output, or replace it with --overwrite\n"
+    )
     (tmp_path / "r.yaml").unlink()
     for arguments, message in (
         ((), "--model: needed, since there is no terminal to ask at"),
-        (("--model", "owner/name"), "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set"),
+        (
+            ("--model", "owner/name"),
+            "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set",
+        ),
         (("--model", llama), "--data: needed, since there is no terminal to ask at"),
-        (("--model", llama, "--data", "gone.py:rows"), "--data: gone.py:rows: no such file; name a function as"),
+        (
+            ("--model", llama, "--data", "gone.py:rows"),
+            "--data: gone.py:rows: no such file; name a function as",
+        ),
         (("--model", llama, "--data", "./gone.jsonl"), "./gone.jsonl: no such file or folder"),
         (("--model", llama, "--data", empty), f"{empty}: has no rows"),
-        (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
-        (("--model", llama, "--data", null), f"{null}: completion: text is expected, found nothing"),
-        (("--model", llama, "--data", later), f"{later}:2: completion: text is expected, found nothing"),
-        (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
+        (
+            ("--model", llama, "--data", rows),
+            f"{rows}: its columns are u, v; say which to read with --prompt-column",
+        ),
+        (
+            ("--model", llama, "--data", null),
+            f"{null}: completion: text is expected, found nothing",
+        ),
+        (
+            ("--model", llama, "--data", later),
+            f"{later}:2: completion: text is expected, found nothing",
+        ),
+        (
+            ("--model", llama, "--data", ""),
+            "--data: empty; leave the flag out to be asked, or give a value",
+        ),
         (
             ("--model", llama, "--data", pairs, "--method", "sft"),
             f"{pairs}: rejected: method: dpo or orpo or simpo or reward learns from pairs; to train on the chosen answers alone, pass "
             "--completion-column chosen\n",
         ),
-        (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
-        (("--model", llama, "--data", table), f"{table}: its columns are separated by semicolons, where commas are"),
-        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}:1: w: text is expected, found "),
-        (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
-        (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "9" * 5000), "--gpus: 9999"),
         (
-            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "80MB"),
+            ("--model", llama, "--data", counts),
+            f"{counts}: answer: text is expected, found 3 (int); write it as text",
+        ),
+        (
+            ("--model", llama, "--data", table),
+            f"{table}: its columns are separated by semicolons, where commas are",
+        ),
+        (
+            ("--model", llama, "--data", rows, "--prompt-column", "w"),
+            f"{rows}:1: w: text is expected, found ",
+        ),
+        (
+            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"),
+            "--gpus: two: a number of GPUs",
+        ),
+        (
+            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "9" * 5000),
+            "--gpus: 9999",
+        ),
+        (
+            (
+                "--model",
+                llama,
+                "--data",
+                rows,
+                "--text-column",
+                "u",
+                "--gpus",
+                1,
+                "--gpu-memory",
+                "80MB",
+            ),
             "--gpu-memory: 80MB: less than 1 GiB",
         ),
         (
@@ -321,13 +494,38 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
             ("--model", llama, "--data", pairs, "--method", "lora", "--gpus", 0),
             "--method: lora is what is trained: --train lora; --method says what it learns from: dpo, orpo, simpo, reward, kto",
         ),
-        (("--model", llama, "--data", pairs, "--train", "dora", "--gpus", 0), "--train: dora: one of auto, full, lora"),
         (
-            ("--model", llama, "--data", rows, "--text-column", "u", "--method", "distill", "--gpus", 0),
+            ("--model", llama, "--data", pairs, "--train", "dora", "--gpus", 0),
+            "--train: dora: one of auto, full, lora",
+        ),
+        (
+            (
+                "--model",
+                llama,
+                "--data",
+                rows,
+                "--text-column",
+                "u",
+                "--method",
+                "distill",
+                "--gpus",
+                0,
+            ),
             "--teacher: needed, since there is no terminal to ask at",
         ),
         (
-            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "1GiB"),
+            (
+                "--model",
+                llama,
+                "--data",
+                rows,
+                "--text-column",
+                "u",
+                "--gpus",
+                1,
+                "--gpu-memory",
+                "1GiB",
+            ),
             f"{llama}: does not fit 1 GPU of 1GiB, whatever is changed",
         ),
     ):
@@ -339,14 +537,18 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
 def test_a_folder_is_no_recipe_to_write(output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--output", output]) == 2
     said = capsys.readouterr().err
-    assert "a recipe's name ends in .yaml; write --output " in said and said.endswith("my_recipe.yaml\n")
+    assert "a recipe's name ends in .yaml; write --output " in said and said.endswith(
+        "my_recipe.yaml\n"
+    )
 
 
 @pytest.mark.parametrize("positions", [0, 1, -5])
 def test_positions_that_no_model_has_are_not_taken(
     positions: int, llama: Path, tmp_path: Path, init: Callable[..., str]
 ) -> None:
-    config = json.loads((llama / "config.json").read_text()) | {"max_position_embeddings": positions}
+    config = json.loads((llama / "config.json").read_text()) | {
+        "max_position_embeddings": positions
+    }
     (llama / "config.json").write_text(json.dumps(config))
     data = write_rows(tmp_path / "rows.jsonl", *[{"text": "a"}] * 50)
     init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
@@ -364,7 +566,9 @@ def test_it_says_what_it_guesses_and_what_it_does_not_read(
     write_rows(folder / "train.jsonl", *({"text": text} for text in texts))
     write_rows(folder / "test.jsonl", {"text": "a"})
     (folder / "README.md").touch()
-    printed = init("--model", llama, "--data", folder, "--gpus", 1, "--gpu-memory", "80GiB").splitlines()
+    printed = init(
+        "--model", llama, "--data", folder, "--gpus", 1, "--gpu-memory", "80GiB"
+    ).splitlines()
     assert printed[0].endswith(" tokens each (a guess from their characters)")
     assert printed[1] == "        not read: test.jsonl; name a file or a glob as --data to choose"
     printed = init("--model", model, "--data", folder / "train.jsonl", "--gpus", 0).splitlines()
@@ -422,24 +626,34 @@ def test_a_wrong_answer_is_asked_again(
 
     monkeypatch.setattr("builtins.input", end)
     assert main(["init", "--output", str(tmp_path / "other.yaml")]) == 2
-    assert capsys.readouterr().err == "ended before all questions were answered; nothing was written\n"
+    assert (
+        capsys.readouterr().err == "ended before all questions were answered; nothing was written\n"
+    )
 
 
 def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "finetune", "init", "--output", str(tmp_path / "r.yaml")]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=inner, stdout=inner, stderr=inner)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=inner, stdout=inner, stderr=inner
+    )
     shown = ""
     try:
         for question, typed in (
             ("Model, a folder or a hub name: ", str(llama)),
             ("Data, a file, a folder or a hub name: ", str(rows)),
             ("Which one holds the prompt or question? (none: plain text): ", "w"),
-            ("w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ", "u"),
+            (
+                "w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ",
+                "u",
+            ),
             ("Which one holds the answer?: ", "v"),
             ("Learn from what? sft learns the answers; distill learns ", ""),
-            ("Train what? auto: all parameters where they fit, else adapters; full, lora, qlora [auto]: ", "full"),
+            (
+                "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora [auto]: ",
+                "full",
+            ),
             ("GPUs for the run (0: the CPU) ", "2"),
             ("Memory of each GPU [", "80GiB"),
         ):

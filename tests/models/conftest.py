@@ -23,7 +23,9 @@ Tensors = dict[str, torch.Tensor]
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found, by the job's name: see load_on_ranks.py."""
     root = make_once(tmp_path_factory, "loaded", _load)
-    jobs, results = (json.loads((root / f"{name}.json").read_text()) for name in ("jobs", "results"))
+    jobs, results = (
+        json.loads((root / f"{name}.json").read_text()) for name in ("jobs", "results")
+    )
     return {job["name"]: result for job, result in zip(jobs, results, strict=True)}
 
 
@@ -71,11 +73,16 @@ def _forms(root: Path) -> list[Job]:
     for tied in (False, True):
         for shards, size in (("one file", "1GB"), ("several files", "20KB")):
             name = f"{shards}, {'tied' if tied else 'untied'}"
-            build("llama", torch.bfloat16, tie_word_embeddings=tied).save_pretrained(root / name, max_shard_size=size)
+            build("llama", torch.bfloat16, tie_word_embeddings=tied).save_pretrained(
+                root / name, max_shard_size=size
+            )
             jobs.append({"name": name, "kind": "loads", "folder": str(root / name)})
     # Some writers leave the tied head in the file: it is the embedding once more.
     build("llama", tie_word_embeddings=True).save_pretrained(root / "tied twice")
-    _change(root / "tied twice", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    _change(
+        root / "tied twice",
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
     return [*jobs, {"name": "tied twice", "kind": "loads", "folder": str(root / "tied twice")}]
 
 
@@ -96,7 +103,10 @@ def _broken(root: Path) -> list[Job]:
         build("llama").save_pretrained(root / name)
         _change(root / name, change)
     build("mixtral").save_pretrained(root / "expert missing")
-    _change(root / "expert missing", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w3.weight"))
+    _change(
+        root / "expert missing",
+        lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w3.weight"),
+    )
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_config.json").write_text("{}")
     (root / "run of others" / "checkpoints").mkdir(parents=True)
@@ -121,7 +131,11 @@ def _inline() -> list[Job]:
     llama = sizes | {"model_type": "llama", "intermediate_size": 64}
     return [
         {"name": "inline, LoRA", "kind": "builds", "model_config": llama},
-        {"name": "inline, wrong", "kind": "builds", "model_config": llama | {"num_attention_heads": 5}},
+        {
+            "name": "inline, wrong",
+            "kind": "builds",
+            "model_config": llama | {"num_attention_heads": 5},
+        },
     ]
 
 
@@ -129,5 +143,14 @@ def _checkpoint(root: Path) -> list[Job]:
     recipe = root / "checkpoint.yaml"
     model = make_model(root / "before")
     data = make_chat(root / "chat.jsonl", rows=4)
-    recipe.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}]}))
-    return [{"name": "checkpoint", "kind": "restarts", "folder": str(root / "run"), "recipe": str(recipe)}]
+    recipe.write_text(
+        yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}]})
+    )
+    return [
+        {
+            "name": "checkpoint",
+            "kind": "restarts",
+            "folder": str(root / "run"),
+            "recipe": str(recipe),
+        }
+    ]

@@ -38,7 +38,12 @@ WORLDS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "divided by two": {"layout": "fsdp2", "expert_parallel_size": 2},
-        "replicas": {"layout": "fsdp2", "expert_parallel_size": 2, "replicate_size": 2, "shard_size": 2}
+        "replicas": {
+            "layout": "fsdp2",
+            "expert_parallel_size": 2,
+            "replicate_size": 2,
+            "shard_size": 2,
+        }
         | {"strategy": "HYBRID_SHARD"},
     },
 }
@@ -47,12 +52,16 @@ LORA = Lora(use_peft=True, lora_r=2, lora_target_modules=("o_proj",))
 
 def digest(codes: torch.Tensor, scales: torch.Tensor) -> str:
     """Of the codes and the fp32 scales of one expert's matrix."""
-    return xxhash.xxh3_128_hexdigest(codes.flatten().view(torch.uint8).numpy().tobytes() + scales.numpy().tobytes())
+    return xxhash.xxh3_128_hexdigest(
+        codes.flatten().view(torch.uint8).numpy().tobytes() + scales.numpy().tobytes()
+    )
 
 
 def look(folder: Path, quantization: Quantization, world: World) -> dict[str, str]:
     """By weight and expert: the digest of what is held of it. All ranks call it."""
-    model = unwrap(load_model(Model(model_name_or_path=str(folder)), LORA, 0, world, quantization)[0])
+    model = unwrap(
+        load_model(Model(model_name_or_path=str(folder)), LORA, 0, world, quantization)[0]
+    )
     found: dict[str, str] = {}
     for name, layer in quantized_layers(model):
         if not layer.leaf:
@@ -60,7 +69,9 @@ def look(folder: Path, quantization: Quantization, world: World) -> dict[str, st
     everywhere: list[dict[str, str]] = world.gather(found)
     merged: dict[str, str] = {}
     for each in everywhere:
-        assert all(merged.get(key, value) == value for key, value in each.items()), "two ranks differ in an expert"
+        assert all(merged.get(key, value) == value for key, value in each.items()), (
+            "two ranks differ in an expert"
+        )
         merged |= each
     return merged
 
@@ -71,8 +82,12 @@ def _experts(layer: QuantizedWeight) -> list[tuple[int, str]]:
         parameter = layer.get_parameter(part).detach()
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         held[part] = whole.view(torch.uint8)[:size]
-    tensor = QuantizedTensor(held[CODES], held[SCALES], layer.shape, layer.quantization, layer.block)
-    scales = tensor.scales.view(torch.float32) if layer.quantization.bits == 8 else unpack_scales(tensor)
+    tensor = QuantizedTensor(
+        held[CODES], held[SCALES], layer.shape, layer.quantization, layer.block
+    )
+    scales = (
+        tensor.scales.view(torch.float32) if layer.quantization.bits == 8 else unpack_scales(tensor)
+    )
     experts = layer.shape[0]
     return [
         (layer.part.start + number, digest(codes, magnitudes))

@@ -26,15 +26,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
     "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
-    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "phi3": {"sliding_window": WINDOW},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.1, "tie_word_embeddings": True},
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "cohere": {"logit_scale": 0.25},
     "mixtral": {"num_local_experts": 2, "sliding_window": WINDOW},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+    },
 }
 
 # Families whose layers keep documents apart by our attention, though they are built otherwise than Llama: saved buffers
@@ -128,7 +142,12 @@ def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any
     """A model of two layers with random weights, the same for the same arguments, attention as transformers' eager."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -136,7 +155,9 @@ def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    made = AutoConfig.for_model(family, **sizes | heads | {"initializer_range": 0.3} | EVERY.get(family, {}) | config)
+    made = AutoConfig.for_model(
+        family, **sizes | heads | {"initializer_range": 0.3} | EVERY.get(family, {}) | config
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager").train()
 

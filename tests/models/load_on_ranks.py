@@ -47,22 +47,36 @@ def step_batch(world: World) -> StepBatch:
     micro_batch = MicroBatch(**inputs, trained_positions=trained_positions, example_ids=())
     trained = sum(int((labels != -100).sum()) for _, labels in every)
     return StepBatch(
-        step=0, epoch=0.0, micro_batches=(micro_batch,), tokens=sum(len(i) for i, _ in every), trained_tokens=trained
+        step=0,
+        epoch=0.0,
+        micro_batches=(micro_batch,),
+        tokens=sum(len(i) for i, _ in every),
+        trained_tokens=trained,
     )
 
 
-def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def ours(
+    folder: str, world: World, steps: int
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """The model of `folder` after `steps` steps, its losses and gradient norms, and what was made a unit."""
     model, size = load_model(Model(model_name_or_path=folder), Lora(), 0, world)
     optimizer = build_optimizer(model, OPTIMIZATION)
     losses, norms = [], []
     for _ in range(steps):
         batch = step_batch(world)
-        losses.append(float(world.sum(accumulate_gradients(model, batch, world).loss_sum)) / batch.trained_tokens)
+        losses.append(
+            float(world.sum(accumulate_gradients(model, batch, world).loss_sum))
+            / batch.trained_tokens
+        )
         norms.append(float(clip_gradients(model, 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    found = {"losses": losses, "norms": norms, "units": count_wrapped_units(model, world), "size": size.total}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "units": count_wrapped_units(model, world),
+        "size": size.total,
+    }
     return model, optimizer, found | overlapped(model)
 
 
@@ -70,15 +84,23 @@ def overlapped(model: torch.nn.Module) -> dict[str, Any]:
     """Whether reductions have a process group of their own, and how many layers each layer gathers ahead."""
     states = [layer._get_fsdp_state() for layer in decoder_layers(model)]  # type: ignore[operator]
     meshes = [group.mesh_info for layer in decoder_layers(model) for group in list_groups(layer)]
-    own = [getattr(m, "reduce_scatter_process_group", None) not in (None, m.shard_process_group) for m in meshes]
-    return {"own_group": own, "gathered_ahead": [len(state._states_to_forward_prefetch) for state in states]}
+    own = [
+        getattr(m, "reduce_scatter_process_group", None) not in (None, m.shard_process_group)
+        for m in meshes
+    ]
+    return {
+        "own_group": own,
+        "gathered_ahead": [len(state._states_to_forward_prefetch) for state in states],
+    }
 
 
 def plain(folder: str, steps: int) -> dict[str, Any]:
     """The same steps by transformers alone, in one process, one document at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).train()
     optimizer = build_optimizer(model, OPTIMIZATION)
     trained = sum(int((labels != -100).sum()) for _, labels in documents())
     losses, norms = [], []
@@ -111,12 +133,16 @@ def trains(job: dict[str, Any], world: World) -> dict[str, Any]:
 def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
     """A folder of a family of which little is known: why it is refused, or its loss beside transformers' own."""
     recipe = Model(
-        model_name_or_path=job["folder"], attn_implementation=job.get("attn_implementation", "auto"), dtype="float32"
+        model_name_or_path=job["folder"],
+        attn_implementation=job.get("attn_implementation", "auto"),
+        dtype="float32",
     )
     data = Data(packing=job["packing"], max_length=64)
     try:
         facts = read_facts(load_config(recipe), job["folder"])
-        refuse_problems(find_problems(Recipe(path="recipe.yaml", model=recipe, data=data), facts=facts))
+        refuse_problems(
+            find_problems(Recipe(path="recipe.yaml", model=recipe, data=data), facts=facts)
+        )
         model: Any = load_model(recipe, Lora(), 0, world)[0]
         check_training_forward(model, recipe, data, world)
     except UserError as error:
@@ -126,14 +152,19 @@ def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
         loss = float(model(**(packed if job["packing"] else padded)(documents())))
         if not world.is_main:
             return {}
-        truth = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, attn_implementation="eager")
+        truth = AutoModelForCausalLM.from_pretrained(
+            job["folder"], dtype=torch.float32, attn_implementation="eager"
+        )
         return {"error": None, "loss": loss, "plain": float(plain_loss(truth, documents()))}
 
 
 def loads(job: dict[str, Any], world: World) -> dict[str, Any]:
     """A form of folder: whether every parameter is the file's."""
     model, _, _ = ours(job["folder"], world, steps=0)
-    return {"differing": differing(model, Path(job["folder"])), "parameters": len(list(model.parameters()))}
+    return {
+        "differing": differing(model, Path(job["folder"])),
+        "parameters": len(list(model.parameters())),
+    }
 
 
 def refuses(job: dict[str, Any], world: World) -> dict[str, Any]:
@@ -150,7 +181,9 @@ def refuses(job: dict[str, Any], world: World) -> dict[str, Any]:
 def builds(job: dict[str, Any], world: World) -> dict[str, Any]:
     """An inline architecture under LoRA: the standard deviation of an adapted layer's own weight, or why it is refused."""
     try:
-        model: Any = load_model(Model(model_config=job["model_config"]), Lora(use_peft=True), 0, world)[0]
+        model: Any = load_model(
+            Model(model_config=job["model_config"]), Lora(use_peft=True), 0, world
+        )[0]
     except UserError as error:
         return {"error": str(error)}
     weight = model.model.layers[1].mlp.up_proj.base_layer.weight.full_tensor()
@@ -164,7 +197,9 @@ def recomputes(job: dict[str, Any], world: World) -> dict[str, Any]:
 
 def recomputed(folder: str, every: int | None, world: World) -> list[bool]:
     """For each decoder layer, whether it ran a second time. Seen before its feed-forward part: torch stops when it has what it needs."""
-    on = replace(world, sharding=replace(world.sharding, activation_checkpointing=every is not None))
+    on = replace(
+        world, sharding=replace(world.sharding, activation_checkpointing=every is not None)
+    )
     keys: dict[str, Any] = {} if every is None else {"activation_checkpointing_every": every}
     model: Any = load_model(Model(model_name_or_path=folder, **keys), Lora(), 0, on)[0]
     calls: Counter[int] = Counter()
@@ -183,14 +218,23 @@ def restarts(job: dict[str, Any], world: World) -> dict[str, Any]:
     with Saver(Path(job["folder"]), trained, optimizer, world, recipe, tokenizer) as saver:
         saver.save(Progress(step=1))
     ((_, checkpoint),) = list_checkpoints(Path(job["folder"]))
-    before = {name: parameter.full_tensor().detach() for name, parameter in trained.named_parameters()}  # type: ignore[operator]
+    before = {
+        name: parameter.full_tensor().detach() for name, parameter in trained.named_parameters()
+    }  # type: ignore[operator]
     same = {}
     for name in (checkpoint, checkpoint / "model"):
         model = read_recipe(job["recipe"], [f"model_name_or_path={name}"]).model
         loaded, _ = load_model(model, Lora(), 0, world)
-        after = {name: parameter.full_tensor().detach() for name, parameter in loaded.named_parameters()}  # type: ignore[operator]
-        same[name.name] = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    return {"same": same, "moved": bool(differing(trained, Path(str(recipe.model.model_name_or_path))))}
+        after = {
+            name: parameter.full_tensor().detach() for name, parameter in loaded.named_parameters()
+        }  # type: ignore[operator]
+        same[name.name] = before.keys() == after.keys() and all(
+            torch.equal(before[n], after[n]) for n in before
+        )
+    return {
+        "same": same,
+        "moved": bool(differing(trained, Path(str(recipe.model.model_name_or_path)))),
+    }
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ def shard(model: Any, policy: MixedPrecisionPolicy) -> Any:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    tail = [model.model.norm, *([model.model.embed_tokens] if is_tied else []), model.lm_head]  # as Accelerate does it
+    tail = [
+        model.model.norm,
+        *([model.model.embed_tokens] if is_tied else []),
+        model.lm_head,
+    ]  # as Accelerate does it
     fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
@@ -65,13 +69,19 @@ def scenario(name: str, tied: bool, dtype: torch.dtype | None, frozen: bool) -> 
             loss = sharded(**packed(half[rank::size]))
             (loss * size / trained).backward()
         large = 1 if tied else 2  # the embedding is as large as the head
-        assert gathers.count == large, f"{name}: {gathers.count} gathers of the head's size, where {large} would do"
+        assert gathers.count == large, (
+            f"{name}: {gathers.count} gathers of the head's size, where {large} would do"
+        )
         assert loss.dtype == torch.float32
         total += loss.detach() / trained
     dist.all_reduce(total)
 
     exact = 2e-6 if dtype is None else 2e-2
-    assert abs(total.item() - expected_loss) <= exact * expected_loss, (name, total.item(), expected_loss)
+    assert abs(total.item() - expected_loss) <= exact * expected_loss, (
+        name,
+        total.item(),
+        expected_loss,
+    )
     found = {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys(), name
     exact = 5e-6 if dtype is None else 6e-2
@@ -88,7 +98,11 @@ def distilled(tied: bool) -> None:
     sizes: dict[str, Any] = {"vocab_size": 1024, "initializer_range": 0.1}
 
     def make_both() -> tuple[Any, Any]:
-        wide = ours(build("llama", hidden_size=96, tie_word_embeddings=tied, **sizes)).requires_grad_(False).eval()
+        wide = (
+            ours(build("llama", hidden_size=96, tie_word_embeddings=tied, **sizes))
+            .requires_grad_(False)
+            .eval()
+        )
         return ours(build("llama", **sizes)), wide
 
     def step(student: Any, wide: Any, half: list[Any], scale: float) -> torch.Tensor:
@@ -110,8 +124,12 @@ def distilled(tied: bool) -> None:
     for half in halves:
         with Gathers(wide.lm_head.weight.numel()) as gathers:
             total += step(student, wide, half[rank::size], size / trained)
-        assert gathers.count == (2 if tied else 3), f"{gathers.count} gathers of the size of the teacher's head"
-        assert all(isinstance(parameter, DTensor) for parameter in wide.parameters()), "the teacher stays gathered"
+        assert gathers.count == (2 if tied else 3), (
+            f"{gathers.count} gathers of the size of the teacher's head"
+        )
+        assert all(isinstance(parameter, DTensor) for parameter in wide.parameters()), (
+            "the teacher stays gathered"
+        )
     dist.all_reduce(total)
     assert relative_error(total, expected_sums) <= 2e-6
     found = {name: p.grad.full_tensor() for name, p in student.named_parameters()}

@@ -53,7 +53,9 @@ def run(scenario: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
     for checked in (False, True):
         torch._dynamo.reset()
         backend = CountingBackend(differentiates=False)
-        load.compile_layers = lambda model, offload=None, backend=backend: compile_layers(model, backend=backend)  # type: ignore[assignment]
+        load.compile_layers = lambda model, offload=None, backend=backend: compile_layers(
+            model, backend=backend
+        )  # type: ignore[assignment]
         model, _ = load_model(recipe, lora, 0, world)
         torch.manual_seed(world.rank)
         if checked:
@@ -68,7 +70,9 @@ def run(scenario: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
         found["with check" if checked else "without"] = losses(model)
         found["graphs of training" if checked else "graphs without check"] = len(backend.graphs)
     leaky = Model(model_name_or_path=str(folder / "nemotron"), dtype=dtype)
-    documents._hand_down = lambda *_: None  # whose layers drop the boundaries that its attention then lacks
+    documents._hand_down = lambda *_: (
+        None
+    )  # whose layers drop the boundaries that its attention then lacks
     try:
         check_training_forward(load_model(leaky, lora, 0, world)[0], leaky, Data(), world)
     except UserError as error:
@@ -83,7 +87,9 @@ if __name__ == "__main__":
     open_stores(len(scenarios) + 1)
     for scenario in scenarios:
         print(scenario, flush=True)
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)  # the last world's store may still be there
+        os.environ["MASTER_PORT"] = str(
+            int(os.environ["MASTER_PORT"]) + 1
+        )  # the last world's store may still be there
         world = join(Sharding(use_cpu=True, **scenario["sharding"]))
         results[scenario["name"]] = world.gather(run(scenario, folder, world))
         is_main = world.is_main

@@ -28,7 +28,9 @@ def list_products(dtype: torch.dtype) -> dict[str, Callable[[Callable[[Tensor], 
     states, scores = noise(40, 1024, dtype=dtype), noise(40, 3000, dtype=dtype)
     of_patch = noise(2, 8, 2, 2, dtype=dtype)
     a, b, c = (noise(*shape, dtype=dtype) for shape in ((300, 8, 96), (300, 96, 80), (300, 8, 80)))
-    pixels, patch, row, taps = (noise(*s, dtype=dtype) for s in ((2, 3, 28, 28), (8, 3, 14, 14), (2, 6, 32), (6, 1, 4)))
+    pixels, patch, row, taps = (
+        noise(*s, dtype=dtype) for s in ((2, 3, 28, 28), (8, 3, 14, 14), (2, 6, 32), (6, 1, 4))
+    )
     return {
         "mm": lambda to: to(x) @ to(w).t(),
         "mm, gradient of the input": lambda to: to(g) @ to(w),
@@ -43,7 +45,9 @@ def list_products(dtype: torch.dtype) -> dict[str, Callable[[Callable[[Tensor], 
         "mm, no rows": lambda to: to(x[:0]) @ to(w).t(),
         "addmm": lambda to: F.linear(to(x), to(w), to(bias)),
         "addmm, scaled": lambda to: torch.addmm(to(g), to(x), to(w).t(), beta=0.5, alpha=2),
-        "addmm.out": lambda to: torch.addmm(to(g), to(x), to(w).t(), alpha=3, out=to(g).new_empty(40, 56)),
+        "addmm.out": lambda to: torch.addmm(
+            to(g), to(x), to(w).t(), alpha=3, out=to(g).new_empty(40, 56)
+        ),
         "addmm, chunks": lambda to: torch.addmm(to(states), to(scores), to(head), alpha=0.25),
         "bmm": lambda to: to(a) @ to(b),
         "bmm.out": lambda to: torch.bmm(to(a), to(b), out=to(c).new_empty(0)),
@@ -51,7 +55,9 @@ def list_products(dtype: torch.dtype) -> dict[str, Callable[[Callable[[Tensor], 
         "baddbmm.out": lambda to: torch.baddbmm(to(c), to(a), to(b), out=to(c).clone()),
         "convolution of patches": lambda to: F.conv2d(to(pixels), to(patch), stride=14),
         "convolution of each channel": lambda to: F.conv1d(to(row), to(taps), padding=3, groups=6),
-        "gradient of a convolution": lambda to: torch.nn.grad.conv2d_weight(to(pixels), patch.shape, to(of_patch), 14),
+        "gradient of a convolution": lambda to: torch.nn.grad.conv2d_weight(
+            to(pixels), patch.shape, to(of_patch), 14
+        ),
     }
 
 
@@ -62,7 +68,9 @@ def check_products() -> None:
             found, exact = product(lambda operand: operand), product(Tensor.float)
             if name in SUMMED_IN_CHUNKS:  # in fp32, in another order
                 rounding = torch.finfo(dtype).eps / 2
-                torch.testing.assert_close(found.double(), product(Tensor.double), rtol=rounding, atol=1e-3)
+                torch.testing.assert_close(
+                    found.double(), product(Tensor.double), rtol=rounding, atol=1e-3
+                )
                 continue
             assert found.dtype is dtype and torch.equal(found, exact.to(dtype)), f"{name}, {dtype}"
     x, w = noise(40, 1024, dtype=torch.bfloat16), noise(3000, 1024, dtype=torch.bfloat16)
@@ -75,17 +83,26 @@ def check_products() -> None:
     try:
         x @ x
     except RuntimeError as error:
-        assert "mat1 and mat2 shapes cannot be multiplied (40x1024 and 40x1024)" in str(error), error
+        assert "mat1 and mat2 shapes cannot be multiplied (40x1024 and 40x1024)" in str(error), (
+            error
+        )
     else:
         raise AssertionError("operands of wrong shapes were multiplied")
 
 
 def check_memory() -> None:
     """A head of 64 MiB in bf16 is never copied whole."""
-    weight, states = torch.zeros(32 << 10, 1 << 10, dtype=torch.bfloat16), noise(64, 1 << 10, dtype=torch.bfloat16)
+    weight, states = (
+        torch.zeros(32 << 10, 1 << 10, dtype=torch.bfloat16),
+        noise(64, 1 << 10, dtype=torch.bfloat16),
+    )
     with torch.profiler.profile(profile_memory=True) as profile:
         torch.mm(states, weight.t())
-    taken = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    taken = [
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     assert 0 < max(taken) <= 2 * cpu_products.CHUNK_BYTES, taken
 
 
@@ -96,7 +113,12 @@ def train() -> tuple[list[float], Any]:
     for layer in (*model.model.layers, model):
         fully_shard(layer, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.randint(0, model.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = torch.randint(
+        0,
+        model.config.vocab_size,
+        (4, 24),
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+    )
     losses = []
     for _ in range(STEPS):
         loss = model(input_ids=ids, labels=ids).loss
@@ -120,7 +142,10 @@ def main() -> None:
     ours, head = train()
     again, same_head = train()
     assert ours == again and torch.equal(head, same_head)
-    assert ours != native and max(abs(a - b) for a, b in zip(ours, native, strict=True)) < 1e-3, (ours, native)
+    assert ours != native and max(abs(a - b) for a, b in zip(ours, native, strict=True)) < 1e-3, (
+        ours,
+        native,
+    )
     dist.destroy_process_group()
 
 

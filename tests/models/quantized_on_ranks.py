@@ -36,7 +36,12 @@ KINDS = {
     "nf4-double": Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True),
     "int8": Quantization(load_in_8bit=True),
 }
-HYBRID: dict[str, Any] = {"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2}
+HYBRID: dict[str, Any] = {
+    "layout": "fsdp2",
+    "strategy": "HYBRID_SHARD",
+    "replicate_size": 2,
+    "shard_size": 2,
+}
 # (ranks, layout): the layout's Accelerate settings
 WORLDS: dict[tuple[int, str], dict[str, Any]] = {
     (1, "single"): {"layout": "single"},
@@ -68,7 +73,9 @@ def on_rank(rank: int, ranks: int, folder: Path) -> None:
             world = join(Sharding(use_cpu=True, mixed_precision=precision, **settings))
             for kind in kinds_of(layout) if precision == "no" else [TRAINED]:
                 quantization, scenario = KINDS[kind], f"{layout}-{ranks}-{precision}-{kind}"
-                for source in ("plain", "stored") if kind in STORED and precision == "no" else ("plain",):
+                for source in (
+                    ("plain", "stored") if kind in STORED and precision == "no" else ("plain",)
+                ):
                     name = folder / ("model" if source == "plain" else f"stored-{kind}")
                     found = load_and_look(name, quantization, world)
                     if world.is_main:
@@ -98,7 +105,11 @@ def load_and_look(folder: Path, quantization: Quantization, world: World) -> dic
         digests[name.replace(".base_layer", "")] = parts
     with torch.no_grad():
         loss = float(model(**packed(documents())))
-    others = {name: str(p.dtype) for name, p in plain.named_parameters() if not name.endswith((CODES, SCALES))}
+    others = {
+        name: str(p.dtype)
+        for name, p in plain.named_parameters()
+        if not name.endswith((CODES, SCALES))
+    }
     return {
         "digests": digests,
         "loss": loss,
@@ -120,16 +131,25 @@ def step_costs(folder: Path, world: World) -> dict[str, Any]:
             calls[quantized.codes.data_ptr()] += 1
             return counted(quantized, dtype)
 
-        on = replace(world, sharding=replace(world.sharding, activation_checkpointing=checkpointing))
-        model: Any = load_model(Model(model_name_or_path=str(folder)), LORA, 0, on, KINDS[TRAINED])[0]
+        on = replace(
+            world, sharding=replace(world.sharding, activation_checkpointing=checkpointing)
+        )
+        model: Any = load_model(Model(model_name_or_path=str(folder)), LORA, 0, on, KINDS[TRAINED])[
+            0
+        ]
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # zero at first, when no gradient reaches A
                 parameter.data.fill_(0.05)
         layers_of_model.dequantize_tensor = count  # type: ignore[attr-defined]
         model(**packed(documents())).backward()
         layers_of_model.dequantize_tensor = counted  # type: ignore[attr-defined]
-        gradients = {n: p.grad.flatten().tolist() for n, p in model.named_parameters() if p.grad is not None}
-        found["on" if checkpointing else "off"] = {"calls": sorted(calls.values()), "gradients": gradients}
+        gradients = {
+            n: p.grad.flatten().tolist() for n, p in model.named_parameters() if p.grad is not None
+        }
+        found["on" if checkpointing else "off"] = {
+            "calls": sorted(calls.values()),
+            "gradients": gradients,
+        }
     return found
 
 
@@ -158,10 +178,14 @@ def main() -> None:
     import bitsandbytes  # noqa: F401
 
     for ranks in map(int, sys.argv[2:]):
-        processes = fork_ranks(lambda rank, ranks=ranks: on_rank(rank, ranks, folder), ranks, folder / "log.txt")
+        processes = fork_ranks(
+            lambda rank, ranks=ranks: on_rank(rank, ranks, folder), ranks, folder / "log.txt"
+        )
         codes = wait(processes, 200)
         if any(codes):
-            sys.exit(f"{ranks} ranks ended with {codes}\n{(folder / 'log.txt').read_text()[-4000:]}")
+            sys.exit(
+                f"{ranks} ranks ended with {codes}\n{(folder / 'log.txt').read_text()[-4000:]}"
+            )
 
 
 if __name__ == "__main__":

@@ -42,13 +42,21 @@ TEXTS = (
 
 
 def check_attention(
-    name: str, key_value_heads: int, value_size: int = SIZE, rows: int = 1, sinks: bool = False, **options: Any
+    name: str,
+    key_value_heads: int,
+    value_size: int = SIZE,
+    rows: int = 1,
+    sinks: bool = False,
+    **options: Any,
 ) -> None:
     """The output of this rank's tokens, and the gradients of its queries, keys and values (and of the sinks over all ranks)."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(DOCUMENTS)
     shapes = ((HEADS, SIZE), (key_value_heads, SIZE), (key_value_heads, value_size))
-    whole = [torch.randn(rows, heads, tokens, size, generator=generator).requires_grad_() for heads, size in shapes]
+    whole = [
+        torch.randn(rows, heads, tokens, size, generator=generator).requires_grad_()
+        for heads, size in shapes
+    ]
     weight = torch.randn(rows, tokens, HEADS, value_size, generator=generator)
     sink = torch.randn(HEADS, generator=generator).requires_grad_() if sinks else None
     if rows == 1:
@@ -64,7 +72,9 @@ def check_attention(
             patch_flex(patch)
             patch.setattr(block_attention, "SMALLEST_HEAD", SIZE)
             masks = make_masks(frozenset([None]), documents.boundaries, tokens, weight.device)
-            check_parts(name, whole, sink, expected, weight, replace(documents, masks=masks), options)
+            check_parts(
+                name, whole, sink, expected, weight, replace(documents, masks=masks), options
+            )
     print("attention as on one rank:", name, flush=True)
 
 
@@ -87,7 +97,9 @@ def check_parts(
     (found * weight[:, mine]).sum().backward()
     torch.testing.assert_close(found, expected[:, mine], msg=lambda text: f"{name}: {text}")
     for state, each in zip(states, whole, strict=True):
-        torch.testing.assert_close(state.grad, each.grad[:, :, mine], msg=lambda text: f"{name}, gradient: {text}")
+        torch.testing.assert_close(
+            state.grad, each.grad[:, :, mine], msg=lambda text: f"{name}, gradient: {text}"
+        )
     if own_sink is not None and sink is not None:
         assert own_sink.grad is not None and sink.grad is not None
         dist.all_reduce(own_sink.grad)
@@ -104,7 +116,8 @@ def check_real_model(folder: str) -> None:
             folder, dtype=torch.float32, attn_implementation=implementation
         )
         losses = [
-            F.cross_entropy(theirs(input_ids=text[None]).logits[0, :-1], text[1:], reduction="sum") for text in texts
+            F.cross_entropy(theirs(input_ids=text[None]).logits[0, :-1], text[1:], reduction="sum")
+            for text in texts
         ]
         torch.stack(losses).sum().backward()
         expected[implementation] = (
@@ -121,7 +134,9 @@ def check_real_model(folder: str) -> None:
     labels += [torch.full((padding,), -100)] if padding else []
     part = sum(lengths) // size
     mine = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     install_attention(model, "auto", dist.group.WORLD)
     install_loss(model)
     checkpoint_activations(model, every=2)
@@ -149,7 +164,8 @@ def check_real_model(folder: str) -> None:
             error = float((gradient - theirs[name]).norm() / theirs[name].norm())
             assert error < 1e-5, f"{implementation}: gradient of {name}: {error:.1e}"
         print(
-            f"{part} tokens a rank: loss {loss.item():.6f}, by transformers' {implementation} {total:.6f}", flush=True
+            f"{part} tokens a rank: loss {loss.item():.6f}, by transformers' {implementation} {total:.6f}",
+            flush=True,
         )
 
 

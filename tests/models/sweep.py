@@ -49,12 +49,34 @@ CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against tran
 # Sizes by the names that config classes use for them; a family takes those that its class has.
 TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "moe_shared_expert_intermediate_size"), 64
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "encoder_layers",
+        ),
+        2,
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "n_inner",
+            "moe_shared_expert_intermediate_size",
+        ),
+        64,
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32
+    ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     "num_key_value_heads": 2,
@@ -81,12 +103,17 @@ TINY: dict[str, Any] = {
     "mamba_d_head": 16,
     "state_size": 8,
 }
-OF_LAYERS = {"attn_config", "ffn_config"}  # sections of a text model's config; any others belong to several models
+OF_LAYERS = {
+    "attn_config",
+    "ffn_config",
+}  # sections of a text model's config; any others belong to several models
 DEFAULT = object()  # the class's own
 SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "falcon": {"head_dim": DEFAULT},
     "gemma4_unified_text": EVERY["gemma4_text"],
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "xlnet": {"max_position_embeddings": DEFAULT},
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_shared_experts": 1},
@@ -94,14 +121,27 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "helium": {"head_dim": 12},
     "xlstm": EVERY["xlstm"] | {"v_head_dim": DEFAULT},
-    "prophetnet": {"num_hidden_layers": DEFAULT, "num_decoder_layers": 2, "num_decoder_attention_heads": 4},
+    "prophetnet": {
+        "num_hidden_layers": DEFAULT,
+        "num_decoder_layers": 2,
+        "num_decoder_attention_heads": 4,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 32], "attention_head_size": 12},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
-    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "head_dim": 24}
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+    }
     | {"initializer_range": 0.1},  # with 0.3 gradients round by more than 1e-5
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-        "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 48,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
     **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_moe_text"), DELTA),
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
@@ -111,7 +151,10 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 5},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 5,
+    },
 }
 
 
@@ -126,7 +169,9 @@ class Trial:
         if self.refused is not None:
             return f"refused: {reason(self.refused)}"
         return (
-            "trains" if self.implementation == "auto" else f"trains with `attn_implementation: {self.implementation}`"
+            "trains"
+            if self.implementation == "auto"
+            else f"trains with `attn_implementation: {self.implementation}`"
         )
 
 
@@ -191,7 +236,9 @@ def tiny_config(family: str) -> Any:
     if _has(default, "kv_lora_rank"):  # every head has a key of its own, and rotates a part of it
         known |= {"num_key_value_heads": 4, "head_dim": TINY["qk_rope_head_dim"]}
     wanted = known | SPECIAL.get(family, {})
-    return AutoConfig.for_model(family, **{name: value for name, value in wanted.items() if value is not DEFAULT})
+    return AutoConfig.for_model(
+        family, **{name: value for name, value in wanted.items() if value is not DEFAULT}
+    )
 
 
 def image_classes() -> list[tuple[str, str]]:
@@ -210,7 +257,9 @@ def is_newer() -> bool:
     """Whether transformers is newer than the one of constraints.txt, which the pages are about."""
     import transformers
 
-    pinned = re.search(r"^transformers==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.search(
+        r"^transformers==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
     assert pinned is not None
     return Version(transformers.__version__) > Version(pinned[1])
 
@@ -226,13 +275,20 @@ def small_config(family: str) -> Any:
     whole = CONFIG_MAPPING[family]().to_dict()
     sections = CONFIG_MAPPING[family].sub_configs
     small = {
-        key: shrink(value) if key in sections and isinstance(value, dict) else value for key, value in whole.items()
+        key: shrink(value) if key in sections and isinstance(value, dict) else value
+        for key, value in whole.items()
     }
     return AutoConfig.for_model(**small)
 
 
 MOST_NUMBERS = 100_000_000  # of a model that is tried
-WIDTHS = ("hidden_size", "out_hidden_size", "adapter_in_dim", "adapter_input_size", "adapter_out_dim")
+WIDTHS = (
+    "hidden_size",
+    "out_hidden_size",
+    "adapter_in_dim",
+    "adapter_input_size",
+    "adapter_out_dim",
+)
 SIZES = TINY | dict.fromkeys(WIDTHS, TINY["hidden_size"]) | {"depth": 2, "num_key_value_heads": 4}
 OF_A_LAYER = (
     "intermediate_size",
@@ -256,7 +312,11 @@ def shrink(section: dict[str, Any]) -> dict[str, Any]:
             small[key] = value[: SIZES["num_hidden_layers"]]
         elif key in SIZES and key != "head_dim" and isinstance(value, int) and value:
             small[key] = SIZES[key]
-        elif key == "rope_parameters" and "mrope_section" in (value or {}) and "qk_rope_head_dim" in section:
+        elif (
+            key == "rope_parameters"
+            and "mrope_section" in (value or {})
+            and "qk_rope_head_dim" in section
+        ):
             small[key] = value | {"mrope_section": [SIZES["qk_rope_head_dim"] // 2 - 2, 1, 1]}
         else:
             small[key] = value
@@ -287,10 +347,14 @@ def save_small(family: str, name: str, folder: Path) -> None:
     torch.manual_seed(0)
     config = small_config(family)
     with torch.device("meta"):
-        numbers = sum(p.numel() for p in getattr(transformers, name)._from_config(config).parameters())
+        numbers = sum(
+            p.numel() for p in getattr(transformers, name)._from_config(config).parameters()
+        )
     if numbers > MOST_NUMBERS:
         raise ValueError(f"{numbers:,} parameters")
-    model: Any = getattr(transformers, name)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: Any = getattr(transformers, name)._from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     model.save_pretrained(folder)
 
 
@@ -311,7 +375,9 @@ def _why_refused(folder: Path, world: World, packing: bool, implementation: str)
     try:
         config = load_config(recipe)
         given = Recipe(
-            path="recipe.yaml", model=recipe, data=replace(data, datasets=(DatasetSource(path="data.jsonl"),))
+            path="recipe.yaml",
+            model=recipe,
+            data=replace(data, datasets=(DatasetSource(path="data.jsonl"),)),
         )
         refuse_problems(find_problems(given, facts=read_facts(config, str(folder), VOCABULARY)))
         check_streamed_logits(config)
@@ -332,7 +398,9 @@ def _check_loss(model: Any, folder: Path, packing: bool) -> None:
     with torch.no_grad():
         found = float(model(**(packed if packing else padded)(documents())))
         alone = sum(float(model(**padded([document]))) for document in documents())
-        assert abs(found - alone) <= CLOSE * alone, f"{name}: loss {found}, and {alone} for one document at a time"
+        assert abs(found - alone) <= CLOSE * alone, (
+            f"{name}: loss {found}, and {alone} for one document at a time"
+        )
         losses = {}
         for implementation in (
             "eager",
@@ -363,11 +431,15 @@ def row(family: str, world: World, root: Path) -> str:
     folder = root / family
     if is_composite(family):
         text = language_model(family)
-        outcome = f"its language model is `{text}`" if text else "not tried: no language model of its own"
+        outcome = (
+            f"its language model is `{text}`" if text else "not tried: no language model of its own"
+        )
         return f"| `{family}` | {outcome} | {'the same' if text else 'not tried'} |"
     try:
         save_tiny(family, folder)
-    except Exception as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
+    except (
+        Exception
+    ) as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
         print(f"{family}: {' '.join(str(error).split())}", file=sys.stderr)
         return f"| `{family}` | not tried: no config this small | not tried |"
     trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
@@ -390,7 +462,10 @@ def row_of_class(family: str, name: str, world: World, root: Path) -> str:
 def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
     """The lines of one of the page's two tables."""
     start = lines.index(head[0])
-    end = next((index for index in range(start, len(lines)) if not lines[index].startswith("|")), len(lines))
+    end = next(
+        (index for index in range(start, len(lines)) if not lines[index].startswith("|")),
+        len(lines),
+    )
     return lines[start:end]
 
 
@@ -404,7 +479,9 @@ def main(arguments: list[str]) -> None:
                 print(lines[HEAD[0]][-1], flush=True)
         for family, name in image_classes():
             if not chosen or family in chosen or name in chosen:
-                lines.setdefault(HEAD_OF_CLASSES[0], []).append(row_of_class(family, name, world, Path(root)))
+                lines.setdefault(HEAD_OF_CLASSES[0], []).append(
+                    row_of_class(family, name, world, Path(root))
+                )
                 print(lines[HEAD_OF_CLASSES[0]][-1], flush=True)
     if "--write" in arguments:
         page = PAGE.read_text(encoding="utf-8")

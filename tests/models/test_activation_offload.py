@@ -14,7 +14,13 @@ from finetune.config.schema import Lora
 from finetune.models import attention_kernels as kernels
 from finetune.models import decoder_layers as activation_offload
 from finetune.models.cross_entropy import install_loss
-from finetune.models.decoder_layers import ActivationOffload, CudaCopies, _Kept, checkpoint_activations, compile_layers
+from finetune.models.decoder_layers import (
+    ActivationOffload,
+    CudaCopies,
+    _Kept,
+    checkpoint_activations,
+    compile_layers,
+)
 from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes
@@ -33,12 +39,18 @@ class NumpyCopies:
         self.calls: list[str] = []
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        host = torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
+        host = (
+            torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
+            .view(tensor.dtype)
+            .view(tensor.shape)
+        )
         host.copy_(tensor.detach())
         return host, self._note("away")
 
     def to_device(self, tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor), self._note("back")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(
+            tensor
+        ), self._note("back")
 
     def wait(self, event: Any) -> None:
         self.calls.append(f"wait {event}")
@@ -59,7 +71,9 @@ def build(
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(**CONFIG | {"num_hidden_layers": LAYERS, "head_dim": 16, "attention_dropout": dropout})
+    config = LlamaConfig(
+        **CONFIG | {"num_hidden_layers": LAYERS, "head_dim": 16, "attention_dropout": dropout}
+    )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     install_attention(model)
     install_loss(model)
@@ -74,7 +88,9 @@ def build(
 def backward(model: Any) -> Tensor:
     """All gradients of a forward and backward, in one."""
     torch.manual_seed(1)
-    model.model(**packed_inputs(), use_cache=False).last_hidden_state.float().square().sum().backward()
+    model.model(
+        **packed_inputs(), use_cache=False
+    ).last_hidden_state.float().square().sum().backward()
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return found
@@ -87,17 +103,27 @@ def backward(model: Any) -> Tensor:
 def test_gradients_are_the_same_bit_for_bit_and_the_device_holds_one_layer(
     keeps: Any, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_OFFLOADED_BYTES", 1)  # the statistics of a short document too
+    monkeypatch.setattr(
+        activation_offload, "MIN_OFFLOADED_BYTES", 1
+    )  # the statistics of a short document too
     plain, ours = build(keeps, **keys), build(keeps, ActivationOffload(NumpyCopies()), **keys)
     assert torch.equal(backward(plain), backward(ours))
     assert torch.equal(backward(plain), backward(ours)), "a second time, as in the next step"
     if "dropout" in keys and keeps != "nothing":
         return  # which attention computes by a kernel that is not kept
-    held = [allocated_after(lambda: model.model(**packed_inputs(), use_cache=False)) for model in (plain, ours)]  # noqa: B023
-    a = read_architecture({"model_type": "llama", **CONFIG, "num_hidden_layers": LAYERS, "head_dim": 16}, "config.json")
+    held = [
+        allocated_after(lambda: model.model(**packed_inputs(), use_cache=False))  # noqa: B023
+        for model in (plain, ours)
+    ]
+    a = read_architecture(
+        {"model_type": "llama", **CONFIG, "num_hidden_layers": LAYERS, "head_dim": 16},
+        "config.json",
+    )
     every, lora = keys.get("every", 1), keys.get("lora")
     runs = [
-        Computation(itemsize=2, checkpoint_every=every, keeps=keeps, lora=lora, cpu=True, offloads=o)
+        Computation(
+            itemsize=2, checkpoint_every=every, keeps=keeps, lora=lora, cpu=True, offloads=o
+        )
         for o in (False, True)
     ]
     planned = [sum(DOCUMENTS) * sum(kept_bytes(a, run).values()) for run in runs]
@@ -117,7 +143,10 @@ def test_compiled_layers_offload_their_inputs(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(backward(plain), backward(ours))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert copies.calls.count("away") == LAYERS and copies.calls.count("back") == LAYERS - 1
-    held = [allocated_after(lambda: model.model(**packed_inputs(), use_cache=False)) for model in (plain, ours)]  # noqa: B023
+    held = [
+        allocated_after(lambda: model.model(**packed_inputs(), use_cache=False))  # noqa: B023
+        for model in (plain, ours)
+    ]
     assert held[0] - held[1] == (LAYERS - 1) * 2 * CONFIG["hidden_size"] * sum(DOCUMENTS)
 
 
@@ -131,7 +160,9 @@ def test_the_backward_holds_two_layers(capsys: pytest.CaptureFixture[str]) -> No
         peaks.append(allocated_peak(lambda: backward(model)))  # noqa: B023
     layer = 2 * CONFIG["hidden_size"] * sum(DOCUMENTS)
     with capsys.disabled():
-        print(f"\nactivation offload: {peaks[0]:,} bytes, offloaded {peaks[1]:,}; a layer keeps {layer:,}")
+        print(
+            f"\nactivation offload: {peaks[0]:,} bytes, offloaded {peaks[1]:,}; a layer keeps {layer:,}"
+        )
     assert 0.9 * (LAYERS - 3) * layer <= peaks[0] - peaks[1] <= (LAYERS - 2) * layer
 
 

@@ -16,7 +16,12 @@ from finetune.errors import UserError
 from finetune.models import attention as attention
 from finetune.models import attention_kernels as document_attention
 from finetune.models.attention import NAME
-from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents, attend_from
+from finetune.models.attention_kernels import (
+    RowDocuments,
+    ScoreOptions,
+    attend_documents,
+    attend_from,
+)
 from finetune.models.decoder_layers import decoder_layers
 from finetune.models.documents import can_continue, install_attention
 from finetune.models.routing import install_routing
@@ -45,7 +50,9 @@ GRADIENT_EXACT = 2e-5  # through two layers of fp32 products, summed in another 
 @pytest.mark.parametrize(
     ("family", "config"),
     [pytest.param(family, {}, id=family) for family in FAMILIES]
-    + [pytest.param(family, config, id=f"{family} long") for family, config in LONG_CONTEXT.items()],
+    + [
+        pytest.param(family, config, id=f"{family} long") for family, config in LONG_CONTEXT.items()
+    ],
 )
 def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_document_at_a_time(
     family: str, config: dict[str, Any]
@@ -69,7 +76,11 @@ def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_docu
 
 @pytest.mark.parametrize(
     "implementation",
-    ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.slow)],  # it compiles a kernel
+    [
+        "sdpa",
+        "eager",
+        pytest.param("flex_attention", marks=pytest.mark.slow),
+    ],  # it compiles a kernel
 )
 def test_other_implementations_keep_documents_apart_too(implementation: str) -> None:
     model, examples = build("mistral"), documents()
@@ -100,11 +111,16 @@ def test_generation_is_the_models_own_batched_with_left_padding(family: str) -> 
     ours(model)
     with torch.no_grad():
         assert torch.equal(model.generate(prompt, **arguments), expected)
-        assert relative_error(model(prompt, attention_mask=mask).logits[mask > 0], logits[mask > 0]) <= EXACT
+        assert (
+            relative_error(model(prompt, attention_mask=mask).logits[mask > 0], logits[mask > 0])
+            <= EXACT
+        )
 
 
 @pytest.mark.parametrize(("family", "config"), LONG_CONTEXT.items())
-def test_prompts_are_answered_as_each_is_alone_beyond_the_original_length(family: str, config: dict[str, Any]) -> None:
+def test_prompts_are_answered_as_each_is_alone_beyond_the_original_length(
+    family: str, config: dict[str, Any]
+) -> None:
     """Prompts of 3 and 12 tokens, where frequencies change at 7: the answer to the shorter one crosses that length."""
     tokenizer = make_tokenizer()
     model = build(family, vocab_size=len(tokenizer), **config).eval()
@@ -114,7 +130,9 @@ def test_prompts_are_answered_as_each_is_alone_beyond_the_original_length(family
     forget_lengths(model)
     for prompt in prompts:
         with torch.no_grad():
-            ids = model.generate(torch.tensor([prompt.prompt_ids]), max_new_tokens=SAMPLE_TOKENS, **ends)
+            ids = model.generate(
+                torch.tensor([prompt.prompt_ids]), max_new_tokens=SAMPLE_TOKENS, **ends
+            )
         new = ids[0, len(prompt.prompt_ids) :]
         expected.append(tokenizer.decode(new, skip_special_tokens=True).strip())
     found = answer(ours(model), prompts, tokenizer, ALONE)
@@ -146,24 +164,32 @@ def test_under_autocast_the_kernel_sees_one_dtype_and_the_loss_stays_fp32() -> N
 
 def test_in_bf16_a_cpu_rounds_once_after_attending_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 50, 16, generator=generator).bfloat16() for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, heads, 50, 16, generator=generator).bfloat16() for heads in (4, 2, 2)
+    )
     boundaries = torch.tensor([0, 17, 50], dtype=torch.int32)
     none = torch.empty((0, 0, 0, 0), dtype=torch.bool)
 
     def attended(*states: torch.Tensor) -> torch.Tensor:
-        return attention.packed_attention(torch.nn.Module(), *states, none, documents=RowDocuments(boundaries))[0]
+        return attention.packed_attention(
+            torch.nn.Module(), *states, none, documents=RowDocuments(boundaries)
+        )[0]
 
     exact = attended(query.float(), key.float(), value.float())
     assert exact.dtype == torch.float32
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            torch.testing.assert_close(attended(query, key, value), exact.bfloat16(), rtol=0, atol=0)
+            torch.testing.assert_close(
+                attended(query, key, value), exact.bfloat16(), rtol=0, atol=0
+            )
 
 
 def test_an_implementation_that_is_missing_is_refused_in_one_sentence() -> None:
     model = build("llama")
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="flash_attention_2 cannot be used with LlamaForCausalLM here"):
+        with pytest.raises(
+            UserError, match="flash_attention_2 cannot be used with LlamaForCausalLM here"
+        ):
             install_attention(model, "flash_attention_2")
 
 
@@ -191,14 +217,19 @@ def varlen_as_documented(
     outs = []
     for start, end in itertools.pairwise(cu_seq_q.tolist()):
         assert 0 < end - start <= max_q == max_k
-        assert key.shape[1] == value.shape[1] == 2, "keys and values were repeated, which costs memory"
-        repeated = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (query, key, value))
+        assert key.shape[1] == value.shape[1] == 2, (
+            "keys and values were repeated, which costs memory"
+        )
+        repeated = (
+            each.repeat_interleave(query.shape[1] // each.shape[1], dim=1)
+            for each in (query, key, value)
+        )
         q, k, v = (each[start:end].transpose(0, 1) for each in repeated)
         visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
         visible = visible if left < 0 else visible.triu(-left)
-        scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
-            ~visible, -1e30
-        )
+        scores = (
+            q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        ).masked_fill(~visible, -1e30)
         outs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outs)
 
@@ -220,7 +251,9 @@ def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_varlen_kernel_is_called_as_its_documentation_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_varlen_kernel_is_called_as_its_documentation_says(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, examples = build(family), documents()
     true_loss = plain_loss(model, examples)
     use_documented_kernel(monkeypatch)
@@ -248,10 +281,14 @@ def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
     with torch.no_grad():
         expected = [model(**batch).item() for batch in batches]
         for layer in decoder_layers(model):
-            layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=counted)  # type: ignore[method-assign]
+            layer.forward = torch.compile(
+                layer.forward, dynamic=True, fullgraph=True, backend=counted
+            )  # type: ignore[method-assign]
         found = [model(**batch).item() for batch in batches]
     assert found == pytest.approx(expected, rel=1e-6)
-    assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is recompiled for every length"
+    assert graphs <= len(decoder_layers(model)), (
+        f"{graphs} graphs: something is recompiled for every length"
+    )
 
 
 @pytest.fixture
@@ -274,7 +311,13 @@ def test_head_sizes_that_8_does_not_divide_are_padded_for_the_varlen_kernel(head
 @pytest.mark.usefixtures("varlen_kernel")
 def test_values_narrower_than_the_queries_are_padded_for_the_varlen_kernel() -> None:
     """DeepSeek's: here 24 for queries and keys, 16 for values."""
-    mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    mla = {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
     routed = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -282,7 +325,9 @@ def test_values_narrower_than_the_queries_are_padded_for_the_varlen_kernel() -> 
         "topk_group": 1,
         "moe_intermediate_size": 16,
     }
-    model = build("deepseek_v3", head_dim=8, num_key_value_heads=4, first_k_dense_replace=1, **mla | routed)
+    model = build(
+        "deepseek_v3", head_dim=8, num_key_value_heads=4, first_k_dense_replace=1, **mla | routed
+    )
     examples = documents()
     true_loss = plain_loss(model, examples)
     with torch.no_grad():
@@ -296,7 +341,10 @@ APART: dict[str, dict[str, Any]] = {
     "gptj": {},  # a mask
     "gpt_oss": {},  # a mask of blocks on a GPU
     "llama": LONG_CONTEXT["llama"],
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": 8,
+    },
     "mixtral": {"router_aux_loss_coef": 0.1, "output_router_logits": True},
 }
 
@@ -318,7 +366,13 @@ def test_a_layer_whose_documents_continue_a_prompt_compiles_for_all_lengths() ->
         graphs[-1] += 1
         return graph.forward
 
-    cases = ((12, (9, 21, 1), 5), (8, (30, 2), 6), (20, (8, 3, 3, 3), 9), (11, (4, 4), 3), (7, (9, 2, 6), 6))
+    cases = (
+        (12, (9, 21, 1), 5),
+        (8, (30, 2), 6),
+        (20, (8, 3, 3, 3), 9),
+        (11, (4, 4), 3),
+        (7, (9, 2, 6), 6),
+    )
     batches = [continuing(*case) for case in cases]
     torch._dynamo.reset()
     with torch.no_grad():
@@ -343,7 +397,9 @@ def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
     model, shared = build(family).eval(), 12  # more than a window; GPT-2 has dropout
     (prompt, _), *others = documents((shared + 1, 9, 21, 1, 5))
     none = torch.full((shared,), -100)
-    whole = [(torch.cat([prompt[:shared], ids]), torch.cat([none, labels])) for ids, labels in others[:3]]
+    whole = [
+        (torch.cat([prompt[:shared], ids]), torch.cat([none, labels])) for ids, labels in others[:3]
+    ]
     true_loss = plain_loss(model, [*whole, others[3]])
     true_gradients = gradients(model, true_loss)
 
@@ -356,7 +412,9 @@ def test_what_continues_a_prompt_has_the_loss_and_gradients_of_both_together(
 
 
 @pytest.mark.parametrize("family", APART)
-def test_nothing_continues_where_more_than_our_attention_reads_the_tokens_before(family: str) -> None:
+def test_nothing_continues_where_more_than_our_attention_reads_the_tokens_before(
+    family: str,
+) -> None:
     model = build(family, **APART[family])
     install_routing(model, None)
     assert not can_continue(ours(model))
@@ -366,7 +424,9 @@ def test_nothing_continues_where_more_than_our_attention_reads_the_tokens_before
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma4_text"])
-def test_on_cuda_one_kernel_for_all_documents_gives_the_same_without_synchronizing(family: str) -> None:
+def test_on_cuda_one_kernel_for_all_documents_gives_the_same_without_synchronizing(
+    family: str,
+) -> None:
     wide = {"global_head_dim": 512} if family == "gemma4_text" else {}
     model, examples = build(family, torch.bfloat16, **wide).cuda(), documents()
     on_device = [(ids.cuda(), labels.cuda()) for ids, labels in examples]
@@ -389,12 +449,18 @@ def test_on_cuda_one_kernel_for_all_documents_gives_the_same_without_synchronizi
     [
         "cpu",
         pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
         ),
     ],
 )
 @pytest.mark.parametrize(
-    "options", [ScoreOptions(), ScoreOptions(window=7), ScoreOptions(chunk=6)], ids=["full", "window", "chunk"]
+    "options",
+    [ScoreOptions(), ScoreOptions(window=7), ScoreOptions(chunk=6)],
+    ids=["full", "window", "chunk"],
 )
 @pytest.mark.parametrize("lengths", [(13, 4, 22, 9), None], ids=["packed", "padded"])
 def test_a_part_of_the_tokens_attends_as_in_the_whole_row(

@@ -13,10 +13,24 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from finetune.models import attention_kernels as block_attention
 from finetune.models import attention_kernels as document_attention
-from finetune.models.attention_kernels import ScoreOptions, attend_in_blocks, find_windows, make_masks
+from finetune.models.attention_kernels import (
+    ScoreOptions,
+    attend_in_blocks,
+    find_windows,
+    make_masks,
+)
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
-from tests.models.families import WINDOW, build, documents, gradients, ours, packed, padded, relative_error
+from tests.models.families import (
+    WINDOW,
+    build,
+    documents,
+    gradients,
+    ours,
+    packed,
+    padded,
+    relative_error,
+)
 from tests.models.test_attention import EXACT, GRADIENT_EXACT
 
 # Tokens of the documents of each row: in one block, at its edges, over several, and fewer blocks than two.
@@ -34,7 +48,9 @@ def visible(lengths: tuple[int, ...], window: int | None) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     places = torch.arange(len(document))
     distance = places[:, None] - places
-    return (document[:, None] == document) & (distance >= 0) & (distance < (window or len(document)))
+    return (
+        (document[:, None] == document) & (distance >= 0) & (distance < (window or len(document)))
+    )
 
 
 def _is_seen(seen: Tensor, _batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -58,10 +74,14 @@ def test_masks_are_those_that_torch_finds_from_all_pairs_of_tokens(
         is_seen = partial(_is_seen, seen)
         expected = create_block_mask(is_seen, None, None, tokens, tokens, device="cpu")
         for kind in ("kv", "full_kv", "q", "full_q"):
-            counts, order = (getattr(expected, f"{kind}_{what}") for what in ("num_blocks", "indices"))
+            counts, order = (
+                getattr(expected, f"{kind}_{what}") for what in ("num_blocks", "indices")
+            )
             assert torch.equal(getattr(found, f"{kind}_num_blocks")[..., :blocks], counts)
             used = torch.arange(blocks) < counts[..., None]
-            assert torch.equal(getattr(found, f"{kind}_indices")[..., :blocks, :blocks][used], order[used])
+            assert torch.equal(
+                getattr(found, f"{kind}_indices")[..., :blocks, :blocks][used], order[used]
+            )
         places = torch.arange(tokens)
         assert torch.equal(found.mask_mod(None, None, places[:, None], places), seen)
 
@@ -76,9 +96,20 @@ def test_losses_and_gradients_are_those_of_transformers_under_an_explicit_mask(
     ours_too = ours(copy.deepcopy(model))
     examples = documents(lengths)
     row = packed(examples)
-    hidden = [torch.zeros(()).masked_fill(~visible(lengths, window), torch.finfo().min) for window in (None, WINDOW)]
-    masks = dict(zip(("full_attention", "sliding_attention"), (each[None, None] for each in hidden), strict=True))
-    logits = model(row["input_ids"], position_ids=row["position_ids"], attention_mask=masks, use_cache=False).logits
+    hidden = [
+        torch.zeros(()).masked_fill(~visible(lengths, window), torch.finfo().min)
+        for window in (None, WINDOW)
+    ]
+    masks = dict(
+        zip(
+            ("full_attention", "sliding_attention"),
+            (each[None, None] for each in hidden),
+            strict=True,
+        )
+    )
+    logits = model(
+        row["input_ids"], position_ids=row["position_ids"], attention_mask=masks, use_cache=False
+    ).logits
     loss = F.cross_entropy(logits[0], row["labels"][0], ignore_index=-100, reduction="sum")
     expected = gradients(model, loss)
     attended: list[ScoreOptions] = []
@@ -98,13 +129,18 @@ def test_losses_and_gradients_are_those_of_transformers_under_an_explicit_mask(
     assert len(attended) == 2 * (1 if name == "gemma4_text" else 2), "a layer took another branch"
 
 
-def test_sinks_are_those_of_transformers_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_are_those_of_transformers_in_double_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     patch_flex(monkeypatch)
     lengths, window = (70, 90, 5), 20
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(1, heads, 165, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    states = [
+        torch.randn(1, heads, 165, 16, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    ]
     sinks = torch.randn(4, generator=generator, dtype=torch.float64)
     theirs, mine = ([each.clone().requires_grad_() for each in (*states, sinks)] for _ in range(2))
     module = torch.nn.Module()
@@ -166,7 +202,8 @@ def test_a_mask_a_forward_for_each_kind_of_layer_and_graphs_for_all_lengths(
 
 def test_only_layers_that_no_other_kernel_computes_get_masks() -> None:
     found = {
-        name: find_windows(build(name, **MODELS.get(name, {}))) for name in (*MODELS, "llama", "mistral", "gemma3_text")
+        name: find_windows(build(name, **MODELS.get(name, {})))
+        for name in (*MODELS, "llama", "mistral", "gemma3_text")
     }
     nothing: frozenset[int | None] = frozenset()
     assert found == {

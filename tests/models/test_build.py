@@ -32,7 +32,10 @@ def own_code(tiny_llama: Callable[..., Path]) -> Path:
     folder = tiny_llama("own")
     (folder / "own_llama.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())
-    auto_map = {"AutoConfig": "own_llama.OwnConfig", "AutoModelForCausalLM": "own_llama.OwnForCausalLM"}
+    auto_map = {
+        "AutoConfig": "own_llama.OwnConfig",
+        "AutoModelForCausalLM": "own_llama.OwnForCausalLM",
+    }
     config |= {"model_type": "own_llama", "auto_map": auto_map, "architectures": ["OwnForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -61,7 +64,10 @@ def test_a_config_that_cannot_be_trained_is_refused_before_data_and_weights_are_
     recipe = tiny_recipe(model_config=deep, tokenizer_name_or_path=tokenizer, packing=False)
     finished = run_python(["finetune/run.py", "--recipe", str(recipe)], timeout=60)
     assert finished.returncode == EXIT_USER_ERROR
-    assert "model_config: num_hidden_layers: 9999: a whole number from 1 to 1,000 is expected" in finished.stderr
+    assert (
+        "model_config: num_hidden_layers: 9999: a whole number from 1 to 1,000 is expected"
+        in finished.stderr
+    )
     assert "Traceback" not in finished.stderr
     assert not list((tmp_path / "run").glob("*.json")), "the run began"
 

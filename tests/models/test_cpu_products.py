@@ -17,7 +17,9 @@ def test_products_are_those_in_fp32_rounded_once() -> None:
     launch_ranks(SCRIPT, timeout=300).check()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("no", "float32"), ("no", "bfloat16"), ("bf16", "float32")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("no", "float32"), ("no", "bfloat16"), ("bf16", "float32")]
+)
 def test_a_run_on_a_cpu_says_that_it_multiplies_in_fp32(
     precision: str, dtype: str, tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -27,5 +29,10 @@ def test_a_run_on_a_cpu_says_that_it_multiplies_in_fp32(
     finished = run_python(["finetune/run.py", "--config", str(config), "--recipe", str(recipe)])
     printed = finished.stdout + finished.stderr
     assert "step 1/1" in printed, printed
-    said = "cpu     no instructions for bfloat16 and float16: matrices are multiplied in float32" in printed
-    assert said == (torch.bfloat16 in find_slow_dtypes() and (precision, dtype) != ("no", "float32"))
+    said = (
+        "cpu     no instructions for bfloat16 and float16: matrices are multiplied in float32"
+        in printed
+    )
+    assert said == (
+        torch.bfloat16 in find_slow_dtypes() and (precision, dtype) != ("no", "float32")
+    )

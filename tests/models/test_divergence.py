@@ -16,7 +16,10 @@ from tests.plan.traced import LargestTensor
 
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 61, 24, 40, 67
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
-TRANSFORMS = [(LogitTransform(), LogitTransform()), (LogitTransform(2.5, 3.0), LogitTransform(softcap=2.0))]
+TRANSFORMS = [
+    (LogitTransform(), LogitTransform()),
+    (LogitTransform(2.5, 3.0), LogitTransform(softcap=2.0)),
+]
 
 
 def problem(rows: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -32,7 +35,11 @@ def problem(rows: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> dict[
         "hidden": random(TOKENS, HIDDEN).requires_grad_(),
         "weight": random(VOCABULARY, HIDDEN).mul_(0.3).requires_grad_(),
         "bias": random(VOCABULARY).requires_grad_(),
-        "teacher": (random(TOKENS, TEACHER_HIDDEN), random(rows, TEACHER_HIDDEN) * 0.3, random(rows)),
+        "teacher": (
+            random(TOKENS, TEACHER_HIDDEN),
+            random(rows, TEACHER_HIDDEN) * 0.3,
+            random(rows),
+        ),
         "labels": labels,
     }
 
@@ -55,12 +62,20 @@ def plain(
         return (p * (p / q).log()).sum(-1)
 
     m = beta * t + (1 - beta) * s
-    divergence = kl(t, s) if beta == 0 else kl(s, t) if beta == 1 else beta * kl(t, m) + (1 - beta) * kl(s, m)
+    divergence = (
+        kl(t, s)
+        if beta == 0
+        else kl(s, t)
+        if beta == 1
+        else beta * kl(t, m) + (1 - beta) * kl(s, m)
+    )
     divergence = divergence[of["labels"] != IGNORE_INDEX].sum()
     cross_entropy = F.cross_entropy(
         mine, of["labels"], ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing
     )
-    return torch.stack([alpha * divergence + (1 - alpha) * cross_entropy, divergence, cross_entropy])
+    return torch.stack(
+        [alpha * divergence + (1 - alpha) * cross_entropy, divergence, cross_entropy]
+    )
 
 
 def ours(
@@ -95,19 +110,27 @@ def test_value_and_gradients_are_those_of_the_formula_with_whole_logits(
         truth = plain(of, options, *transforms, smoothing)
         expected = torch.autograd.grad(truth[0] / 50, sources)
         positions = (of["labels"] != IGNORE_INDEX).nonzero().squeeze(1)
-        for keys in ({"tokens": 7}, {"trained_positions": positions}, {"trained_positions": positions[:0]}):
+        for keys in (
+            {"tokens": 7},
+            {"trained_positions": positions},
+            {"trained_positions": positions[:0]},
+        ):
             found = ours(of, options, *transforms, label_smoothing=smoothing, **keys)  # type: ignore[arg-type]
             gradients = torch.autograd.grad(found[0] / 50, sources)
             if keys.get("trained_positions") is not None and not len(keys["trained_positions"]):
                 assert not found.any() and not any(gradient.any() for gradient in gradients)
                 continue
             assert relative_error(found, truth) < 1e-12
-            assert max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True)) < 1e-12
+            assert (
+                max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True)) < 1e-12
+            )
 
 
 def test_in_fp32_it_stays_within_rounding_and_in_evaluation_it_keeps_no_graph() -> None:
     of = problem(dtype=torch.float32)
-    exact = of | {name: of[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")}
+    exact = of | {
+        name: of[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")
+    }
     exact["teacher"] = tuple(each.double() for each in of["teacher"])
     for beta in BETAS:
         options = DivergenceOptions(beta, 1.5, 0.7)
@@ -117,16 +140,27 @@ def test_in_fp32_it_stays_within_rounding_and_in_evaluation_it_keeps_no_graph() 
         gradients = torch.autograd.grad(found[0], [of["hidden"], of["weight"], of["bias"]])
         assert found.dtype == torch.float32
         assert relative_error(found.double(), truth) < 1e-6
-        assert max(relative_error(f.double(), e) for f, e in zip(gradients, expected, strict=True)) < 1e-6
+        assert (
+            max(relative_error(f.double(), e) for f, e in zip(gradients, expected, strict=True))
+            < 1e-6
+        )
         with torch.no_grad():
-            assert torch.equal(ours(of, options, LogitTransform(), LogitTransform(), tokens=7), found)
+            assert torch.equal(
+                ours(of, options, LogitTransform(), LogitTransform(), tokens=7), found
+            )
 
 
 @pytest.mark.parametrize("kind", ["dft", "eaft"])
 def test_the_cross_entropy_beside_a_divergence_is_weighted_as_that_of_sft(kind: Any) -> None:
-    of, options, transform = problem(), DivergenceOptions(0.0, 1.0, 0.25), LogitTransform(scale=0.7, softcap=4.0)
+    of, options, transform = (
+        problem(),
+        DivergenceOptions(0.0, 1.0, 0.25),
+        LogitTransform(scale=0.7, softcap=4.0),
+    )
     sources, weigh = [of["hidden"], of["weight"], of["bias"]], TokenWeights(kind)
-    alone = linear_cross_entropy(*sources[:2], of["labels"], ChunkOptions(transform, weigh=weigh), bias=of["bias"])
+    alone = linear_cross_entropy(
+        *sources[:2], of["labels"], ChunkOptions(transform, weigh=weigh), bias=of["bias"]
+    )
     divergence = plain(of, options, transform, transform)[1]
     expected = torch.autograd.grad((0.25 * divergence + 0.75 * alone) / 50, sources)
     found = ours(of, options, transform, transform, tokens=7, weigh=weigh)
@@ -135,7 +169,9 @@ def test_the_cross_entropy_beside_a_divergence_is_weighted_as_that_of_sft(kind: 
     assert max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True)) < 1e-12
 
 
-def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cross_entropy_of_sft() -> None:
+def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cross_entropy_of_sft() -> (
+    None
+):
     of = problem()
     of["teacher"] = tuple(of[name].detach() for name in ("hidden", "weight", "bias"))
     expected = linear_cross_entropy(of["hidden"], of["weight"], of["labels"], bias=of["bias"])
@@ -152,8 +188,12 @@ def test_neither_models_logits_are_ever_whole() -> None:
     of = problem(dtype=torch.float32)
     of["labels"] = torch.arange(TOKENS) % VOCABULARY
     with LargestTensor() as made:
-        ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), tokens=8)[0].backward()
-    assert made.numbers == VOCABULARY * TEACHER_HIDDEN  # the teacher's head; logits would be TOKENS * VOCABULARY
+        ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), tokens=8)[
+            0
+        ].backward()
+    assert (
+        made.numbers == VOCABULARY * TEACHER_HIDDEN
+    )  # the teacher's head; logits would be TOKENS * VOCABULARY
     assert made.numbers < TOKENS * VOCABULARY
 
 
@@ -165,7 +205,12 @@ def test_it_is_the_divergence_of_trls_trainer(beta: float) -> None:
     sources = [of["hidden"], of["weight"], of["bias"]]
     student, teacher = F.linear(of["hidden"], of["weight"], of["bias"]), F.linear(*of["teacher"])
     theirs = gkd.GKDTrainer.generalized_jsd_loss(
-        student[None], teacher[None], of["labels"][None], beta=beta, temperature=1.7, reduction="sum"
+        student[None],
+        teacher[None],
+        of["labels"][None],
+        beta=beta,
+        temperature=1.7,
+        reduction="sum",
     )
     expected = torch.autograd.grad(theirs, sources)
     found = ours(of, DivergenceOptions(beta, 1.7, 1.0), LogitTransform(), LogitTransform())

@@ -55,8 +55,12 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("layout", "precision", "dtype", "device", "expected"), CHOICES)
-def test_the_choice(layout: str, precision: str, dtype: torch.dtype, device: str, expected: str) -> None:
-    sharding = Sharding(layout=cast(Layout, layout), mixed_precision=cast(MixedPrecision, precision))
+def test_the_choice(
+    layout: str, precision: str, dtype: torch.dtype, device: str, expected: str
+) -> None:
+    sharding = Sharding(
+        layout=cast(Layout, layout), mixed_precision=cast(MixedPrecision, precision)
+    )
     assert choose_experts_implementation(sharding, dtype, device) == expected
 
 
@@ -68,7 +72,11 @@ def make_model(family: str, implementation: str, *, adapted: bool, **sizes: int)
     assert model.config._experts_implementation == "eager"  # until the loading knows better
     if adapted:
         targets = ("experts.gate_up_proj", "experts.down_proj")
-        add_adapters(model, Lora(use_peft=True, lora_r=4, lora_target_modules=(), lora_target_parameters=targets), FP32)
+        add_adapters(
+            model,
+            Lora(use_peft=True, lora_r=4, lora_target_modules=(), lora_target_parameters=targets),
+            FP32,
+        )
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -89,9 +97,15 @@ class Operators(TorchDispatchMode):
         self.names: set[str] = set()
         self.largest = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operator(*args, **kwargs or {})
-        inputs = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        inputs = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves(args)
+            if isinstance(each, torch.Tensor)
+        }
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         new = [each.numel() for each in made if each.untyped_storage().data_ptr() not in inputs]
         self.names.add(str(operator))
@@ -101,7 +115,9 @@ class Operators(TorchDispatchMode):
 
 def take_step(model: Any, tokens: int) -> list[torch.Tensor]:
     """The loss, and the gradient of each trained parameter."""
-    loss = model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits.square().mean()
+    loss = (
+        model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits.square().mean()
+    )
     loss.backward()
     return [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
 
@@ -120,10 +136,14 @@ def test_grouped_products_compute_what_the_loop_computes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_the_experts(family: str) -> None:
+def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_the_experts(
+    family: str,
+) -> None:
     """Neither the product of the factors nor its gradient; peft's own way makes both."""
     model, expected = make_model(family, "eager", adapted=True), []
-    experts = min(p.numel() for module in expert_modules(model) for p in module.parameters() if p.dim() == 3)
+    experts = min(
+        p.numel() for module in expert_modules(model) for p in module.parameters() if p.dim() == 3
+    )
     with Operators() as of_peft:
         expected = take_step(model, 8)
     assert of_peft.largest >= experts
@@ -140,7 +160,9 @@ def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_t
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With adapters on experts, checkpointed, balanced: the loss, gradients, and what routers chose, of rows of two lengths."""
     register_cpu_kernels()
     monkeypatch.setattr(kernels, "_can_use_varlen", takes_varlen)
@@ -157,7 +179,9 @@ def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(family: str, m
         if is_compiled:
             compile_layers(model, backend="eager")
         for length in (40, 24):
-            inputs = packed(documents((length,))) | {"token_mask": torch.ones(1, length, dtype=torch.bool)}
+            inputs = packed(documents((length,))) | {
+                "token_mask": torch.ones(1, length, dtype=torch.bool)
+            }
             loss, routing = model(**inputs, use_cache=False), find_routing(model)
             assert routing is not None
             (loss + routing.auxiliary_loss(routing.selected(), length)).backward()
@@ -169,7 +193,10 @@ def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(family: str, m
 
 def test_widths_that_grouped_products_do_not_take_are_multiplied_all_the_same() -> None:
     sizes = {"intermediate_size": 50}  # not a multiple of 16 bytes
-    one, other = (take_step(make_model("gpt_oss", way, adapted=False, **sizes), 8) for way in ("eager", "grouped"))
+    one, other = (
+        take_step(make_model("gpt_oss", way, adapted=False, **sizes), 8)
+        for way in ("eager", "grouped")
+    )
     for each, same in zip(one, other, strict=True):
         torch.testing.assert_close(each, same, rtol=1e-3, atol=1e-5)
 
@@ -179,7 +206,11 @@ def test_a_token_that_chooses_no_expert_gets_nothing_of_them() -> None:
     module = expert_modules(make_model("mixtral", "grouped", adapted=False))[0]
     hidden, weights = torch.randn(3, 32, requires_grad=True), torch.ones(3, 2)
     outputs = module(hidden, torch.tensor([[0, 4], [4, 4], [1, 2]]), weights)
-    alone = module(hidden, torch.tensor([[0, 1], [0, 1], [1, 2]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    alone = module(
+        hidden,
+        torch.tensor([[0, 1], [0, 1], [1, 2]]),
+        torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]),
+    )
     torch.testing.assert_close(outputs, alone)
     assert not outputs[1].any() and outputs[0].any()
     gradient = torch.autograd.grad(outputs.square().sum(), hidden)[0]
@@ -234,9 +265,13 @@ def test_divided_experts_compute_what_transformers_does(family: str, implementat
         for ours, theirs in zip(module.parameters(), whole.parameters(), strict=True):
             local_part(ours).data.copy_(theirs)
         found = divided.forward(hidden, chosen, weights)
-        gradients = torch.autograd.grad(found.square().sum(), [hidden, weights, *module.parameters()])
+        gradients = torch.autograd.grad(
+            found.square().sum(), [hidden, weights, *module.parameters()]
+        )
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close([local_part(each) for each in gradients], list(expected_gradients))
+        torch.testing.assert_close(
+            [local_part(each) for each in gradients], list(expected_gradients)
+        )
         nothing = divided.compute(hidden[:0], chosen[:0, 0])
         assert nothing.shape == (0, 32)
         empty = torch.autograd.grad(nothing.sum(), list(module.parameters()))

@@ -36,9 +36,15 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
-@pytest.mark.parametrize(("name", "capability", "active"), [("3", (9, 0), "FA3"), ("4", (10, 0), "FA4")])
+@pytest.mark.parametrize(
+    ("name", "capability", "active"), [("3", (9, 0), "FA3"), ("4", (10, 0), "FA4")]
+)
 def test_an_installed_package_is_switched_on_under_our_packed_attention(
-    name: str, capability: tuple[int, int], active: str, installed: None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    capability: tuple[int, int],
+    active: str,
+    installed: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, capability)
     model = build("llama")
@@ -47,9 +53,14 @@ def test_an_installed_package_is_switched_on_under_our_packed_attention(
     assert model.config._attn_implementation == NAME
 
 
-@pytest.mark.parametrize(("capability", "active"), [((8, 0), None), ((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None)])
+@pytest.mark.parametrize(
+    ("capability", "active"), [((8, 0), None), ((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None)]
+)
 def test_auto_takes_the_fastest_that_is_installed_and_runs_there(
-    capability: tuple[int, int], active: str | None, installed: None, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    active: str | None,
+    installed: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, capability)
     install_attention(build("llama"))
@@ -81,9 +92,12 @@ def test_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, (9, 0))
     for name in ("flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    assert not activate_flash_kernels("flash_attention_3")  # transformers looks for kernels on the hub
+    assert not activate_flash_kernels(
+        "flash_attention_3"
+    )  # transformers looks for kernels on the hub
     with pytest.raises(
-        UserError, match=r"_4 needs the package that has flash_attn.cute .*; install it, or leave the key"
+        UserError,
+        match=r"_4 needs the package that has flash_attn.cute .*; install it, or leave the key",
     ):
         activate_flash_kernels("flash_attention_4")
     assert torch_attention.current_flash_attention_impl() is None

@@ -21,7 +21,13 @@ from tests.plan.run_specs import recipe
 from tests.plan.traced import saved_for_backward
 
 pytest.importorskip("torchao")
-from finetune.models.fp8 import Fp8Linear, _make_config, keep_scales_current, multiply_in_fp8, without_fp8
+from finetune.models.fp8 import (
+    Fp8Linear,
+    _make_config,
+    keep_scales_current,
+    multiply_in_fp8,
+    without_fp8,
+)
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -49,7 +55,11 @@ def backward(layer: Any) -> list[torch.Tensor]:
     product = layer(inputs)
     product.backward(torch.randn(product.shape, generator=generator, dtype=torch.bfloat16))
     assert inputs.grad is not None
-    return [product.detach(), inputs.grad, *([] if layer.weight.grad is None else [layer.weight.grad])]
+    return [
+        product.detach(),
+        inputs.grad,
+        *([] if layer.weight.grad is None else [layer.weight.grad]),
+    ]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -90,9 +100,13 @@ def test_the_layers_are_those_that_accelerate_chooses(tmp_path: Path) -> None:
     convert_model_to_fp8_ao(theirs)
     count = multiply_in_fp8(ours, sharding())
     chosen = {name for name, module in theirs.named_modules() if isinstance(module, Float8Linear)}
-    assert {name for name, module in ours.named_modules() if isinstance(module, Fp8Linear)} == chosen
+    assert {
+        name for name, module in ours.named_modules() if isinstance(module, Fp8Linear)
+    } == chosen
     assert len(chosen) == count == 2 * 4 - 1  # 120 does not divide by 16: no MLP
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    assert [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
 
 
 def test_adapters_stay_in_the_compute_dtype_and_scales_follow_every_update(tmp_path: Path) -> None:
@@ -106,7 +120,9 @@ def test_adapters_stay_in_the_compute_dtype_and_scales_follow_every_update(tmp_p
         optimizer = build_optimizer(model, Optimization(learning_rate=0.1))
         keep_scales_current(model, optimizer)
         inputs = torch.arange(32)[None]
-        model(input_ids=inputs, labels=inputs, position_ids=inputs, trained_positions=inputs[0]).backward()
+        model(
+            input_ids=inputs, labels=inputs, position_ids=inputs, trained_positions=inputs[0]
+        ).backward()
         optimizer.step()
         for layer in (module for module in model.modules() if isinstance(module, Fp8Linear)):
             local = layer.weight._local_tensor
@@ -130,7 +146,9 @@ def test_adapters_stay_in_the_compute_dtype_and_scales_follow_every_update(tmp_p
         ("ddp", {}, False),
     ],
 )
-def test_where_weights_are_gathered_in_8_bits(layout: str, keys: dict[str, Any], gathers: bool) -> None:
+def test_where_weights_are_gathered_in_8_bits(
+    layout: str, keys: dict[str, Any], gathers: bool
+) -> None:
     assert gathers_fp8(sharding(layout, **keys)) is gathers
 
 

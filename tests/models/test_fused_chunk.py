@@ -15,14 +15,25 @@ from finetune.constants import IGNORE_INDEX
 from finetune.models.cross_entropy import linear_cross_entropy
 from finetune.models.decoder_layers import _keep_compiled
 from finetune.models.log_probabilities import linear_log_probabilities
-from finetune.models.loss_chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
+from finetune.models.loss_chunks import (
+    ChunkFunction,
+    ChunkOptions,
+    LogitTransform,
+    compute_chunk,
+    compute_fused_chunk,
+)
 from finetune.plan.activations import Computation
 from finetune.plan.temporary_memory import loss_chunk_bytes
 from finetune.training.metrics import Compilation
 from tests.models.families import relative_error
 from tests.plan.traced import allocated_peak
 
-TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(2.5, 3.0)]
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(scale=0.3),
+    LogitTransform(softcap=2.0),
+    LogitTransform(2.5, 3.0),
+]
 
 
 def problem(tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +42,11 @@ def problem(tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, T
     scores = (3 * torch.randn(tokens, vocabulary, generator=generator)).to(dtype)
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
     labels[::3] = IGNORE_INDEX
-    return scores, labels, torch.randn(tokens, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    return (
+        scores,
+        labels,
+        torch.randn(tokens, generator=generator).to(torch.promote_types(dtype, torch.float32)),
+    )
 
 
 @pytest.mark.parametrize("weighed", [False, True])
@@ -42,8 +57,14 @@ def test_the_equations_are_those_of_the_eager_chunk(
 ) -> None:
     scores, labels, weights = problem(37, 101, torch.float64)
     arguments = (scores, labels, weights if weighed else None, logits, label_smoothing)
-    truth, fused = compute_chunk(*arguments, torch.float64), compute_fused_chunk(*arguments, torch.float64)
-    assert all(relative_error(found, expected) < 1e-14 for found, expected in zip(fused, truth, strict=True))
+    truth, fused = (
+        compute_chunk(*arguments, torch.float64),
+        compute_fused_chunk(*arguments, torch.float64),
+    )
+    assert all(
+        relative_error(found, expected) < 1e-14
+        for found, expected in zip(fused, truth, strict=True)
+    )
     without = compute_fused_chunk(*arguments, None)
     assert torch.equal(without[0], fused[0]) and without[1] is None
 
@@ -53,7 +74,8 @@ def test_both_losses_take_it(function: Callable[..., Tensor]) -> None:
     """Also where the bias is trained, whose gradient is not to be summed of rounded numbers."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(*shape, generator=generator).requires_grad_() for shape in ((48, 8), (67, 8), (67,))
+        torch.randn(*shape, generator=generator).requires_grad_()
+        for shape in ((48, 8), (67, 8), (67,))
     )
     labels = torch.randint(0, 67, (48,), generator=generator)
     calls = 0
@@ -92,38 +114,54 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_ke
         _, (code,) = run_and_get_code(compiled, scores, labels, *arguments)
         for tokens, size in ((96, vocabulary), (64, vocabulary), (131, vocabulary), (50, 777)):
             scores, labels, _ = problem(tokens, size, torch.bfloat16)
-            found, expected = compiled(scores, labels, *arguments), compute_chunk(scores, labels, *arguments)
+            found, expected = (
+                compiled(scores, labels, *arguments),
+                compute_chunk(scores, labels, *arguments),
+            )
             assert relative_error(found[0], expected[0]) < 1e-6
             assert found[1] is not None and expected[1] is not None
-            assert (found[1] == expected[1]).float().mean() > 0.999  # the rest are a rounding of bf16 apart
+            assert (
+                found[1] == expected[1]
+            ).float().mean() > 0.999  # the rest are a rounding of bf16 apart
             assert relative_error(found[1].float(), expected[1].float()) < 2**-7
         assert counters["stats"]["unique_graphs"] == 1 and not counters["recompiles"]
         # Its loops over the vocabulary: for the largest score, for the sum, and for the gradient.
         assert len(re.findall(r"for\(int64_t x1=", code)) == 3
         scores, labels, _ = problem(256, vocabulary, torch.bfloat16)
         peak = allocated_peak(lambda: compiled(scores, labels, *arguments))
-        planned = loss_chunk_bytes(vocabulary, 256, Computation(itemsize=2, cpu=True, compiled=True))
+        planned = loss_chunk_bytes(
+            vocabulary, 256, Computation(itemsize=2, cpu=True, compiled=True)
+        )
         assert peak + scores.nbytes == pytest.approx(planned, rel=0.02)
 
         said = compilation.news()
-        assert said is not None and "1 graph, of whose parts 1 were compiled and 0 were in the cache" in said
+        assert (
+            said is not None
+            and "1 graph, of whose parts 1 were compiled and 0 were in the cache" in said
+        )
         assert compilation.news() is None
         seconds = compilation.seconds()
         assert seconds is not None and seconds > 0
         torch._dynamo.reset()  # as the next start begins
         torch.compile(compute_fused_chunk, dynamic=True)(scores, labels, *arguments)
         said = compilation.news()
-        assert said is not None and f"1 were compiled and 1 were in the cache, in {tmp_path}" in said
+        assert (
+            said is not None and f"1 were compiled and 1 were in the cache, in {tmp_path}" in said
+        )
 
 
-def test_what_is_compiled_is_kept_in_the_cache_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_kept_in_the_cache_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor.runtime import cache_dir_utils
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     _keep_compiled()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
-    own = cache_dir_utils.default_cache_dir()  # torch's, as its compiler sets it when it is imported
+    own = (
+        cache_dir_utils.default_cache_dir()
+    )  # torch's, as its compiler sets it when it is imported
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
     _keep_compiled()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "home" / "finetune" / "compiled")

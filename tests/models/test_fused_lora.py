@@ -25,20 +25,26 @@ def make_layers(dtype: Any = torch.float32, *, bias: bool = False, **config: Any
 
     torch.manual_seed(0)
     layers = nn.ModuleDict({name: nn.Linear(WIDTH_IN, WIDTH_OUT, bias=bias) for name in NAMES})
-    layers = inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=12, target_modules=list(NAMES), **config), layers)
+    layers = inject_adapter_in_model(
+        LoraConfig(r=RANK, lora_alpha=12, target_modules=list(NAMES), **config), layers
+    )
     for name, parameter in layers.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     frozen = torch.bfloat16 if dtype == AUTOCAST else dtype
     for name, parameter in layers.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if dtype == AUTOCAST and "lora_" in name else frozen)
+        parameter.data = parameter.data.to(
+            torch.float32 if dtype == AUTOCAST and "lora_" in name else frozen
+        )
     return layers
 
 
 def run(layers: nn.Module, dtype: Any, *, requires_grad: bool = True) -> dict[str, Tensor]:
     """Outputs and gradients of a product of both layers, over an input of two leading dimensions."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, TOKENS // 2, WIDTH_IN, generator=generator).to(torch.float32 if dtype == AUTOCAST else dtype)
+    x = torch.randn(2, TOKENS // 2, WIDTH_IN, generator=generator).to(
+        torch.float32 if dtype == AUTOCAST else dtype
+    )
     x.requires_grad_(requires_grad)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
         outputs = {name: layer(x) for name, layer in layers.items()}
@@ -58,7 +64,9 @@ def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, AUTOCAST], ids=str)
-def test_outputs_and_gradients_are_pefts_up_to_rounding(dtype: Any, bias: bool, capsys: Any) -> None:
+def test_outputs_and_gradients_are_pefts_up_to_rounding(
+    dtype: Any, bias: bool, capsys: Any
+) -> None:
     """Beside the same in fp64, of the same rounded weights: no further from it than peft's are."""
     peft, fused, exact = (make_layers(dtype, bias=bias) for _ in range(3))
     assert fuse_adapters(fused) == 2
@@ -67,7 +75,9 @@ def test_outputs_and_gradients_are_pefts_up_to_rounding(dtype: Any, bias: bool, 
     with capsys.disabled():
         print(f"\n{dtype}: error {ours:.1e}, peft's {theirs:.1e}")
     assert ours <= 1.25 * theirs and theirs > 0
-    assert {n: g.dtype for n, g in run(fused, dtype).items()} == {n: g.dtype for n, g in run(peft, dtype).items()}
+    assert {n: g.dtype for n, g in run(fused, dtype).items()} == {
+        n: g.dtype for n, g in run(peft, dtype).items()
+    }
 
 
 def test_every_product_is_one_that_a_cpu_without_bf16_instructions_multiplies_in_fp32() -> None:
@@ -75,7 +85,9 @@ def test_every_product_is_one_that_a_cpu_without_bf16_instructions_multiplies_in
     products = set()
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = function.name().removeprefix("aten::")
             if any(part in name for part in ("mm", "mv", "dot")):
                 products.add(name)
@@ -93,7 +105,10 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
     peft, fused = make_layers(), make_layers()
     fuse_adapters(fused)
     assert (
-        worst_error(run(fused, torch.float32, requires_grad=False), run(peft, torch.float32, requires_grad=False))
+        worst_error(
+            run(fused, torch.float32, requires_grad=False),
+            run(peft, torch.float32, requires_grad=False),
+        )
         < 1e-5
     )
 
@@ -127,8 +142,13 @@ def test_less_is_kept_and_allocated_than_by_peft(capsys: pytest.CaptureFixture[s
         layers = make_layers(AUTOCAST)
         if name == "fused":
             fuse_adapters(layers)
-        x = torch.randn(TOKENS, WIDTH_IN, requires_grad=True).bfloat16()  # as a frozen base's layers hand it on
-        with saved_for_backward(layers.parameters()) as saved, torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(
+            TOKENS, WIDTH_IN, requires_grad=True
+        ).bfloat16()  # as a frozen base's layers hand it on
+        with (
+            saved_for_backward(layers.parameters()) as saved,
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             layers[NAMES[0]](x), layers[NAMES[1]](x)
         # Casts of the adapters' factors are peft's under autocast too; they do not grow with the tokens.
         factors = {2 * RANK * WIDTH_IN, 2 * RANK * WIDTH_OUT}
@@ -171,10 +191,14 @@ def test_the_compiled_form_reads_and_writes_less_than_pefts(dtype: Any) -> None:
             fuse_adapters(layers)
         graphs: list[Any] = []
         found = run_compiled(layers, dtype, graphs)
-        assert worst_error(found, run(make_layers(dtype), dtype)) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert worst_error(found, run(make_layers(dtype), dtype)) < (
+            1e-5 if dtype == torch.float32 else 1e-2
+        )
         nodes = [node for graph in graphs for node in graph.graph.nodes if "val" in node.meta]
         wide = [
-            node for node in nodes if node.target in (aten.mul.Tensor, aten.add.Tensor) and is_wide(node.meta["val"])
+            node
+            for node in nodes
+            if node.target in (aten.mul.Tensor, aten.add.Tensor) and is_wide(node.meta["val"])
         ]
         passes[name] = len(wide)
     # In graphs that both layers share: the product scaled and added, the gradient scaled, two gradients of the input added.
@@ -209,7 +233,9 @@ def test_a_model_may_add_to_an_output_in_place() -> None:
         layers = make_layers()
         if fuse:
             fuse_adapters(layers)
-        x = torch.randn(2, TOKENS, WIDTH_IN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(
+            2, TOKENS, WIDTH_IN, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         output = layers[NAMES[0]](x)
         output += layers[NAMES[1]](x)
         output.tanh().sum().backward()
@@ -229,10 +255,16 @@ def test_layers_of_one_operation_may_have_inputs_of_their_own() -> None:
                 fuse_adapters(layers)
             generator = torch.Generator().manual_seed(1)
             for _ in range(2):
-                inputs = {name: torch.randn(TOKENS, WIDTH_IN, generator=generator) for name in calls}
+                inputs = {
+                    name: torch.randn(TOKENS, WIDTH_IN, generator=generator) for name in calls
+                }
                 outputs = {name: layers[name](x) for name, x in inputs.items()}
                 torch.stack(list(outputs.values())).square().sum().backward()
-            grads = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None and p.grad.any()}
+            grads = {
+                name: p.grad
+                for name, p in layers.named_parameters()
+                if p.grad is not None and p.grad.any()
+            }
             found.append(outputs | grads)
             if fuse and calls != NAMES:
                 assert len(layers[NAMES[0]].group) == 1
@@ -247,7 +279,9 @@ def test_layers_that_share_their_input_multiply_it_once() -> None:
     sums = []
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = function(*args, **(kwargs or {}))
             if function in (aten.mm.default, aten.addmm.out):
                 products.append((function.name(), tuple(result.shape)))
@@ -259,6 +293,8 @@ def test_layers_that_share_their_input_multiply_it_once() -> None:
         run(layers, torch.bfloat16)
     assert products.count(("aten::mm", (TOKENS, 2 * RANK))) == 1  # x A^T of both
     assert products.count(("aten::mm", (2 * RANK, WIDTH_IN))) == 1  # the gradients of A
-    assert products.count(("aten::mm", (TOKENS, WIDTH_IN))) == 1  # the gradient of the input, to which two are added
+    assert (
+        products.count(("aten::mm", (TOKENS, WIDTH_IN))) == 1
+    )  # the gradient of the input, to which two are added
     assert products.count(("aten::addmm.out", (TOKENS, WIDTH_IN))) == 2
     assert (TOKENS, WIDTH_IN) not in sums and (2, TOKENS // 2, WIDTH_IN) not in sums

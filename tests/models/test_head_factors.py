@@ -18,8 +18,14 @@ KNOWN: dict[str, tuple[dict[str, Any], HeadFactors]] = {
     "llama": ({}, HeadFactors()),
     "cohere2": ({"logit_scale": 0.3}, HeadFactors(logits=LogitTransform(0.3))),
     "falcon_h1": ({"lm_head_multiplier": 0.7}, HeadFactors(logits=LogitTransform(0.7))),
-    "granite": ({"logits_scaling": 5.0}, HeadFactors(logits=LogitTransform(0.2))),  # one key, which divides
-    "hyperclovax": ({"logits_scaling": 5.0}, HeadFactors(logits=LogitTransform(5.0))),  # and multiplies
+    "granite": (
+        {"logits_scaling": 5.0},
+        HeadFactors(logits=LogitTransform(0.2)),
+    ),  # one key, which divides
+    "hyperclovax": (
+        {"logits_scaling": 5.0},
+        HeadFactors(logits=LogitTransform(5.0)),
+    ),  # and multiplies
     "mpt": ({"logit_scale": 0.3}, HeadFactors()),  # another, which is ignored
     "gemma2": ({"final_logit_softcapping": 3.0}, HeadFactors(logits=LogitTransform(softcap=3.0))),
     "recurrent_gemma": ({"logits_soft_cap": 4.0}, HeadFactors(logits=LogitTransform(softcap=4.0))),
@@ -50,10 +56,14 @@ def test_they_are_those_of_the_class(family: str) -> None:
     model = build(family, keys, "meta")
     before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     assert measure_head_factors(model) == expected
-    assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before
+    assert {
+        name: module.__dict__.get("forward") for name, module in model.named_modules()
+    } == before
 
 
-@pytest.mark.parametrize("family", ["muse_glimmer", "inkling_text", "minicpm3", "granite", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["muse_glimmer", "inkling_text", "minicpm3", "granite", "gemma2"]
+)
 def test_with_them_the_head_gives_the_models_own_logits(family: str) -> None:
     """Held against transformers' forward on random weights."""
     model = build(family, KNOWN[family][0], "cpu")
@@ -86,19 +96,27 @@ def subclass(change: Any) -> Any:
         (lambda logits: 9 * torch.tanh(logits / 9) / 2, LogitTransform(0.5, 4.5)),
     ],
 )
-def test_a_name_that_nobody_has_heard_of_is_no_matter(change: Any, expected: LogitTransform) -> None:
+def test_a_name_that_nobody_has_heard_of_is_no_matter(
+    change: Any, expected: LogitTransform
+) -> None:
     found = measure_head_factors(subclass(change)).logits
     assert found.scale == pytest.approx(expected.scale, rel=1e-7)
-    assert found.softcap == (None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-7))
+    assert found.softcap == (
+        None if expected.softcap is None else pytest.approx(expected.softcap, rel=1e-7)
+    )
 
 
 def clamp(logits: Tensor) -> Tensor:
     return logits.clamp(-5, 5)
 
 
-@pytest.mark.parametrize("change", [clamp, torch.sigmoid, lambda logits: logits[..., :7], lambda logits: logits + 1])
+@pytest.mark.parametrize(
+    "change", [clamp, torch.sigmoid, lambda logits: logits[..., :7], lambda logits: logits + 1]
+)
 def test_what_is_no_factor_and_no_cap_is_refused(change: Any) -> None:
-    with pytest.raises(UserError, match="its logits are something else than the scores of its output head"):
+    with pytest.raises(
+        UserError, match="its logits are something else than the scores of its output head"
+    ):
         measure_head_factors(subclass(change))
 
 

@@ -8,12 +8,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.decoder_layers import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels
+from finetune.models.decoder_layers import (
+    checkpoint_activations,
+    compile_layers,
+    decoder_layers,
+    use_liger_kernels,
+)
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_layers_give_the_same_loss_and_gradients_also_when_recomputed(backend: str) -> None:
+def test_compiled_layers_give_the_same_loss_and_gradients_also_when_recomputed(
+    backend: str,
+) -> None:
     model = ours(build("mistral"))
     names = [name for name, _ in model.named_parameters()]
     batches = [packed(documents()), packed(documents((31, 3, 9)))]
@@ -38,7 +45,9 @@ class KernelCalls(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         return operator(*args, **(kwargs or {}))
 
@@ -65,7 +74,9 @@ def test_every_kth_layer_is_computed_again_in_backward_and_no_other(loaded: dict
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_liger_leaves_the_experts_of_a_mixture_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_leaves_the_experts_of_a_mixture_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Liger runs on a GPU only: its own function is replaced by one that remembers what it is asked for."""
     asked: dict[str, bool] = {}
     liger = ModuleType("liger_kernel.transformers")

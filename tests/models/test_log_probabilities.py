@@ -19,9 +19,19 @@ TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(scale=
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """hidden, weight, bias, labels, trained positions (the last few without a label), and a gradient for each of these."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    bias = (
+        torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     labels[torch.rand(TOKENS, generator=generator) < 0.66] = IGNORE_INDEX
     trained = (labels != IGNORE_INDEX).nonzero().squeeze(1)
@@ -30,10 +40,18 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, positions: Tensor, logits: LogitTransform
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    positions: Tensor,
+    logits: LogitTransform,
 ) -> Tensor:
     """From whole logits in fp64."""
-    scores = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double()) * logits.scale
+    scores = (
+        F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+        * logits.scale
+    )
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
     found = scores.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
@@ -60,7 +78,10 @@ def test_values_and_gradients_are_those_of_whole_logits(
             )
             gradients = torch.autograd.grad((found * upstream).sum(), sources)
             assert relative_error(found, truth) <= tolerance
-            assert max(relative_error(g, e) for g, e in zip(gradients, expected, strict=True)) <= tolerance
+            assert (
+                max(relative_error(g, e) for g, e in zip(gradients, expected, strict=True))
+                <= tolerance
+            )
 
 
 def test_under_autocast_only_the_products_are_rounded() -> None:
@@ -84,7 +105,9 @@ def test_logits_are_never_whole(frozen_head: bool) -> None:
     weight = torch.randn(vocabulary, hidden_size, requires_grad=not frozen_head)
     labels = torch.randint(0, vocabulary, (tokens,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found = linear_log_probabilities(hidden, weight, labels, torch.arange(tokens), ChunkOptions(tokens=chunk))
+        found = linear_log_probabilities(
+            hidden, weight, labels, torch.arange(tokens), ChunkOptions(tokens=chunk)
+        )
         found.sum().backward()
     largest = max(event.cpu_memory_usage for event in watched.events())
     assert 0 < largest <= 1.1 * 4 * chunk * vocabulary

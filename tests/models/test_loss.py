@@ -12,7 +12,12 @@ from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.documents import install_attention
-from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights, compute_fused_chunk
+from finetune.models.loss_chunks import (
+    ChunkOptions,
+    LogitTransform,
+    TokenWeights,
+    compute_fused_chunk,
+)
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor
 from tests.ranks import launch_ranks
@@ -43,13 +48,20 @@ def plain(
     scores = F.linear(hidden, weight, bias).float() * logits.scale
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
-    return F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        scores, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
 @pytest.mark.parametrize(
     "logits",
-    [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(scale=2.5, softcap=3.0)],
+    [
+        LogitTransform(),
+        LogitTransform(scale=0.3),
+        LogitTransform(softcap=2.0),
+        LogitTransform(scale=2.5, softcap=3.0),
+    ],
 )
 @pytest.mark.parametrize("given", [True, False], ids=["positions given", "positions sought"])
 def test_value_and_gradients_are_those_of_whole_logits(
@@ -80,7 +92,9 @@ def test_label_smoothing_is_that_of_torch_in_every_chunk(logits: LogitTransform)
     truth = plain(hidden, weight, bias, labels, logits, label_smoothing=0.1)
     assert relative_error(truth, plain(hidden, weight, bias, labels, logits)) > 1e-3
     expected = torch.autograd.grad(truth / 50, sources)
-    loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(logits, 7, label_smoothing=0.1), bias=bias)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, ChunkOptions(logits, 7, label_smoothing=0.1), bias=bias
+    )
     found = torch.autograd.grad(loss / 50, sources)
     assert relative_error(loss, truth) <= EXACT
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
@@ -96,7 +110,9 @@ def weighted(kind: str, logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "alpha"), [("dft", 1.0), ("eaft", 1.0), ("eaft", 0.5)])
 @pytest.mark.parametrize("logits", [LogitTransform(), LogitTransform(scale=2.5, softcap=3.0)])
-def test_weights_of_tokens_are_constants_of_the_gradient(kind: Any, alpha: float, logits: LogitTransform) -> None:
+def test_weights_of_tokens_are_constants_of_the_gradient(
+    kind: Any, alpha: float, logits: LogitTransform
+) -> None:
     hidden, weight, bias, labels = problem(torch.float64)
     sources = [hidden, weight, bias]
     truth = weighted(kind, logits.forward(F.linear(hidden, weight, bias))[0], labels, alpha)
@@ -139,7 +155,8 @@ def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
     loss.backward()
     assert (
         relative_error(
-            hidden.grad, torch.autograd.grad(plain(hidden, weight, None, labels, LogitTransform()), hidden)[0]
+            hidden.grad,
+            torch.autograd.grad(plain(hidden, weight, None, labels, LogitTransform()), hidden)[0],
         )
         <= EXACT
     )  # type: ignore[arg-type]
@@ -170,7 +187,9 @@ def test_logits_are_never_whole() -> None:
     labels = torch.arange(TOKENS) % VOCABULARY
     with LargestTensor() as made:
         linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=8)).backward()
-    assert made.numbers == TOKENS * HIDDEN  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
+    assert (
+        made.numbers == TOKENS * HIDDEN
+    )  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
 
 
 def test_without_labels_the_model_answers_as_before_and_a_wrapped_head_is_refused() -> None:
@@ -180,7 +199,9 @@ def test_without_labels_the_model_answers_as_before_and_a_wrapped_head_is_refuse
     expected = model(ids).logits
     install_loss(model)
     assert torch.equal(model(ids).logits, expected)
-    with pytest.raises(UserError, match="output head is a CrossEntropyHead, not a plain linear layer"):
+    with pytest.raises(
+        UserError, match="output head is a CrossEntropyHead, not a plain linear layer"
+    ):
         install_loss(model)
 
 
@@ -195,7 +216,9 @@ def test_a_deep_copy_computes_with_its_own_weights() -> None:
     assert model(**batch).item() == before != other(**batch).item()
 
 
-def test_under_fsdp2_every_split_gives_the_same_loss_and_gradients_with_one_gather_of_the_head(tmp_path: Path) -> None:
+def test_under_fsdp2_every_split_gives_the_same_loss_and_gradients_with_one_gather_of_the_head(
+    tmp_path: Path,
+) -> None:
     """Two ranks against one process: tied and untied, fp32 and bf16, full and with a frozen head."""
     script = Path(__file__).with_name("loss_on_ranks.py")
     outputs = launch_ranks(script, timeout=120).check().outputs
@@ -210,10 +233,14 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
     hidden.requires_grad_(), weight.requires_grad_()
     exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     positions = (labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None
-    linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=20))  # the first call may load kernels
+    linear_cross_entropy(
+        hidden, weight, labels, ChunkOptions(tokens=20)
+    )  # the first call may load kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=20), trained_positions=positions)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, ChunkOptions(tokens=20), trained_positions=positions
+        )
         (loss / 50).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -20,7 +20,9 @@ def rows() -> dict[str, tuple[str, str]]:
 def test_every_family_of_transformers_has_a_row() -> None:
     """A new release of transformers brings new families: run the sweep again when it is pinned."""
     listed = list(rows())
-    assert listed == [family for family in sweep.families() if family in listed or not sweep.is_newer()]
+    assert listed == [
+        family for family in sweep.families() if family in listed or not sweep.is_newer()
+    ]
 
 
 def test_most_families_train() -> None:
@@ -33,8 +35,13 @@ def test_two_ranks_find_what_the_page_says(loaded: dict[str, Any]) -> None:
     """The sweep runs in one process; these families are also walked under FSDP2 on two ranks."""
     for family in (*OTHERS, *HYBRIDS, *MASKED, *OWN_ATTENTION, "modernbert-decoder"):
         packed, unpacked = rows()[family]
-        for found, said in ((loaded[f"{family}, packed"], packed), (loaded[f"{family}, padded"], unpacked)):
-            assert said.startswith("trains" if found["error"] is None else str(sweep.Trial(found["error"]))), family
+        for found, said in (
+            (loaded[f"{family}, packed"], packed),
+            (loaded[f"{family}, padded"], unpacked),
+        ):
+            assert said.startswith(
+                "trains" if found["error"] is None else str(sweep.Trial(found["error"]))
+            ), family
 
 
 @pytest.mark.slow
@@ -46,7 +53,9 @@ def test_the_sweep_finds_what_the_page_says(tmp_path: Any) -> None:
 
 def rows_of_classes() -> list[str]:
     """The page's table of vision-language classes."""
-    return sweep.table_of(sweep.PAGE.read_text(encoding="utf-8").splitlines(), sweep.HEAD_OF_CLASSES)[2:]
+    return sweep.table_of(
+        sweep.PAGE.read_text(encoding="utf-8").splitlines(), sweep.HEAD_OF_CLASSES
+    )[2:]
 
 
 def test_every_vision_language_class_has_a_row() -> None:
@@ -59,7 +68,9 @@ def test_every_vision_language_class_has_a_row() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("family", "name"), sweep.image_classes())
-def test_the_sweep_of_classes_finds_what_the_page_says(family: str, name: str, tmp_path: Any) -> None:
+def test_the_sweep_of_classes_finds_what_the_page_says(
+    family: str, name: str, tmp_path: Any
+) -> None:
     """Each says that it is trained on text, or what stands in the way."""
     with sweep.one_process() as world:
         assert sweep.row_of_class(family, name, world, tmp_path) in rows_of_classes()

@@ -26,12 +26,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bf16, ddp": {"sharding": {"layout": "ddp", "mixed_precision": "bf16"}},
     "dtype: bfloat16": {"sharding": {"layout": "fsdp2"}, "dtype": "bfloat16"},
     "lora": {"sharding": {"layout": "fsdp2"}, "use_peft": True},
-    "lora, fsdp1, bf16": {"sharding": {"layout": "fsdp1", "mixed_precision": "bf16"}, "use_peft": True},
+    "lora, fsdp1, bf16": {
+        "sharding": {"layout": "fsdp1", "mixed_precision": "bf16"},
+        "use_peft": True,
+    },
     "checkpointing": {"sharding": {"layout": "fsdp2", "activation_checkpointing": True}},
     "compiled": {"sharding": {"layout": "fsdp2"}, "torch_compile": True},
 }
 HYBRID: dict[str, dict[str, Any]] = {
-    "hybrid": {"sharding": {"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2}}
+    "hybrid": {
+        "sharding": {
+            "layout": "fsdp2",
+            "strategy": "HYBRID_SHARD",
+            "replicate_size": 2,
+            "shard_size": 2,
+        }
+    }
 }
 
 
@@ -42,14 +52,18 @@ HYBRID: dict[str, dict[str, Any]] = {
         *(f"{family}, padded" for family in (*HYBRIDS, *MASKED, *OWN_ATTENTION)),
     ],
 )
-def test_what_is_let_in_trains_on_the_loss_of_one_document_at_a_time(case: str, loaded: dict[str, Any]) -> None:
+def test_what_is_let_in_trains_on_the_loss_of_one_document_at_a_time(
+    case: str, loaded: dict[str, Any]
+) -> None:
     found = loaded[case]
     assert found["error"] is None
     assert found["loss"] == pytest.approx(found["plain"], rel=1e-6)
 
 
 @pytest.mark.parametrize("family", OWN_ATTENTION)
-def test_attention_that_is_not_ours_is_refused_in_a_sentence(family: str, loaded: dict[str, Any]) -> None:
+def test_attention_that_is_not_ours_is_refused_in_a_sentence(
+    family: str, loaded: dict[str, Any]
+) -> None:
     error = loaded[f"{family}, packed"]["error"]
     assert "cannot be trained on packed documents" in error and "\n" not in error
     assert error.endswith("set packing: false and remove attn_implementation")
@@ -76,7 +90,10 @@ def test_a_state_that_runs_into_the_next_document_is_found(
 
 def test_a_forward_that_computes_something_else_is_refused(loaded: dict[str, Any]) -> None:
     """ModernBERT's decoder has a layer of its own between its trunk and its output head."""
-    assert "does not compute what the model's own forward does" in loaded["modernbert-decoder, packed"]["error"]
+    assert (
+        "does not compute what the model's own forward does"
+        in loaded["modernbert-decoder, packed"]["error"]
+    )
 
 
 QUICK = ("ddp", "bf16", "lora, fsdp1, bf16", "checkpointing", "compiled")
@@ -93,20 +110,26 @@ def checked(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[st
     for ranks, layouts in ((2, LAYOUTS), (4, HYBRID)) if slow_too else ((2, quick),):
         scenarios = [{"name": name} | keys for name, keys in layouts.items()]
         (folder / "scenarios.json").write_text(json.dumps(scenarios))
-        launch_ranks(Path(__file__).with_name("probe_on_ranks.py"), [str(folder)], ranks=ranks, timeout=300).check()
+        launch_ranks(
+            Path(__file__).with_name("probe_on_ranks.py"), [str(folder)], ranks=ranks, timeout=300
+        ).check()
         found |= json.loads((folder / "results.json").read_text())
     return found
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS | HYBRID))
-def test_in_every_layout_a_sound_model_passes_and_a_leak_is_found(layout: str, checked: dict[str, Any]) -> None:
+def test_in_every_layout_a_sound_model_passes_and_a_leak_is_found(
+    layout: str, checked: dict[str, Any]
+) -> None:
     for found in checked[layout]:
         assert found["error"] is None
         assert "its layers do not keep documents apart" in found["leak"]
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS | HYBRID))
-def test_the_check_changes_neither_losses_nor_random_state_nor_graphs(layout: str, checked: dict[str, Any]) -> None:
+def test_the_check_changes_neither_losses_nor_random_state_nor_graphs(
+    layout: str, checked: dict[str, Any]
+) -> None:
     for found in checked[layout]:
         assert found["is_random_state_kept"]
         assert found["gradients"] == 0 and found["graphs"] == 0
@@ -124,12 +147,16 @@ def test_a_trained_model_is_let_in_in_every_precision(
     recipe = Model(model_name_or_path=str(shared / "models" / "stories260k"), dtype=dtype)
     world = join(Sharding(layout="single", mixed_precision=mixed_precision, use_cpu=True))
     try:
-        check_training_forward(load_model(recipe, Lora(), 0, world)[0], recipe, Data(packing=packing), world)
+        check_training_forward(
+            load_model(recipe, Lora(), 0, world)[0], recipe, Data(packing=packing), world
+        )
     finally:
         leave(world)
 
 
-def test_rounding_of_the_size_of_bf16s_is_a_fault_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_of_the_size_of_bf16s_is_a_fault_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bounds are those of the precision: what bf16 explains is not let pass where nothing is rounded to bf16."""
     build("llama").save_pretrained(tmp_path)
     recipe = Model(model_name_or_path=str(tmp_path))

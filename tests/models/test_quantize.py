@@ -77,8 +77,12 @@ def worlds(slow_too: bool) -> Sequence[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    def read(layout: str, kind: str, precision: str = "no", source: str = "plain") -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((folder / f"{layout}-{precision}-{kind}-{source}.json").read_text())
+    def read(
+        layout: str, kind: str, precision: str = "no", source: str = "plain"
+    ) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(
+            (folder / f"{layout}-{precision}-{kind}-{source}.json").read_text()
+        )
         return content
 
     return read
@@ -88,14 +92,21 @@ def found(folder: Path) -> Found:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the linear layers, by layer."""
     tensors = load_file(folder / "model" / "model.safetensors")
-    return {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")}
+    return {
+        name.removesuffix(".weight"): tensor
+        for name, tensor in tensors.items()
+        if name.endswith("_proj.weight")
+    }
 
 
 @pytest.fixture(scope="module")
 def expected(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, list[str]]]:
     """By kind and layer, the digests of the codes and scales that bitsandbytes makes of each whole weight."""
     return {
-        kind: {name: [_digest(part) for part in whole(weight, kind)] for name, weight in weights.items()}
+        kind: {
+            name: [_digest(part) for part in whole(weight, kind)]
+            for name, weight in weights.items()
+        }
         for kind in KINDS
     }
 
@@ -109,7 +120,9 @@ def whole(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
         return codes.view(torch.uint8), scales.view(torch.uint8)
     codes, state = functional.quantize_4bit(
-        weight, compress_statistics=keys.bnb_4bit_use_double_quant, quant_type=keys.bnb_4bit_quant_type
+        weight,
+        compress_statistics=keys.bnb_4bit_use_double_quant,
+        quant_type=keys.bnb_4bit_quant_type,
     )
     if not state.nested:
         return codes, state.absmax.view(torch.uint8)
@@ -152,7 +165,9 @@ def test_the_loss_is_that_of_transformers_with_bitsandbytes(
 ) -> None:
     with torch.no_grad():
         truth = float(plain_loss(by_bitsandbytes(folder / "model", kind), documents()))
-        unquantized = float(plain_loss(build("qwen2").from_pretrained(folder / "model"), documents()))
+        unquantized = float(
+            plain_loss(build("qwen2").from_pretrained(folder / "model"), documents())
+        )
     assert abs(truth - unquantized) > 1e-3 * unquantized, "quantization changes nothing"
     for ranks, layout in (world for world in worlds if kind in kinds_of(world[1])):
         assert found(f"{layout}-{ranks}", kind)["loss"] == pytest.approx(truth, rel=1e-6), layout
@@ -166,14 +181,23 @@ def test_no_rank_reads_or_holds_more_than_its_share(
     for ranks, layout in (world for world in worlds if kind in kinds_of(world[1])):
         result = found(f"{layout}-{ranks}", kind)
         sharers = {"hybrid": 2, "ddp": 1, "single": 1}.get(layout, ranks)
-        whole_bytes = sum(part.numel() for weight in weights.values() for part in whole(weight, kind))
+        whole_bytes = sum(
+            part.numel() for weight in weights.values() for part in whole(weight, kind)
+        )
         for held in result["held"]:
             assert held <= whole_bytes / sharers + len(weights) * 2 * (sharers + 1) * 4
         for reads in result["read"]:
             for name, weight in weights.items():
                 read = reads.get(f"{name.replace('_proj', '_proj.base_layer')}.weight", 0)
-                rows = 2 * weight.shape[1] * (1 if kind == "int8" else math.ceil(1 + 64 / weight.shape[1]))
-                assert read <= weight.numel() / sharers + (rows if sharers > 1 else 0), (layout, name)
+                rows = (
+                    2
+                    * weight.shape[1]
+                    * (1 if kind == "int8" else math.ceil(1 + 64 / weight.shape[1]))
+                )
+                assert read <= weight.numel() / sharers + (rows if sharers > 1 else 0), (
+                    layout,
+                    name,
+                )
         assert sum(result["held"]) >= whole_bytes
 
 
@@ -208,7 +232,9 @@ def test_checkpointed_activations_cost_no_third_dequantization(folder: Path) -> 
 
 @pytest.mark.parametrize("kind", ["nf4-double", "int8"])
 @pytest.mark.parametrize("keeps_dequantized", [False, True])
-def test_a_layer_compiles_to_one_graph_with_the_same_numbers(kind: str, keeps_dequantized: bool) -> None:
+def test_a_layer_compiles_to_one_graph_with_the_same_numbers(
+    kind: str, keeps_dequantized: bool
+) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(40, 75)
     whole = quantize_tensor(plain.weight.detach(), KINDS[kind])
@@ -229,7 +255,9 @@ def test_a_layer_compiles_to_one_graph_with_the_same_numbers(kind: str, keeps_de
         results.append((outputs.detach(), inputs.grad, layer.bias.grad))
     assert len(backend.graphs) == 1
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
-    expected = torch.nn.functional.linear(inputs.detach(), dequantize_tensor(whole, torch.float32), plain.bias)
+    expected = torch.nn.functional.linear(
+        inputs.detach(), dequantize_tensor(whole, torch.float32), plain.bias
+    )
     assert torch.equal(results[0][0], expected)
     assert torch.allclose(results[0][2], 2 * expected.detach().sum(0))
 
@@ -239,7 +267,9 @@ def test_the_head_and_what_is_trained_whole_keep_their_precision() -> None:
     model.model.layers[0].mlp.up_proj.requires_grad_(True)
     every = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     quantize_layers(model, KINDS["nf4"], torch.float32, {})
-    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    quantized = {
+        name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)
+    }
     assert every - quantized == {"lm_head", "model.layers.0.mlp.up_proj"}
 
 
@@ -247,7 +277,9 @@ def test_the_head_and_what_is_trained_whole_keep_their_precision() -> None:
     "columns", [48, 64, 75, 80, 1056]
 )  # of 48, 80 and 1056 bitsandbytes' own rows are wrong on some CPUs
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_a_number_is_the_value_of_its_code_times_the_scale_of_its_block(kind: str, columns: int) -> None:
+def test_a_number_is_the_value_of_its_code_times_the_scale_of_its_block(
+    kind: str, columns: int
+) -> None:
     """The definition, number by number."""
     from bitsandbytes import functional
 
@@ -256,6 +288,8 @@ def test_a_number_is_the_value_of_its_code_times_the_scale_of_its_block(kind: st
     whole = quantize_tensor(weight, KINDS[kind])
     values, scales = functional.get_4bit_type(kind, device="cpu"), whole.scales.view(torch.float32)
     codes = torch.stack([whole.codes >> 4, whole.codes & 15], dim=1).flatten()[: 9 * columns]
-    expected = torch.stack([values[code] * scales[place // 64] for place, code in enumerate(codes.tolist())])
+    expected = torch.stack(
+        [values[code] * scales[place // 64] for place, code in enumerate(codes.tolist())]
+    )
     assert torch.equal(dequantize_tensor(whole, torch.float32), expected.view(9, columns))
     assert (expected.view(9, columns) - weight).norm() < 0.15 * weight.norm()

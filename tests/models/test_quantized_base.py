@@ -27,8 +27,18 @@ from finetune.models.weights import refuse_mismatch
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
 
-SIZES = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+BITSANDBYTES = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_use_double_quant": True,
+}
 NF4 = BITSANDBYTES | {"bnb_4bit_quant_type": "nf4"}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
 FSDP2 = Sharding(layout="fsdp2")
@@ -47,8 +57,12 @@ def adopted(stored: dict[str, Any] | None, asked: Quantization = UNQUANTIZED) ->
 def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked() -> None:
     double = Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     assert adopted(NF4) == double
-    assert adopted(NF4, Quantization(load_in_4bit=True)) == double  # the rest was left at its defaults
-    assert adopted(BITSANDBYTES) == replace(double, bnb_4bit_quant_type="fp4")  # transformers' default
+    assert (
+        adopted(NF4, Quantization(load_in_4bit=True)) == double
+    )  # the rest was left at its defaults
+    assert adopted(BITSANDBYTES) == replace(
+        double, bnb_4bit_quant_type="fp4"
+    )  # transformers' default
     assert adopted(INT8) == Quantization(load_in_8bit=True)
     assert adopted(None) == Quantization()
     assert adopted(None, double) == double
@@ -80,12 +94,21 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(**state: Any) -> torch.Tensor:
-    keys = {"quant_type": "nf4", "blocksize": 64, "shape": [48, 48], "nested_blocksize": 256, "nested_offset": 0.1}
+    keys = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "shape": [48, 48],
+        "nested_blocksize": 256,
+        "nested_offset": 0.1,
+    }
     return torch.tensor(list(json.dumps(keys | state).encode()), dtype=torch.uint8)
 
 
 CHANGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "other values": (lambda t: t[f"{Q_PROJ}.quant_map"].mul_(0.9), "quant_map: not the values that bitsandbytes uses"),
+    "other values": (
+        lambda t: t[f"{Q_PROJ}.quant_map"].mul_(0.9),
+        "quant_map: not the values that bitsandbytes uses",
+    ),
     "fewer values": (
         lambda t: t.update({f"{Q_PROJ}.quant_map": torch.ones(15)}),
         "quant_map: not the values that bitsandbytes uses",
@@ -99,21 +122,35 @@ CHANGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
         lambda t: t.update({Q_PROJ: torch.ones(9, 1, dtype=torch.uint8)}),
         ": 1,152 bytes in one file are expected",
     ),
-    "no text": (lambda t: t.update({STATE: torch.arange(9, dtype=torch.uint8)}), "description of the weight"),
+    "no text": (
+        lambda t: t.update({STATE: torch.arange(9, dtype=torch.uint8)}),
+        "description of the weight",
+    ),
     "block of zero": (lambda t: t.update({STATE: text(blocksize=0)}), "description of the weight"),
     "shape of one": (lambda t: t.update({STATE: text(shape=[2304])}), "description of the weight"),
-    "infinite mean": (lambda t: t.update({STATE: text(nested_offset=float("inf"))}), "description of the weight"),
-    "other blocks": (lambda t: t.update({STATE: text(nested_blocksize=128)}), "description of the weight"),
+    "infinite mean": (
+        lambda t: t.update({STATE: text(nested_offset=float("inf"))}),
+        "description of the weight",
+    ),
+    "other blocks": (
+        lambda t: t.update({STATE: text(nested_blocksize=128)}),
+        "description of the weight",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_stored_weight_that_bitsandbytes_did_not_write_is_refused(change: str, stored: Path, tmp_path: Path) -> None:
+def test_a_stored_weight_that_bitsandbytes_did_not_write_is_refused(
+    change: str, stored: Path, tmp_path: Path
+) -> None:
     tensors = load_file(stored / "model.safetensors")
     assert len(split_quantized(read_folder(stored), "folder")[1]) == 14
     CHANGES[change][0](tensors)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=rf"^folder: {re.escape(Q_PROJ)}.*{CHANGES[change][1]}.*; save the model again"):
+    with pytest.raises(
+        UserError,
+        match=rf"^folder: {re.escape(Q_PROJ)}.*{CHANGES[change][1]}.*; save the model again",
+    ):
         split_quantized(read_folder(tmp_path), "folder")
 
 
@@ -126,13 +163,16 @@ def test_numbers_without_their_scales_are_never_loaded(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError) as refused:
         refuse_mismatch(model, read_folder(tmp_path), "folder")
-    assert "q_proj.weight is stored as float8_e4m3fn, which is quantized in a way that is not supported" in str(
-        refused.value
+    assert (
+        "q_proj.weight is stored as float8_e4m3fn, which is quantized in a way that is not supported"
+        in str(refused.value)
     )
     assert "lm_head.weight is stored as int8" in str(refused.value)
 
 
-def test_a_quantized_head_and_a_config_that_does_not_tell_are_refused(stored: Path, tmp_path: Path) -> None:
+def test_a_quantized_head_and_a_config_that_does_not_tell_are_refused(
+    stored: Path, tmp_path: Path
+) -> None:
     world = join(Sharding(layout="single", use_cpu=True))
     try:
         untold = tmp_path / "untold"
@@ -141,7 +181,8 @@ def test_a_quantized_head_and_a_config_that_does_not_tell_are_refused(stored: Pa
         del config["quantization_config"]
         (untold / "config.json").write_text(json.dumps(config))
         with pytest.raises(
-            UserError, match=r"is stored quantized, but config.json does not say so; name the unquantized"
+            UserError,
+            match=r"is stored quantized, but config.json does not say so; name the unquantized",
         ):
             load_model(Model(model_name_or_path=str(untold)), Lora(use_peft=True), 0, world)
         whole, quantized = split_quantized(read_folder(stored), "folder")
@@ -149,7 +190,8 @@ def test_a_quantized_head_and_a_config_that_does_not_tell_are_refused(stored: Pa
         model = build("llama").requires_grad_(False)
         head = {"lm_head.weight": quantized[Q_PROJ]}
         with pytest.raises(
-            UserError, match=r"lm_head.weight is stored in 4 bits, but only frozen linear layers other than"
+            UserError,
+            match=r"lm_head.weight is stored in 4 bits, but only frozen linear layers other than",
         ):
             quantize_layers(model, quantized[Q_PROJ].quantization, torch.float32, quantized | head)
     finally:

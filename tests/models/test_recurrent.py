@@ -14,7 +14,15 @@ from finetune.config.families import FAMILIES
 from finetune.models.decoder_layers import checkpoint_activations
 from tests.conftest import let_states_last, slow_but
 from tests.models import sweep
-from tests.models.families import documents, gradients, ours, packed, padded, plain_loss, relative_error
+from tests.models.families import (
+    documents,
+    gradients,
+    ours,
+    packed,
+    padded,
+    plain_loss,
+    relative_error,
+)
 from tests.vision import make_vision_model
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
@@ -29,7 +37,9 @@ def build(family: str) -> Any:
 
     torch.manual_seed(0)
     config = sweep.tiny_config(family)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     return let_states_last(model).train()
 
 
@@ -50,7 +60,9 @@ def test_packed_rows_have_the_losses_and_gradients_of_each_document(family: str)
         assert found.keys() == true_gradients.keys()
         difference = {name: gradient - true_gradients[name] for name, gradient in found.items()}
         assert norm(difference) < CLOSE * norm(true_gradients)
-        if family in DELTA_RULES:  # the gradients of decays are small beside the others, whose norm would hide them
+        if (
+            family in DELTA_RULES
+        ):  # the gradients of decays are small beside the others, whose norm would hide them
             assert max(relative_norms(difference, true_gradients).values()) < CLOSE
 
 
@@ -64,12 +76,16 @@ class InDouble(ModuleType):
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_5_text", "qwen3_5"], [*DELTA_RULES, "qwen3_5"]))
-def test_rounding_hides_no_error_in_any_gradient(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_hides_no_error_in_any_gradient(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The models that are compared are such that transformers' own gradients in fp32 are near those in fp64."""
     from transformers import AutoModelForImageTextToText
 
     if family == "qwen3_5":
-        single = AutoModelForImageTextToText.from_pretrained(make_vision_model(tmp_path, family)).train()
+        single = AutoModelForImageTextToText.from_pretrained(
+            make_vision_model(tmp_path, family)
+        ).train()
     else:
         single = build(family)
     single.set_experts_implementation("eager")  # torch's grouped products have no fp64
@@ -83,7 +99,9 @@ def test_rounding_hides_no_error_in_any_gradient(family: str, tmp_path: Path, mo
     assert max(relative_norms(difference, exact).values()) < CLOSE
 
 
-def relative_norms(differences: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+def relative_norms(
+    differences: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """The norm of each difference, in units of its gradient's own."""
     return {name: float(each.norm() / gradients[name].norm()) for name, each in differences.items()}
 

@@ -18,7 +18,9 @@ def test_it_is_that_of_one_rank_and_its_gradients_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
-def test_a_real_model_has_the_loss_and_gradients_that_transformers_computes(ranks: int, shared: Path) -> None:
+def test_a_real_model_has_the_loss_and_gradients_that_transformers_computes(
+    ranks: int, shared: Path
+) -> None:
     """stories260k, with 8 heads and 4 key-value heads, under activation checkpointing."""
     folder = shared / "models" / "stories260k"
     outputs = launch_ranks(SCRIPT, [str(folder)], ranks=ranks, timeout=120).check().outputs

@@ -28,7 +28,9 @@ def test_rows_of_added_tokens_are_the_mean_of_the_known(
     whole = read((slice(0, rows), slice(0, 6)))
     mean = weight[:known].double().mean(0).float()
     for row in range(rows):
-        torch.testing.assert_close(whole[row], mean if row in new else weight[row].float(), atol=0, rtol=1e-6)
+        torch.testing.assert_close(
+            whole[row], mean if row in new else weight[row].float(), atol=0, rtol=1e-6
+        )
     for start in range(rows):  # as ranks read it
         part = read((slice(start, min(start + 5, rows)), slice(2, 5)))
         assert torch.equal(part, whole[start : start + 5, 2:5])

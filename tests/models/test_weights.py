@@ -66,5 +66,7 @@ def test_a_vision_language_model_is_initialized_as_by_transformers(family: str) 
 def test_a_parameter_that_gets_no_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, module: None)
     monkeypatch.setattr(LlamaModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(UserError, match=f"model_config: transformers gives {QUERY}.weight no value"):
+    with pytest.raises(
+        UserError, match=f"model_config: transformers gives {QUERY}.weight no value"
+    ):
         values_of(1)(f"{QUERY}.weight", everything(64, 64))

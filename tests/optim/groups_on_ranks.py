@@ -30,20 +30,35 @@ def main() -> None:
     for family, config in CONFIGS.items():
         for layout in ("single", "fsdp1", "fsdp2"):
             model: Any = AutoModelForCausalLM.from_config(config)
-            classes = {type(module) for module in model.modules() if type(module).__name__ in model._no_split_modules}
+            classes = {
+                type(module)
+                for module in model.modules()
+                if type(module).__name__ in model._no_split_modules
+            }
             if layout == "fsdp1":
-                policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+                policy = functools.partial(
+                    transformer_auto_wrap_policy, transformer_layer_cls=classes
+                )
                 device = torch.device("cpu")
-                model = Fsdp1(model, use_orig_params=True, auto_wrap_policy=policy, device_id=device)
+                model = Fsdp1(
+                    model, use_orig_params=True, auto_wrap_policy=policy, device_id=device
+                )
             elif layout == "fsdp2":
                 for module in model.modules():
                     if type(module) in classes:
                         fully_shard(module)
                 fully_shard(model)
             optimizer = build_optimizer(model, Optimization(weight_decay=0.1))
-            decay = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+            decay = {
+                id(p)
+                for group in optimizer.param_groups
+                if group["weight_decay"]
+                for p in group["params"]
+            }
             names = [
-                name.replace("_fsdp_wrapped_module.", "") for name, p in model.named_parameters() if id(p) in decay
+                name.replace("_fsdp_wrapped_module.", "")
+                for name, p in model.named_parameters()
+                if id(p) in decay
             ]
             decaying[f"{family} {layout}"] = sorted(names)
     if dist.get_rank() == 0:

@@ -16,7 +16,12 @@ from tests.training.layouts import steps_of, train_all, write_config
 # Betas that fp32 holds exactly: torchao corrects for the start in fp32, where 1 - 0.999 is right to 3e-5 only.
 BETAS = (0.75, 0.875)
 EIGHT_BIT = Optimization(
-    optim="adamw_8bit", learning_rate=0.1, weight_decay=0.3, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=1e-3
+    optim="adamw_8bit",
+    learning_rate=0.1,
+    weight_decay=0.3,
+    adam_beta1=BETAS[0],
+    adam_beta2=BETAS[1],
+    adam_epsilon=1e-3,
 )
 STEPS, SAVED_AT = 6, 3
 
@@ -73,27 +78,46 @@ def test_first_step_is_torchs_own_and_the_moments_are_kept_in_8_bits() -> None:
 def checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
     folders = (run / "checkpoints" / f"step-{step:08d}" / part for part in ("model", "optimizer"))
-    return {name: read(tensor) for folder in folders for name, tensor in read_folder(folder).items()}
+    return {
+        name: read(tensor) for folder in folders for name, tensor in read_folder(folder).items()
+    }
 
 
-@pytest.mark.parametrize(("ranks", "other"), [(2, "ddp"), pytest.param(1, "single", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "other"), [(2, "ddp"), pytest.param(1, "single", marks=pytest.mark.slow)]
+)
 def test_a_run_resumes_exactly_and_another_layout_goes_on_from_it(
     ranks: int, other: str, tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
     pytest.importorskip("torchao", reason="needs torchao")
-    recipe = tiny_recipe(optim="adamw_8bit", save_steps=SAVED_AT, max_steps=STEPS, export_at_end=False)
+    recipe = tiny_recipe(
+        optim="adamw_8bit", save_steps=SAVED_AT, max_steps=STEPS, export_at_end=False
+    )
     begun = f"resume_from_checkpoint={tmp_path}/whole/checkpoints/step-{SAVED_AT:08d}"
     sharded, plain = write_config(tmp_path, "full_shard"), write_config(tmp_path, other)
-    runs = {"whole": (sharded, ["async_save=true"]), "resumed": (sharded, [begun]), "other": (plain, [begun])}
-    listed = [(recipe, config, [f"output_dir={tmp_path}/{name}", *given]) for name, (config, given) in runs.items()]
+    runs = {
+        "whole": (sharded, ["async_save=true"]),
+        "resumed": (sharded, [begun]),
+        "other": (plain, [begun]),
+    }
+    listed = [
+        (recipe, config, [f"output_dir={tmp_path}/{name}", *given])
+        for name, (config, given) in runs.items()
+    ]
     train_all(tmp_path, listed, ranks=ranks)
 
     losses = {line["step"]: line["loss"] for line in steps_of(tmp_path / "whole")}
     assert len(losses) == STEPS and losses[STEPS] < losses[1]
-    assert all(tensor.dtype == torch.float32 for tensor in checkpoint(tmp_path / "whole", SAVED_AT).values())
+    assert all(
+        tensor.dtype == torch.float32
+        for tensor in checkpoint(tmp_path / "whole", SAVED_AT).values()
+    )
     end, again = checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path / "resumed", STEPS)
     assert end.keys() == again.keys()
     assert [name for name in end if not torch.equal(end[name], again[name])] == []
-    resumed, elsewhere = ({line["step"]: line["loss"] for line in steps_of(tmp_path / n)} for n in ("resumed", "other"))
+    resumed, elsewhere = (
+        {line["step"]: line["loss"] for line in steps_of(tmp_path / n)}
+        for n in ("resumed", "other")
+    )
     assert resumed == {step: loss for step, loss in losses.items() if step > SAVED_AT}
     assert elsewhere == pytest.approx(resumed, rel=1e-3)

@@ -15,7 +15,9 @@ def quadratic(optimizer_class: type[torch.optim.Optimizer], steps: int = 300) ->
     torch.manual_seed(0)
     goal, start = torch.randn(40, 30), torch.randn(40, 30)
     weight, bias = torch.nn.Parameter(start), torch.nn.Parameter(torch.zeros(30))
-    optimizer = optimizer_class([{"params": [weight], "weight_decay": 0.01}, {"params": [bias]}], lr=0.02)  # type: ignore[call-arg]
+    optimizer = optimizer_class(
+        [{"params": [weight], "weight_decay": 0.01}, {"params": [bias]}], lr=0.02
+    )  # type: ignore[call-arg]
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -94,7 +96,9 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_a_gpu_run_looks_for_the_compiler_once_not_for_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_run_looks_for_the_compiler_once_not_for_every_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lookups: list[str] = []
     monkeypatch.setattr(shutil, "which", lookups.append)
     monkeypatch.setattr(adamw, "_compiled_update", lambda: adamw._update_)

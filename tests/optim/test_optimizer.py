@@ -17,7 +17,12 @@ from finetune.config.reader import read_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
 from finetune.errors import UserError
-from finetune.optim.optimizers import CONSTRUCTORS, build_optimizer, complete_state, make_parameter_groups
+from finetune.optim.optimizers import (
+    CONSTRUCTORS,
+    build_optimizer,
+    complete_state,
+    make_parameter_groups,
+)
 from tests.models.families import build
 from tests.ranks import launch_ranks
 
@@ -38,7 +43,9 @@ def recipe_of(tmp_path: Path) -> RecipeOf:
 
 
 def test_every_optimizer_of_the_table_can_be_made() -> None:
-    assert get_args(get_type_hints(Optimization)["optim"]) == tuple(OPTIMIZERS) == tuple(CONSTRUCTORS)
+    assert (
+        get_args(get_type_hints(Optimization)["optim"]) == tuple(OPTIMIZERS) == tuple(CONSTRUCTORS)
+    )
 
 
 def rates_of(recipe: Recipe) -> list[float]:
@@ -50,7 +57,9 @@ def rates_of(recipe: Recipe) -> list[float]:
 def rates_of_transformers(name: str, warmup_steps: int, peak: float, **options: Any) -> list[float]:
     """The same by transformers, whose warm-up begins at 0 and ours at the first share: its step i + 1 is our step i there."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    scheduler = get_scheduler(name, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options)
+    scheduler = get_scheduler(
+        name, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options
+    )
     rates = []
     for _ in range(STEPS + 1):
         rates.append(scheduler.get_last_lr()[0])
@@ -91,7 +100,11 @@ def test_lr_scheduler_type_is_the_schedule_of_that_name(
     ],
 )  # fmt: skip
 def test_lr_scheduler_kwargs_are_those_of_transformers(
-    recipe_of: RecipeOf, kind: str, arguments: dict[str, Any], min_lr_ratio: float, theirs: dict[str, Any]
+    recipe_of: RecipeOf,
+    kind: str,
+    arguments: dict[str, Any],
+    min_lr_ratio: float,
+    theirs: dict[str, Any],
 ) -> None:
     recipe = recipe_of(
         lr_scheduler_type=kind,
@@ -108,14 +121,32 @@ def test_lr_scheduler_kwargs_are_those_of_transformers(
     ("keys", "sentence"),
     [
         ({"lr_scheduler_kwargs": "{power: 2}"}, "power: cosine takes no arguments"),
-        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{decay_type: step}"}, "one of cosine, linear, 1-sqrt is"),
-        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{num_decay_steps: 0}"}, "a number above 0 is expected"),
-        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{min_lr: 1e-6}"}, "min_lr: here it is min_lr_ratio"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "ends at learning_rate times min_lr_ratio; set min_lr_ratio, or"),
-        ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no end, so min_lr_ratio has no effect"),
+        (
+            {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{decay_type: step}"},
+            "one of cosine, linear, 1-sqrt is",
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{num_decay_steps: 0}"},
+            "a number above 0 is expected",
+        ),
+        (
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{min_lr: 1e-6}"},
+            "min_lr: here it is min_lr_ratio",
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            "ends at learning_rate times min_lr_ratio; set min_lr_ratio, or",
+        ),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1},
+            "has no end, so min_lr_ratio has no effect",
+        ),
         ({"lr_scheduler_type": "cosine_with_restarts"}, "a rate that jumps back is not supported"),
         ({"optim": "paged_adamw_8bit"}, "another tool's name; here it is adamw_8bit"),
-        ({"optim": "lion_32bit"}, "lion_32bit: not supported: no kept library has Lion for sharded parameters"),
+        (
+            {"optim": "lion_32bit"},
+            "lion_32bit: not supported: no kept library has Lion for sharded parameters",
+        ),
     ],
 )
 def test_a_schedule_or_optimizer_that_cannot_be_is_one_sentence(
@@ -126,21 +157,40 @@ def test_a_schedule_or_optimizer_that_cannot_be_is_one_sentence(
 
 
 def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:
-    recipe = recipe_of(lr_scheduler_type="cosine", learning_rate=1e-3, warmup_steps=5, min_lr_ratio=0.1)
-    assert rates_of(recipe) == pytest.approx(rates_of_transformers("cosine_with_min_lr", 5, 1e-3, min_lr_rate=0.1))
+    recipe = recipe_of(
+        lr_scheduler_type="cosine", learning_rate=1e-3, warmup_steps=5, min_lr_ratio=0.1
+    )
+    assert rates_of(recipe) == pytest.approx(
+        rates_of_transformers("cosine_with_min_lr", 5, 1e-3, min_lr_rate=0.1)
+    )
 
 
-def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(recipe_of: RecipeOf) -> None:
+def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(
+    recipe_of: RecipeOf,
+) -> None:
     assert recipe_of(warmup_ratio=0.1).optimization.schedule(STEPS).warmup_steps == 5
-    assert recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization.schedule(STEPS).warmup_steps == 7
+    assert (
+        recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization.schedule(STEPS).warmup_steps == 7
+    )
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])
-def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: RecipeOf, optim: str) -> None:
-    keys = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "weight_decay": 0.3, "learning_rate": 0.01}
+def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(
+    recipe_of: RecipeOf, optim: str
+) -> None:
+    keys = {
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "learning_rate": 0.01,
+    }
     recipe = recipe_of(optim=optim, **keys)
     torch.manual_seed(0)
-    ours, theirs = (nn.Sequential(OrderedDict(linear=nn.Linear(64, 64), norm=nn.LayerNorm(64))) for _ in range(2))
+    ours, theirs = (
+        nn.Sequential(OrderedDict(linear=nn.Linear(64, 64), norm=nn.LayerNorm(64)))
+        for _ in range(2)
+    )
     theirs.load_state_dict(ours.state_dict())
     optimizer = build_optimizer(ours, recipe.optimization)
     matrices = [parameter for parameter in theirs.parameters() if parameter.dim() == 2]
@@ -163,7 +213,9 @@ def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: Reci
         torch.testing.assert_close(parameter, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "gpt2", "gpt_neox", "mamba", "rwkv", "gemma3n_text"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "qwen3", "gpt2", "gpt_neox", "mamba", "rwkv", "gemma3n_text"]
+)
 def test_what_decays_is_what_transformers_trainer_decays_but_for_vectors(family: str) -> None:
     """Its rule goes by names and layer norms: biases do not decay, and gpt-oss has a row of them for each expert."""
     model = build(family)
@@ -185,7 +237,9 @@ def test_matrices_decay_whatever_the_layout_and_the_names_of_norms(tmp_path: Pat
     script = Path(__file__).with_name("groups_on_ranks.py")
     launch_ranks(script, [str(tmp_path / "decaying.json")], ranks=2, timeout=240).check()
     decaying = json.loads((tmp_path / "decaying.json").read_text())
-    gpt2 = [f"{part}.{name}.weight" for part in ("attn", "mlp") for name in ("c_attn", "c_fc", "c_proj")]
+    gpt2 = [
+        f"{part}.{name}.weight" for part in ("attn", "mlp") for name in ("c_attn", "c_fc", "c_proj")
+    ]
     gpt2 = [name for name in gpt2 if name not in ("attn.c_fc.weight", "mlp.c_attn.weight")]
     llama = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
     llama += [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]

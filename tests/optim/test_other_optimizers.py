@@ -31,7 +31,11 @@ TWO_RANKS = [
     ("full_shard", "smoothing"), ("full_shard", "dft"), ("full_shard", "noise"), ("FULL_SHARD", "noise"),
 ]  # fmt: skip
 ONE_RANK = [("single", "muon"), ("single", "noise"), ("single", "plain"), ("single", "smoothing")]
-RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard"), "muon": ("full_shard", "ddp")}
+RESUMED = {
+    "adafactor": ("full_shard", "ddp"),
+    "sgd": ("FULL_SHARD", "full_shard"),
+    "muon": ("full_shard", "ddp"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +66,17 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
 
 
-@pytest.mark.parametrize(("layout", "name"), [w for w in [*TWO_RANKS, ("single", "muon")] if w[1] != "noise"])
+@pytest.mark.parametrize(
+    ("layout", "name"), [w for w in [*TWO_RANKS, ("single", "muon")] if w[1] != "noise"]
+)
 def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) -> None:
     optimizers: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
         "adafactor": lambda trained: TransformersAdafactor(
-            groups_of(trained, 0.1), lr=1.0, scale_parameter=False, relative_step=False, warmup_init=False
+            groups_of(trained, 0.1),
+            lr=1.0,
+            scale_parameter=False,
+            relative_step=False,
+            warmup_init=False,
         ),
         "sgd": lambda trained: torch.optim.SGD(groups_of(trained, 0.01), lr=0.0),
         "muon": MuonAndAdamW,
@@ -77,7 +87,11 @@ def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) 
     norms = 2 * muons_own_spread(folder / f"{name}.yaml") if name == "muon" else 2e-5
     lines = assert_losses(folder / f"{layout}-{name}", expected, norms=norms)
     # -p log p of unlikely tokens rises with p.
-    assert lines[-1]["loss"] > 1.5 * lines[0]["loss"] if name == "dft" else lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+    assert (
+        lines[-1]["loss"] > 1.5 * lines[0]["loss"]
+        if name == "dft"
+        else lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+    )
 
 
 def dft(documents: reference.Documents) -> torch.Tensor:
@@ -92,10 +106,19 @@ def dft(documents: reference.Documents) -> torch.Tensor:
 def muons_own_spread(recipe: Path) -> float:
     """By how much the plain loop's norms change where its gradients are rounded otherwise: Muon's bf16 makes more of it."""
     norms = [
-        [norm for _, norm in reference.train(recipe, make_optimizer=functools.partial(MuonAndAdamW, noise_seed=seed))]
+        [
+            norm
+            for _, norm in reference.train(
+                recipe, make_optimizer=functools.partial(MuonAndAdamW, noise_seed=seed)
+            )
+        ]
         for seed in (None, 0, 1, 2)
     ]
-    return max(abs(other / plain - 1) for others in norms[1:] for plain, other in zip(norms[0], others, strict=True))
+    return max(
+        abs(other / plain - 1)
+        for others in norms[1:]
+        for plain, other in zip(norms[0], others, strict=True)
+    )
 
 
 class MuonAndAdamW:
@@ -144,7 +167,9 @@ def test_noise_is_the_same_in_every_layout(folder: Path) -> None:
     alone = losses(folder / "single-noise")
     for layout in ("full_shard", "FULL_SHARD"):
         assert losses(folder / f"{layout}-noise") == pytest.approx(alone, rel=1e-5), layout
-    assert alone != pytest.approx(losses(folder / "single-plain"), rel=1e-3), "the noise does nothing"
+    assert alone != pytest.approx(losses(folder / "single-plain"), rel=1e-3), (
+        "the noise does nothing"
+    )
 
 
 def test_held_out_losses_are_not_smoothed(folder: Path) -> None:
@@ -157,7 +182,9 @@ def test_held_out_losses_are_not_smoothed(folder: Path) -> None:
         for name in ("plain", "smoothing")
     ]
     assert first[0] == first[1]
-    assert losses(folder / "single-smoothing")[0] != pytest.approx(losses(folder / "single-plain")[0], rel=1e-4)
+    assert losses(folder / "single-smoothing")[0] != pytest.approx(
+        losses(folder / "single-plain")[0], rel=1e-4
+    )
 
 
 def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> None:
@@ -181,5 +208,7 @@ def test_adafactor_keeps_a_number_for_each_weight_of_a_convolution() -> None:
     ours.grad = torch.randn(6, 1, 4)
     theirs.grad = ours.grad.flatten().clone()
     Adafactor([ours], lr=0.1).step()
-    TransformersAdafactor([theirs], lr=0.1, relative_step=False, scale_parameter=False, weight_decay=0.0).step()
+    TransformersAdafactor(
+        [theirs], lr=0.1, relative_step=False, scale_parameter=False, weight_decay=0.0
+    ).step()
     torch.testing.assert_close(ours.detach().flatten(), theirs.detach())

@@ -49,7 +49,12 @@ def recipe(*, lora: bool = False, max_length: int = 8192, rows: int = 1, **batch
     )
 
 
-def make_spec(config: dict[str, Any], *, ranks: int, sharding: Sharding = FULL_SHARD, **keys: Any) -> RunSpec:
+def make_spec(
+    config: dict[str, Any], *, ranks: int, sharding: Sharding = FULL_SHARD, **keys: Any
+) -> RunSpec:
     return RunSpec(
-        architecture=read_architecture(config, "config.json"), recipe=recipe(**keys), sharding=sharding, ranks=ranks
+        architecture=read_architecture(config, "config.json"),
+        recipe=recipe(**keys),
+        sharding=sharding,
+        ranks=ranks,
     )

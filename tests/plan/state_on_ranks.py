@@ -80,7 +80,12 @@ def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
         "parameters": in_storages(model.parameters()),
         "gradients": in_storages(p.grad for p in model.parameters() if p.grad is not None),
         "optimizer": in_storages(
-            [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+            [
+                value
+                for state in optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value)
+            ]
             + buffers
         ),
     }
@@ -90,7 +95,11 @@ def in_storages(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of the memory behind `tensors`, each piece of it once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     local = [part for tensor in local for part in parts(tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()
+        }.values()
+    )
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -15,7 +15,13 @@ from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
-from finetune.models.experts import GROUPED, divide_layer, keep_factors, register_grouped, set_experts_implementation
+from finetune.models.experts import (
+    GROUPED,
+    divide_layer,
+    keep_factors,
+    register_grouped,
+    set_experts_implementation,
+)
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
@@ -32,9 +38,16 @@ CONFIG = {
 HEAD = {
     name: {"head_dim": 16}
     for name in PLANNED
-    if name not in ("phi3", "granite", "smollm3", "olmo2", "olmo3", "olmoe", "qwen2_moe", "deepseek_v3")
+    if name
+    not in ("phi3", "granite", "smollm3", "olmo2", "olmo3", "olmoe", "qwen2_moe", "deepseek_v3")
 }
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 EXPERTS = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -50,11 +63,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "autocast": {"dtype": torch.float32, "autocast": True},
     "lora": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8)},
-    "lora, autocast": {"dtype": torch.bfloat16, "autocast": True, "lora": Lora(use_peft=True, lora_r=8)},
-    "lora with dropout": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8, lora_dropout=0.1)},
+    "lora, autocast": {
+        "dtype": torch.bfloat16,
+        "autocast": True,
+        "lora": Lora(use_peft=True, lora_r=8),
+    },
+    "lora with dropout": {
+        "dtype": torch.bfloat16,
+        "lora": Lora(use_peft=True, lora_r=8, lora_dropout=0.1),
+    },
     "lora on experts": {
         "dtype": torch.bfloat16,
-        "lora": Lora(use_peft=True, lora_r=8, lora_target_parameters=("experts.gate_up_proj", "experts.down_proj")),
+        "lora": Lora(
+            use_peft=True,
+            lora_r=8,
+            lora_target_parameters=("experts.gate_up_proj", "experts.down_proj"),
+        ),
     },
     "checkpointing": {"dtype": torch.bfloat16, "every": 1},
     "checkpointing every second": {"dtype": torch.bfloat16, "every": 2},
@@ -64,14 +88,20 @@ RECIPES: dict[str, dict[str, Any]] = {
 def packed_inputs() -> dict[str, Any]:
     """A packed row of DOCUMENTS."""
     return {
-        "input_ids": torch.randint(3, 256, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(0)),
+        "input_ids": torch.randint(
+            3, 256, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(0)
+        ),
         "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None],
-        "cu_seq_lens": torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32),
+        "cu_seq_lens": torch.tensor(
+            [0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32
+        ),
         "max_document_length": max(DOCUMENTS),
     }
 
 
-def test_activations_of_every_family_are_planned_within_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_activations_of_every_family_are_planned_within_a_tenth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     errors: dict[tuple[str, str], float] = {}
     for family in PLANNED:
         for name, recipe in RECIPES.items():
@@ -81,8 +111,12 @@ def test_activations_of_every_family_are_planned_within_a_tenth(capsys: pytest.C
             errors[family, name] = planned / measured - 1
     worst = max(errors, key=lambda case: abs(errors[case]))
     with capsys.disabled():
-        print(f"\nactivations: worst error {errors[worst]:+.1%} ({', '.join(worst)}) of {len(errors)} cases")
-    assert abs(errors[worst]) < TOLERANCE, {case: f"{e:+.1%}" for case, e in errors.items() if abs(e) > TOLERANCE / 2}
+        print(
+            f"\nactivations: worst error {errors[worst]:+.1%} ({', '.join(worst)}) of {len(errors)} cases"
+        )
+    assert abs(errors[worst]) < TOLERANCE, {
+        case: f"{e:+.1%}" for case, e in errors.items() if abs(e) > TOLERANCE / 2
+    }
 
 
 def test_activations_of_divided_experts_are_planned_within_a_tenth() -> None:
@@ -97,7 +131,9 @@ def test_activations_of_divided_experts_are_planned_within_a_tenth() -> None:
         dist.destroy_process_group()
 
 
-def test_activations_of_flex_attention_are_planned_within_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_flex_attention_are_planned_within_a_hundredth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the graph that torch.compile makes of it. In fp32, which a CPU does not cast for attention."""
     patch_flex(monkeypatch, "aot_eager")
     for family in ("gemma2", "gpt_oss"):
@@ -119,7 +155,9 @@ def _measured_and_planned(
 
     config = CONFIG | HEAD.get(family, {}) | (EXPERTS if FAMILIES[family].mixture else {})
     config |= (
-        LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[family].latent_attention else {}
+        LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+        if FAMILIES[family].latent_attention
+        else {}
     )
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype)
@@ -141,10 +179,15 @@ def _measured_and_planned(
     keep_factors(model)
     tokens, inputs = sum(DOCUMENTS), packed_inputs()
     weights = [*map(local_part, model.parameters()), *model.buffers()]
-    with saved_for_backward(iter(weights)) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with (
+        saved_for_backward(iter(weights)) as kept,
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
         model.model(**inputs, use_cache=False)
     itemsize = 2 if autocast else dtype.itemsize
-    length = sum(n * n for n in DOCUMENTS) // tokens  # what a token sees on average of its own document
+    length = (
+        sum(n * n for n in DOCUMENTS) // tokens
+    )  # what a token sees on average of its own document
     # Under LoRA the base is in the compute dtype, so that nothing is cast but the adapters.
     casts_base = autocast and lora is None
     run = Computation(
@@ -153,10 +196,14 @@ def _measured_and_planned(
     a = read_architecture({"model_type": family, **config}, "config.json")
     parts = kept_bytes(a, run)
     # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
-    elsewhere = a.hidden * run.residual_itemsize + (2 * a.rotated_size * run.residual_itemsize if every == 1 else 0)
+    elsewhere = a.hidden * run.residual_itemsize + (
+        2 * a.rotated_size * run.residual_itemsize if every == 1 else 0
+    )
     casts = 0
     if casts_base:  # held_by_layout counts them as gathered weights
-        weights_of = (weight for layer in range(a.layers) for weight in (*a.linears(layer), *a.experts(layer)))
+        weights_of = (
+            weight for layer in range(a.layers) for weight in (*a.linears(layer), *a.experts(layer))
+        )
         casts = run.itemsize * sum(weight.numel for weight in weights_of)
     casts += expert_factor_bytes(a, run).kept + mask_bytes(a, run, tokens)
     return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
@@ -173,7 +220,9 @@ def test_what_checkpointed_layers_keep_is_planned_to_the_byte(family: str) -> No
 
     def measure(keeps: Any, lora: Lora | None) -> tuple[int, int, torch.Tensor]:
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[family](**config), dtype=torch.bfloat16
+        )
         install_attention(model)
         install_loss(model)
         if lora is not None:
@@ -203,13 +252,21 @@ def test_the_loss_allocates_what_is_planned(
 ) -> None:
     """In one chunk of logits and in several; the last is Llama 3's vocabulary, in two chunks of the fewest tokens."""
     dtype, errors = {"bf16": torch.bfloat16, "no": torch.float32}[mixed_precision], {}
-    for vocabulary, hidden, tokens in ((4096, 64, 1024), (32768, 64, 1536), (1000, 128, 4096), (128_256, 64, 320)):
+    for vocabulary, hidden, tokens in (
+        (4096, 64, 1024),
+        (32768, 64, 1536),
+        (1000, 128, 4096),
+        (128_256, 64, 320),
+    ):
         weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(not lora)
         states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
         labels = torch.randint(0, vocabulary, (tokens,))
         config = {"model_type": "llama", **CONFIG, "vocab_size": vocabulary, "hidden_size": hidden}
         sharding = Sharding(layout="fsdp2", mixed_precision=mixed_precision)
-        spec = replace(make_spec(config, ranks=1, sharding=sharding, max_length=tokens, lora=lora), device="cpu")
+        spec = replace(
+            make_spec(config, ranks=1, sharding=sharding, max_length=tokens, lora=lora),
+            device="cpu",
+        )
         measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))  # noqa: B023
         errors[vocabulary, hidden, tokens] = loss_bytes(spec) / measured - 1
     worst = max(errors, key=lambda case: abs(errors[case]))

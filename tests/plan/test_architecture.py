@@ -36,14 +36,20 @@ VARIANTS = [
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
-def _built(model_type: str, config: dict[str, object]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+def _built(
+    model_type: str, config: dict[str, object]
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     from accelerate import init_empty_weights
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[model_type](**config), attn_implementation="eager"
+        )
     model.tie_weights()
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}, set(model._no_split_modules)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}, set(
+        model._no_split_modules
+    )
 
 
 @pytest.mark.parametrize("model_type", PLANNED)
@@ -61,22 +67,37 @@ def test_every_family_has_the_names_and_shapes_that_transformers_builds(model_ty
 
 @pytest.mark.parametrize("model_type", PLANNED)
 def test_a_config_that_leaves_sizes_out_is_read_as_transformers_reads_it(model_type: str) -> None:
-    bare = {"num_hidden_layers": 1, "vocab_size": 1000}  # the tokens' ids of some classes lie above a smaller one
-    shapes, _ = _built(model_type, {**bare, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    bare = {
+        "num_hidden_layers": 1,
+        "vocab_size": 1000,
+    }  # the tokens' ids of some classes lie above a smaller one
+    shapes, _ = _built(
+        model_type, {**bare, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    )
     architecture = read_architecture({"model_type": model_type, **bare}, "config.json")
     assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes
 
 
 def test_a_family_that_transformers_does_not_know_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"config\.json: .*mambo.*; name the config.json of a transformers model$"):
+    with pytest.raises(
+        UserError, match=r"config\.json: .*mambo.*; name the config.json of a transformers model$"
+    ):
         read_architecture({"model_type": "mambo"}, "config.json")
 
 
 @pytest.mark.parametrize(
     ("config", "total", "active"),
     [
-        ({"model_type": "mixtral"}, 46.7e9, 12.9e9),  # Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088): 47B, 13B
-        ({"model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128}, 30.5e9, 3.3e9),  # Qwen3-30B-A3B's card
+        (
+            {"model_type": "mixtral"},
+            46.7e9,
+            12.9e9,
+        ),  # Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088): 47B, 13B
+        (
+            {"model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128},
+            30.5e9,
+            3.3e9,
+        ),  # Qwen3-30B-A3B's card
         (
             {"model_type": "olmoe", "intermediate_size": 1024},
             6.9e9,
@@ -87,7 +108,11 @@ def test_a_family_that_transformers_does_not_know_is_one_sentence() -> None:
         ({"model_type": "deepseek_v3"}, 671e9, 37.6e9),
         # gpt-oss (arXiv:2508.10925), table 1; its active ones are without the input embedding
         ({"model_type": "gpt_oss"}, 116.83e9, 5.13e9 + 201088 * 2880),
-        ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}, 20.91e9, 3.61e9 + 201088 * 2880),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+            20.91e9,
+            3.61e9 + 201088 * 2880,
+        ),
     ],
 )
 def test_a_mixture_has_its_published_numbers_of_parameters(
@@ -99,9 +124,12 @@ def test_a_mixture_has_its_published_numbers_of_parameters(
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl"]
+    "family",
+    ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl"],
 )
-def test_a_vision_language_model_has_the_names_and_shapes_that_transformers_builds(family: str) -> None:
+def test_a_vision_language_model_has_the_names_and_shapes_that_transformers_builds(
+    family: str,
+) -> None:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -109,13 +137,20 @@ def test_a_vision_language_model_has_the_names_and_shapes_that_transformers_buil
     with init_empty_weights():
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
     model.tie_weights()
-    architecture = read_architecture(split_config(config | {"architectures": [type(model).__name__]}), "config.json")
+    architecture = read_architecture(
+        split_config(config | {"architectures": [type(model).__name__]}), "config.json"
+    )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes
     assert find_layer_class(architecture.model_type) in model._no_split_modules
 
 
-GEMMA_TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+GEMMA_TEXT = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+}
 GEMMA_VISION = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -123,8 +158,18 @@ GEMMA_VISION = {
     "patch_size": 14,
     "image_size": 896,
 }
-QWEN_2_5 = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-QWEN_3 = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
+QWEN_2_5 = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+}
+QWEN_3 = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+}
 MISTRAL = {
     "hidden_size": 5120,
     "intermediate_size": 32768,
@@ -146,7 +191,12 @@ MISTRAL = {
             4_300_079_472,
         ),
         (
-            QWEN_2_5 | {"model_type": "qwen2_5_vl", "num_key_value_heads": 4, "vision_config": {"hidden_size": 1280}},
+            QWEN_2_5
+            | {
+                "model_type": "qwen2_5_vl",
+                "num_key_value_heads": 4,
+                "vision_config": {"hidden_size": 1280},
+            },
             8_292_166_656,
         ),
         (
@@ -167,8 +217,15 @@ MISTRAL = {
         ),
     ],
 )
-def test_a_vision_language_model_has_its_published_number_of_parameters(config: dict[str, object], total: int) -> None:
-    prefixes = {"gemma3": "Gemma3", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "mistral3": "Mistral3"}
+def test_a_vision_language_model_has_its_published_number_of_parameters(
+    config: dict[str, object], total: int
+) -> None:
+    prefixes = {
+        "gemma3": "Gemma3",
+        "qwen2_5_vl": "Qwen2_5_VL",
+        "qwen3_vl": "Qwen3VL",
+        "mistral3": "Mistral3",
+    }
     prefix = prefixes[str(config["model_type"])]
     whole = config | {"architectures": [f"{prefix}ForConditionalGeneration"]}
     assert read_architecture(split_config(whole), "config.json").parameters == total
@@ -176,7 +233,9 @@ def test_a_vision_language_model_has_its_published_number_of_parameters(config: 
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
-def test_layers_for_multi_token_prediction_are_those_of_transformers(model_type: str, layers: int) -> None:
+def test_layers_for_multi_token_prediction_are_those_of_transformers(
+    model_type: str, layers: int
+) -> None:
     """Held against the model that transformers drafts with, and the copies of embedding and head in published files."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -184,10 +243,17 @@ def test_layers_for_multi_token_prediction_are_those_of_transformers(model_type:
 
     config = {**TINY, **SMALL_MIXTURE, "num_nextn_predict_layers": layers, "num_key_value_heads": 4}
     with torch.device("meta"):
-        main = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config), attn_implementation="eager")
+        main = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[model_type](**config), attn_implementation="eager"
+        )
         drafting = MtpModel(main, layers)
     own = sum(p.numel() for name, p in drafting.named_parameters() if name.startswith("layers."))
     architecture = read_architecture({"model_type": model_type, **config}, "config.json")
-    assert architecture.carried_parameters == own + layers * 2 * config["vocab_size"] * config["hidden_size"]
-    without = read_architecture({"model_type": model_type, **config, "num_nextn_predict_layers": 0}, "config.json")
+    assert (
+        architecture.carried_parameters
+        == own + layers * 2 * config["vocab_size"] * config["hidden_size"]
+    )
+    without = read_architecture(
+        {"model_type": model_type, **config, "num_nextn_predict_layers": 0}, "config.json"
+    )
     assert without.carried_parameters == 0 and without.parameters == architecture.parameters

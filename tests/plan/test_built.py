@@ -34,7 +34,16 @@ RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is n
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2", "jamba"]
 # Without a row, one of each kind: other names for sizes, a head of another name, positions that are learned, one more
 # embedding, norms elsewhere, experts of another kind.
-WITHOUT_ROW = ["gpt2", "gpt_neox", "cohere", "stablelm", "gemma4_text", "llama4_text", "granitemoe", "deepseek_v2"]
+WITHOUT_ROW = [
+    "gpt2",
+    "gpt_neox",
+    "cohere",
+    "stablelm",
+    "gemma4_text",
+    "llama4_text",
+    "granitemoe",
+    "deepseek_v2",
+]
 LORA = Lora(use_peft=True, lora_r=8)
 TOKENS = 512  # of one document: whole chunks
 
@@ -50,7 +59,9 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", slow_but([*QUICK, "gpt2", "gemma4_text"], [*RECURRENT, *WITHOUT_ROW]))
+@pytest.mark.parametrize(
+    "family", slow_but([*QUICK, "gpt2", "gemma4_text"], [*RECURRENT, *WITHOUT_ROW])
+)
 def test_every_parameter_is_counted_once_and_trained_as_it_is(family: str) -> None:
     """In its unit: what is adapted or trained by name too, as the model itself has it on meta."""
     config = sweep.tiny_config(family)
@@ -64,23 +75,43 @@ def test_every_parameter_is_counted_once_and_trained_as_it_is(family: str) -> No
     assert len(tensors) == len({tensor.name for tensor in tensors})
     assert len(built.outline.layers) == built.layers >= 2
     sharding, quantization = Sharding(layout="fsdp2"), read_recipe("quickstart").quantization
-    state = list_state_tensors(built, Model(model_name_or_path="a/b"), Lora(), sharding, quantization)
-    assert {tensor.name: tensor.shape for tensor in state} == shapes_of(model) and all(t.trainable for t in state)
+    state = list_state_tensors(
+        built, Model(model_name_or_path="a/b"), Lora(), sharding, quantization
+    )
+    assert {tensor.name: tensor.shape for tensor in state} == shapes_of(model) and all(
+        t.trainable for t in state
+    )
     if family == "gpt2":
         return  # whose layers are no linear ones, and get no adapters
-    adapted = list_state_tensors(built, Model(model_name_or_path="a/b"), LORA, sharding, quantization)
+    adapted = list_state_tensors(
+        built, Model(model_name_or_path="a/b"), LORA, sharding, quantization
+    )
     add_adapters(model, LORA, torch.bfloat16)
-    real = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    real = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     assert {tensor.name: tensor.shape for tensor in adapted if tensor.trainable} == real
 
 
 @pytest.mark.parametrize("family", slow_but(["llama", "gemma2", "qwen3_moe"], PLANNED))
-def test_the_built_class_and_the_trace_agree_with_the_tables_of_families_that_have_one(family: str) -> None:
+def test_the_built_class_and_the_trace_agree_with_the_tables_of_families_that_have_one(
+    family: str,
+) -> None:
     """Two ways to the same numbers: tensors to the last one, activations within a tenth."""
-    keys = CONFIG | HEAD.get(family, {}) | (EXPERTS if FAMILIES[family].mixture else {}) | {"model_type": family}
+    keys = (
+        CONFIG
+        | HEAD.get(family, {})
+        | (EXPERTS if FAMILIES[family].mixture else {})
+        | {"model_type": family}
+    )
     if FAMILIES[family].latent_attention:
         keys |= LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-    table, built = read_architecture(keys, "config.json"), read_built_architecture(keys, "config.json")
+    table, built = (
+        read_architecture(keys, "config.json"),
+        read_built_architecture(keys, "config.json"),
+    )
     assert {t.name: t.shape for t in table.tensors()} == {t.name: t.shape for t in built.tensors()}
     assert table.idle_parameters == built.idle_parameters and table.layer_names in built.layer_names
     for layer in range(table.layers):
@@ -93,7 +124,9 @@ def test_the_built_class_and_the_trace_agree_with_the_tables_of_families_that_ha
         (2, True, None, False),
         (2, False, LORA, False),
     ):
-        run = Computation(itemsize=itemsize, autocast=autocast, lora=lora, cpu=cpu, document_length=TOKENS)
+        run = Computation(
+            itemsize=itemsize, autocast=autocast, lora=lora, cpu=cpu, document_length=TOKENS
+        )
         expected, found = (sum(kept_bytes(a, run).values()) for a in (table, built))
         assert found == pytest.approx(expected, rel=TOLERANCE), (itemsize, autocast, lora, cpu)
 
@@ -106,11 +139,15 @@ NOT_RUN = {"gpt2", "xlstm"}
     "family", slow_but(QUICK, [name for name in [*RECURRENT, *WITHOUT_ROW] if name not in NOT_RUN])
 )
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: str, lora: Lora | None) -> None:
+def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(
+    family: str, lora: Lora | None
+) -> None:
     """Of a real model on a CPU, whose row is one document of another length than those that are traced."""
     torch.manual_seed(0)
     config = sweep.tiny_config(family)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     register_grouped()
     set_experts_implementation(model, GROUPED)
     install_attention(model)
@@ -118,7 +155,9 @@ def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: s
         add_adapters(model, lora, torch.bfloat16)
         fuse_adapters(model)
         model.to(torch.bfloat16)
-        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, out: out.requires_grad_())
+        model.get_input_embeddings().register_forward_hook(
+            lambda _module, _inputs, out: out.requires_grad_()
+        )
     inputs = {
         "input_ids": torch.full((1, TOKENS), 5),
         "position_ids": torch.arange(TOKENS)[None],
@@ -138,7 +177,9 @@ def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(family: s
 
 
 @pytest.mark.parametrize("family", slow_but(["llava", "qwen3_5"], IMAGE_FAMILIES))
-def test_a_vision_language_model_has_the_parts_that_transformers_builds(family: str, tmp_path: Path) -> None:
+def test_a_vision_language_model_has_the_parts_that_transformers_builds(
+    family: str, tmp_path: Path
+) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = whole_config(family)
@@ -196,7 +237,9 @@ LFM2 = {  # LiquidAI/LFM2-1.2B
         (LFM2, 1_170_340_608),
     ],
 )
-def test_a_published_model_has_its_published_number_of_parameters(config: dict[str, Any], total: int) -> None:
+def test_a_published_model_has_its_published_number_of_parameters(
+    config: dict[str, Any], total: int
+) -> None:
     assert read_architecture(split_config(config), "config.json").parameters == total
 
 
@@ -211,7 +254,9 @@ def test_the_quickstart_with_pictures_and_a_hybrid_are_planned_by_the_command(
     assert main(["plan", "--recipe", "quickstart", "--num-processes", "1", *keys]) == 0
     shown = capsys.readouterr().out
     assert "2 x Qwen3NextDecoderLayer (1 linear_attention, 1 full_attention)" in shown
-    assert "remark     recurrent layers are counted as transformers' own code computes them" in shown
+    assert (
+        "remark     recurrent layers are counted as transformers' own code computes them" in shown
+    )
     assert main(["plan", "--recipe", "quickstart", *keys, "--gpu-memory", "1GiB"]) in (0, 1), (
         "with the table of layouts"
     )
@@ -222,22 +267,38 @@ def test_what_cannot_be_counted_is_named_and_all_else_is_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """LongCat's routing chooses its experts by a loop over their numbers, which no tensor without values has."""
-    keys = [*keys_of(tmp_path, sweep.tiny_config("longcat_flash").to_dict()), "--gpu-memory", "80GiB"]
+    keys = [
+        *keys_of(tmp_path, sweep.tiny_config("longcat_flash").to_dict()),
+        "--gpu-memory",
+        "80GiB",
+    ]
     assert main(["plan", "--recipe", "quickstart", "--num-processes", "1", *keys]) == 0
     shown = capsys.readouterr().out
     (remark,) = [line for line in shown.splitlines() if line.startswith("remark ")]
-    assert remark.startswith("remark     activations are not counted, so that memory is what is needed without them: ")
+    assert remark.startswith(
+        "remark     activations are not counted, so that memory is what is needed without them: "
+    )
     assert "steady step" in shown and "\ndisk " in shown and "\ntime " in shown
     assert "fits " not in shown and "without activations" in shown
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "single"), (2, "ddp"), (4, "fsdp2"), (2, "fsdp1")])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, "single"), (2, "ddp"), (4, "fsdp2"), (2, "fsdp1")]
+)
 def test_every_layout_of_a_hybrid_is_planned(ranks: int, layout: Any, tmp_path: Path) -> None:
     keys = keys_of(tmp_path, sweep.tiny_config("qwen3_next").to_dict())
-    for more in ((), ("use_peft=true",), ("use_peft=true", "load_in_4bit=true"), ("optim=adamw_8bit",)):
+    for more in (
+        (),
+        ("use_peft=true",),
+        ("use_peft=true", "load_in_4bit=true"),
+        ("optim=adamw_8bit",),
+    ):
         if layout == "fsdp1" and more:
             continue  # what rules refuse, or is planned as under FSDP2
-        recipe, sharding = read_recipe("quickstart", [*keys, *more]), Sharding(layout=layout, mixed_precision="bf16")
+        recipe, sharding = (
+            read_recipe("quickstart", [*keys, *more]),
+            Sharding(layout=layout, mixed_precision="bf16"),
+        )
         plan = make_plan(recipe, sharding, ranks, on_cpu=layout == "single")
         assert plan.peak_bytes > 0 and plan.disk.total > 0 and plan.spec.uncounted is None
         trained = sum(tensor.numel for tensor in plan.spec.tensors if tensor.trainable)

@@ -33,7 +33,9 @@ def test_a_plan_needs_no_torch_and_prints_every_phase(tiny_recipe: Callable[...,
 
 def test_json_holds_the_same_plan(tiny_recipe: Callable[..., Path]) -> None:
     recipe = tiny_recipe(accelerate_config="fsdp_full_shard", use_peft=True)
-    code, shown, _ = _plan("--recipe", str(recipe), "--num-processes", "2", "--json", "--mfu", "0.5")
+    code, shown, _ = _plan(
+        "--recipe", str(recipe), "--num-processes", "2", "--json", "--mfu", "0.5"
+    )
     plan = json.loads(shown)
     assert code == 0
     assert plan["time"]["mfu"] == 0.5
@@ -62,8 +64,12 @@ def test_it_fits_only_where_host_and_disk_were_compared(tiny_recipe: Callable[..
     assert answers == [None, True]
 
 
-def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callable[..., Path]) -> None:
-    recipe = tiny_recipe(accelerate_config="fsdp_shard_grad_op", per_device_train_batch_size=4, max_length=4096)
+def test_what_does_not_fit_is_answered_with_settings_that_do(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    recipe = tiny_recipe(
+        accelerate_config="fsdp_shard_grad_op", per_device_train_batch_size=4, max_length=4096
+    )
     arguments = ("--recipe", str(recipe), "--num-processes", "1", "--json", "--gpu-memory")
     _, shown, _ = _plan(*arguments, "80GiB")
     needed = json.loads(shown)["peak_bytes"]
@@ -80,20 +86,25 @@ def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callab
     assert "--config fsdp_cpu_offload" in shown and "accelerate_config=" not in shown
 
 
-def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_had_is_one_sentence(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "model.gguf").touch()
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    adapter = (
-        f"to train it further set model_name_or_path: some/base, use_peft: true and adapter_name_or_path: {tmp_path}"
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "some/base"}'
     )
+    adapter = f"to train it further set model_name_or_path: some/base, use_peft: true and adapter_name_or_path: {tmp_path}"
     for name, said in (
         (
             str(tmp_path / "model.gguf"),
             "a GGUF file, which inference engines read and nothing trains; name the original",
         ),
         (str(tmp_path / "adapter"), adapter),
-        ("nobody/nothing", "nobody/nothing: config.json is not on this machine and HF_HUB_OFFLINE is set; download it"),
+        (
+            "nobody/nothing",
+            "nobody/nothing: config.json is not on this machine and HF_HUB_OFFLINE is set; download it",
+        ),
         (str(tmp_path / "absent"), "absent: no such file or folder"),
         (str(tmp_path), "no config.json"),
         ("a/b/c", "a/b/c: neither a local folder nor a hub name"),
@@ -119,7 +130,9 @@ def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) ->
     recipe = str(tiny_recipe())
     assert _plan("--recipe", recipe, "--gpu-memory", "80 apples")[0] == 2
     code, _, errors = _plan("--recipe", recipe, "--gpu-memory", "24")
-    assert code == 0 and errors.startswith("--gpu-memory 24: ") and errors.endswith("read as 24GiB\n")
+    assert (
+        code == 0 and errors.startswith("--gpu-memory 24: ") and errors.endswith("read as 24GiB\n")
+    )
     assert _plan("--recipe", recipe, "--mfu", "1.5")[0] == 2
     for flag, size, said in (
         ("--gpu-memory", "foo", "not a size"),
@@ -130,8 +143,12 @@ def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) ->
         assert code == 2 and errors.splitlines()[-1].startswith(f"{flag}: {size}: {said}")
 
 
-def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    recipe = str(tiny_recipe(accelerate_config="fsdp_full_shard", max_steps=None, num_train_epochs=2))
+def test_what_is_assumed_or_guessed_says_so(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = str(
+        tiny_recipe(accelerate_config="fsdp_full_shard", max_steps=None, num_train_epochs=2)
+    )
     _, shown, _ = _plan("--recipe", recipe)
     assert "\nranks      8 assumed; --num-processes N plans for N" in shown
     assert "\nremark " not in shown
@@ -142,9 +159,13 @@ def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tm
     assert "\ntime       no estimate: " in shown  # so small a model is not a matter of FLOP
     steps = json.loads(_plan("--recipe", recipe, "--json")[1])["time"]["steps"]
     assert f"; about {steps} steps by the files' size\n" in shown
-    rows = [json.loads(row)["messages"] for row in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(row)["messages"] for row in (tmp_path / "chat.jsonl").read_text().splitlines()
+    ]
     text = sum(len(turn["role"]) + len(turn["content"]) for turns in rows for turn in turns)
-    assert steps == round(2 * (text // 4) / (4 * 64))  # two epochs of 4 bytes a token, the punctuation of JSON left out
+    assert steps == round(
+        2 * (text // 4) / (4 * 64)
+    )  # two epochs of 4 bytes a token, the punctuation of JSON left out
     _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8", "max_steps=7")
     assert "; 7 steps\n" in shown
 
@@ -153,11 +174,17 @@ def test_a_cpu_rank_holds_in_host_memory_what_a_gpu_would(tiny_recipe: Callable[
     recipe = read_recipe(str(tiny_recipe(accelerate_config="fsdp_full_shard")))
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": "2"})
     plan = make_plan(recipe, sharding, 2, on_cpu=True)
-    assert plan.host.processes == 2 * (CPU_PROCESS_BYTES + max(phase.peak.total for phase in plan.phases))
+    assert plan.host.processes == 2 * (
+        CPU_PROCESS_BYTES + max(phase.peak.total for phase in plan.phases)
+    )
 
 
-def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(tiny_recipe: Callable[..., Path]) -> None:
-    code, shown, errors = _plan("--recipe", str(tiny_recipe(global_batch_size=64)), "--config", "fsdp_hybrid_shard")
+def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    code, shown, errors = _plan(
+        "--recipe", str(tiny_recipe(global_batch_size=64)), "--config", "fsdp_hybrid_shard"
+    )
     assert (code, errors) == (0, "")
     assert "ranks      64 assumed" in shown
 
@@ -167,12 +194,20 @@ def test_the_table_has_a_row_for_ranks_that_divide_more_than_the_state(
 ) -> None:
     config = tmp_path / "divided.yaml"
     sizes = "{parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"
-    config.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n")
-    code, shown, errors = _plan("--recipe", str(tiny_recipe(global_batch_size=64)), "--config", str(config))
+    config.write_text(
+        f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n"
+    )
+    code, shown, errors = _plan(
+        "--recipe", str(tiny_recipe(global_batch_size=64)), "--config", str(config)
+    )
     assert (code, errors) == (0, "")
     head, own, other = shown.partition("GiB on one rank, by ranks")[2].splitlines()[:3]
     cells = own.removeprefix("this run's: tp_size 2").split()
-    assert head.split() == ["1", "2", "4", "8", "16", "64"] and cells[0] == "-" and "-" not in cells[1:]
+    assert (
+        head.split() == ["1", "2", "4", "8", "16", "64"]
+        and cells[0] == "-"
+        and "-" not in cells[1:]
+    )
     assert other.startswith("fsdp_full_shard ")
 
 
@@ -183,7 +218,10 @@ def test_numbers_that_no_run_can_have() -> None:
     code, _, errors = _plan("--recipe", "quickstart", "--num-processes", "9" * 400)
     assert code == 2 and errors.endswith(": a run has at most 100,000 ranks\n")
     code, _, errors = _plan("--recipe", "quickstart", "num_train_epochs=1e308")
-    assert code == 2 and "num_train_epochs: 1e+308 does not fit; a number of at most 1e+06 is expected" in errors
+    assert (
+        code == 2
+        and "num_train_epochs: 1e+308 does not fit; a number of at most 1e+06 is expected" in errors
+    )
     sizes = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, vocab_size: 512"
     for heads in ("num_attention_heads: 0", "num_attention_heads: 4, num_key_value_heads: 1.5"):
         given = f"model_config={{model_type: llama, {sizes}, {heads}}}"
@@ -194,6 +232,10 @@ def test_numbers_that_no_run_can_have() -> None:
 
 def test_a_deepspeed_file_that_contradicts_the_recipe_is_not_planned(tmp_path: Path) -> None:
     config = tmp_path / "zero.yaml"
-    config.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}\n")
-    code, _, errors = _plan("--recipe", "quickstart", "--config", str(config), "--num-processes", "2")
+    config.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}\n"
+    )
+    code, _, errors = _plan(
+        "--recipe", "quickstart", "--config", str(config), "--num-processes", "2"
+    )
     assert code == 2 and "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe" in errors

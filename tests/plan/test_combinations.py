@@ -61,11 +61,15 @@ TECHNIQUES: dict[str, Recipe] = {
     "every parameter trained": PLAIN,
     "LoRA": replace(PLAIN, lora=PEFT),
     "DoRA (`use_dora`)": replace(PLAIN, lora=replace(PEFT, use_dora=True)),
-    "QLoRA (`load_in_4bit`)": replace(PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)),
+    "QLoRA (`load_in_4bit`)": replace(
+        PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)
+    ),
     "`method: dpo`, orpo, simpo, kto": replace(PLAIN, method=Method(method="dpo")),
     "`method: reward`, classify": replace(PLAIN, method=Method(method="reward")),
     "`method: embed`": replace(
-        PLAIN, method=Method(method="embed", temperature=0.05), data=replace(PLAIN.data, overlength="drop")
+        PLAIN,
+        method=Method(method="embed", temperature=0.05),
+        data=replace(PLAIN.data, overlength="drop"),
     ),
     "FP8": PLAIN,
     "`quantization_aware_training`": replace(
@@ -76,8 +80,12 @@ TECHNIQUES: dict[str, Recipe] = {
         PLAIN, model=replace(PLAIN.model, activation_checkpointing_keeps="attention")
     ),
     "`activation_offload`": replace(PLAIN, model=replace(PLAIN.model, activation_offload=True)),
-    "`optim_in_backward`": replace(PLAIN, optimization=Optimization(optim_in_backward=True, max_grad_norm=None)),
-    "`optim_offload: nvme`": replace(PLAIN, optimization=Optimization(optim_offload="nvme", offload_dir="/nvme")),
+    "`optim_in_backward`": replace(
+        PLAIN, optimization=Optimization(optim_in_backward=True, max_grad_norm=None)
+    ),
+    "`optim_offload: nvme`": replace(
+        PLAIN, optimization=Optimization(optim_offload="nvme", offload_dir="/nvme")
+    ),
 }
 
 
@@ -85,7 +93,9 @@ def works(technique: str, layout: str) -> bool:
     """Whether nothing refuses the two together before a model is loaded."""
     recipe, sharding = TECHNIQUES[technique], LAYOUTS[layout]
     if layout == "experts":
-        recipe = replace(recipe, model=replace(recipe.model, model_config=MIXTURE, expert_parallel_size=2))
+        recipe = replace(
+            recipe, model=replace(recipe.model, model_config=MIXTURE, expert_parallel_size=2)
+        )
     if layout == "stages":
         recipe = replace(recipe, model=replace(recipe.model, pipeline_parallel_size=2))
     if technique == "FP8":
@@ -101,7 +111,8 @@ def table() -> list[str]:
     """A row for each technique."""
     head = [f"| | {' | '.join(LAYOUTS)} |", "|---" * (len(LAYOUTS) + 1) + "|"]
     rows = [
-        [technique, *("yes" if works(technique, layout) else "no" for layout in LAYOUTS)] for technique in TECHNIQUES
+        [technique, *("yes" if works(technique, layout) else "no" for layout in LAYOUTS)]
+        for technique in TECHNIQUES
     ]
     return head + [f"| {' | '.join(row)} |" for row in rows]
 

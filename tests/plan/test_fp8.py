@@ -18,7 +18,9 @@ FP8 = replace(FULL_SHARD, fp8=Fp8())
 
 
 def test_a_layer_is_gathered_in_8_bits_but_for_its_norms_and_the_first_projection() -> None:
-    spec, bf16 = (make_spec(LLAMA_31_8B, ranks=8, sharding=sharding) for sharding in (FP8, FULL_SHARD))
+    spec, bf16 = (
+        make_spec(LLAMA_31_8B, ranks=8, sharding=sharding) for sharding in (FP8, FULL_SHARD)
+    )
     hidden, key_value, inner = 4096, 1024, 14336
     linears = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * inner
     first = hidden * hidden  # q_proj of layer 0
@@ -36,15 +38,25 @@ def test_rowwise_gathers_in_bf16() -> None:
 
 
 def test_the_time_is_at_both_peaks() -> None:
-    spec, bf16 = (make_spec(LLAMA_31_8B, ranks=1, sharding=sharding) for sharding in (FP8, FULL_SHARD))
+    spec, bf16 = (
+        make_spec(LLAMA_31_8B, ranks=1, sharding=sharding) for sharding in (FP8, FULL_SHARD)
+    )
     seconds, plain = estimate_speed(spec, 0.4), estimate_speed(bf16, 0.4)
     multiplied = sum(spec.fp8_weights.values())
-    whole = flop_per_token(parameters=8_030_261_248 - 128256 * 4096, layers=32, heads=32, head_size=128, length=8192)
+    whole = flop_per_token(
+        parameters=8_030_261_248 - 128256 * 4096, layers=32, heads=32, head_size=128, length=8192
+    )
     share = 6 * multiplied / whole
     assert plain.flop_per_token == whole
-    assert seconds.seconds_per_step / plain.seconds_per_step == pytest.approx(1 - share * (1 - 1 / FP8_SPEEDUP))
+    assert seconds.seconds_per_step / plain.seconds_per_step == pytest.approx(
+        1 - share * (1 - 1 / FP8_SPEEDUP)
+    )
     accurate = make_spec(LLAMA_31_8B, ranks=1, sharding=replace(FP8, fp8=Fp8("rowwise_with_gw_hp")))
-    assert seconds.seconds_per_step < estimate_speed(accurate, 0.4).seconds_per_step < plain.seconds_per_step
+    assert (
+        seconds.seconds_per_step
+        < estimate_speed(accurate, 0.4).seconds_per_step
+        < plain.seconds_per_step
+    )
 
 
 @pytest.mark.parametrize(("hidden", "is_said"), [(2048, True), (4096, False)])
@@ -73,11 +85,15 @@ def test_what_a_layer_holds_while_it_casts(name: Any, tokens: int) -> None:
     spec = replace(make_spec(config, ranks=1, sharding=sharding), device="cpu")
     measured = []
     for out, into in ((352, 128), (128, 352)):
-        layer = Float8Linear.from_float(nn.Linear(into, out, bias=False, dtype=torch.bfloat16), _make_config(sharding))
+        layer = Float8Linear.from_float(
+            nn.Linear(into, out, bias=False, dtype=torch.bfloat16), _make_config(sharding)
+        )
         layer.__class__ = Fp8Linear
         inputs = torch.randn(tokens, into, dtype=torch.bfloat16).requires_grad_()
         products: list[torch.Tensor] = []
-        forward = allocated_peak(lambda layer=layer, inputs=inputs, products=products: products.append(layer(inputs)))
+        forward = allocated_peak(
+            lambda layer=layer, inputs=inputs, products=products: products.append(layer(inputs))
+        )
         grad = torch.randn_like(products[0])
         back = allocated_peak(lambda grad=grad, products=products: products[0].backward(grad))
         returned = inputs.nbytes + layer.weight.nbytes
@@ -92,4 +108,7 @@ def multiplies_copies() -> bool:
     """Whether this CPU has no product of numbers in 8 bits with one scale: torch then multiplies copies in fp32, as is planned."""
     a, b = (torch.zeros(64, 64).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones(())
-    return allocated_peak(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)) > 2 * 4 * a.numel()
+    return (
+        allocated_peak(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16))
+        > 2 * 4 * a.numel()
+    )

@@ -25,13 +25,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT | {"head_dim": 16, "sliding_window": 64},
         "vision_config": TOWER
-        | {"num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 112, "vision_use_head": False},
+        | {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 112,
+            "vision_use_head": False,
+        },
         "mm_tokens_per_image": 16,
         **GEMMA_IDS,
     },
     "qwen2_5_vl": {
         "text_config": TEXT | rope(mrope_section=[2, 2, 4]),
-        "vision_config": TOWER | {"depth": 3, "num_heads": 4, "out_hidden_size": 64, "window_size": 56},
+        "vision_config": TOWER
+        | {"depth": 3, "num_heads": 4, "out_hidden_size": 64, "window_size": 56},
         **QWEN_IDS,
     },
 }
@@ -53,7 +59,9 @@ def test_activations_of_rows_with_images_are_planned_within_a_tenth(
 ) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **MODELS[family])
-    model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForImageTextToText.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    )
     install_attention(model)
     install_loss(model)
     if lora is not None:
@@ -69,8 +77,13 @@ def test_activations_of_rows_with_images_are_planned_within_a_tenth(
     inputs = packed_inputs() | {"packed_lengths": DOCUMENTS}
     for first in (10, 120):  # in the first document, and in the second
         inputs["input_ids"][0, first : first + 16] = IMAGE
-    images = {name: each.to(dtype) if name == "pixel_values" else each for name, each in PIXELS[family].items()}
-    with saved_for_backward(iter([*model.parameters(), *model.buffers(), *images.values()])) as kept:
+    images = {
+        name: each.to(dtype) if name == "pixel_values" else each
+        for name, each in PIXELS[family].items()
+    }
+    with saved_for_backward(
+        iter([*model.parameters(), *model.buffers(), *images.values()])
+    ) as kept:
         forward_images(model, images, (1, 1, 0), **inputs)
     tokens = sum(DOCUMENTS)
     run = Computation(
@@ -84,7 +97,9 @@ def test_activations_of_rows_with_images_are_planned_within_a_tenth(
     whole = model.config.to_dict() | {"architectures": [type(model).__name__]}
     a = read_architecture(split_config(whole), "config.json")
     # Not autograd's, as in test_activations.py: the output; under checkpointing cos and sin.
-    elsewhere = a.hidden * run.residual_itemsize + (2 * a.rotated_size * run.residual_itemsize if every == 1 else 0)
+    elsewhere = a.hidden * run.residual_itemsize + (
+        2 * a.rotated_size * run.residual_itemsize if every == 1 else 0
+    )
     planned = tokens * (sum(kept_bytes(a, run).values()) - elsewhere)
     assert planned == pytest.approx(sum(kept.values()), rel=TOLERANCE)
     print(f"{family}, {dtype}: {planned / sum(kept.values()) - 1:+.2%}")

@@ -17,12 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BASELINE = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in BASELINE], ids=lambda case: str(case.name))
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in BASELINE], ids=lambda case: str(case.name)
+)
 def test_the_plan_is_within_a_twentieth_of_what_was_seen(case: Case, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(case.model))
     fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": case.checkpointed}
     layout = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp}
-    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"} | layout))
+    (tmp_path / "accelerate.yaml").write_text(
+        yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"} | layout)
+    )
     keys = {
         "model_name_or_path": str(tmp_path),
         "max_length": case.length,

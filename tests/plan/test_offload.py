@@ -44,14 +44,23 @@ def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
     assert plan_disk(spec).offload == 8 * files.size
     assert estimate_speed(spec, 0.4).files_seconds == pytest.approx(24 * PARAMETERS / 5e9, rel=1e-3)
     phases = {phase.name: phase.peak for phase in plan_phases(spec)}
-    assert phases["load"].parameters == 4 * PARAMETERS // 8, "fp32 until the master weights are in files"
+    assert phases["load"].parameters == 4 * PARAMETERS // 8, (
+        "fp32 until the master weights are in files"
+    )
     assert phases["steady step"].parameters == phases["save"].parameters == 2 * PARAMETERS // 8
-    text = format_storage(plan_disk(spec), plan_host(spec, 0)) + format_speed(estimate_speed(spec, 0.4), 8)
-    assert "offload    89.75 GiB a node in offload_dir" in text and "38.5 s are the state in offload_dir" in text
+    text = format_storage(plan_disk(spec), plan_host(spec, 0)) + format_speed(
+        estimate_speed(spec, 0.4), 8
+    )
+    assert (
+        "offload    89.75 GiB a node in offload_dir" in text
+        and "38.5 s are the state in offload_dir" in text
+    )
 
 
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
-    one, two = (in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).files() for layers in (32, 64))
+    one, two = (
+        in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).files() for layers in (32, 64)
+    )
     assert one is not None and two is not None and two.size > 1.8 * one.size
     assert two.buffer == one.buffer
 
@@ -67,7 +76,9 @@ def test_no_advice_asks_for_what_cannot_be_in_files() -> None:
     assert "optim=adamw_8bit" not in texts and "optim=adamw_bf16_moments" in texts
 
 
-def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On tensors that say they are on a GPU; CUDA's own registration of the pages is recorded in its place."""
     pinned: list[int] = []
 
@@ -79,15 +90,23 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     spec = make_spec({**LLAMA_31_8B, "num_hidden_layers": 1, "vocab_size": 1000}, ranks=1)
     with FakeTensorMode():
-        saved = [torch.empty(t.shape, device="cuda") for t in spec.tensors for _ in range(3)]  # AdamW's two moments
+        saved = [
+            torch.empty(t.shape, device="cuda") for t in spec.tensors for _ in range(3)
+        ]  # AdamW's two moments
     copies = [allocate_on_host(tensor) for tensor in saved]
-    assert [(copy.shape, copy.dtype) for copy in copies] == [(tensor.shape, tensor.dtype) for tensor in saved]
+    assert [(copy.shape, copy.dtype) for copy in copies] == [
+        (tensor.shape, tensor.dtype) for tensor in saved
+    ]
     steps = 4 * len(spec.tensors)  # on the host already
     assert 0 <= sum(pinned) - (plan_host(spec, 0).saving - steps) < OFFLOAD_ALIGNMENT * len(saved)
     moments = Optimization(optim="adamw_bf16_moments")
     whole = make_spec(QWEN_25_7B, ranks=1)
     whole = replace(whole, recipe=replace(whole.recipe, optimization=moments))
     pages = sum(-(-t.numel * size // 4096) * 4096 for t in whole.tensors for size in (4, 2, 2))
-    powers = sum(2 ** (t.numel * size - 1).bit_length() for t in whole.tensors for size in (4, 2, 2))
+    powers = sum(
+        2 ** (t.numel * size - 1).bit_length() for t in whole.tensors for size in (4, 2, 2)
+    )
     found = [round(each / 2**30, 1) for each in (plan_host(whole, 0).saving, pages, powers)]
-    assert found == [56.7, 56.7, 107.9], "planned; in whole pages; as torch's own pinned memory would be"
+    assert found == [56.7, 56.7, 107.9], (
+        "planned; in whole pages; as torch's own pinned memory would be"
+    )

@@ -39,11 +39,15 @@ STAGES = 2
 def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A pipeline of which only one rank is there, each in its turn."""
     dist.init_process_group("fake", rank=request.param, world_size=STAGES, store=FakeStore())
-    yield init_device_mesh("cpu", (STAGES, 1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    yield init_device_mesh(
+        "cpu", (STAGES, 1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+    )
     dist.destroy_process_group()
 
 
-def plan_of(stages: int = STAGES, schedule: PipelineSchedule = "1f1b", layers: int = 4, **keys: Any) -> RunSpec:
+def plan_of(
+    stages: int = STAGES, schedule: PipelineSchedule = "1f1b", layers: int = 4, **keys: Any
+) -> RunSpec:
     sharding = replace(FULL_SHARD, pipeline_parallel_size=stages, pipeline_schedule=schedule)
     config = {"model_type": "llama", **CONFIG, "num_hidden_layers": layers}
     return make_spec(config, ranks=stages, sharding=sharding, **keys)
@@ -62,7 +66,11 @@ def test_a_stage_keeps_what_is_planned(lora: Lora | None, mesh: Any) -> None:
         add_adapters(model, lora, torch.bfloat16)
         model.to(torch.bfloat16)
     world: Any = SimpleNamespace(
-        stages=STAGES, sharding=spec.sharding, mesh=mesh, device=torch.device("cpu"), any=lambda is_any: is_any
+        stages=STAGES,
+        sharding=spec.sharding,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        any=lambda is_any: is_any,
     )
     keep_own_layers(model.train(), decoder_layers(model), world)
     pipeline, tokens = find_pipeline(model), sum(DOCUMENTS)
@@ -73,7 +81,9 @@ def test_a_stage_keeps_what_is_planned(lora: Lora | None, mesh: Any) -> None:
         pipeline._computing(stage, hidden if stage else None),
     ):
         model.model(**packed_inputs(), use_cache=False)
-    run = Computation(itemsize=2, lora=lora, cpu=True, document_length=sum(n * n for n in DOCUMENTS) // tokens)
+    run = Computation(
+        itemsize=2, lora=lora, cpu=True, document_length=sum(n * n for n in DOCUMENTS) // tokens
+    )
     spec = replace(spec, stage=stage)
     a = spec.computed
     by_part = kept_bytes(a, run) | ({} if spec.is_last_stage else {"final norm": 0})
@@ -84,10 +94,15 @@ def test_a_stage_keeps_what_is_planned(lora: Lora | None, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize(("stages", "rows"), [(2, 2), (2, 5), (4, 8), (4, 16)])
-def test_so_many_forwards_wait_for_their_backward_as_torchs_schedules_have_them(stages: int, rows: int) -> None:
+def test_so_many_forwards_wait_for_their_backward_as_torchs_schedules_have_them(
+    stages: int, rows: int
+) -> None:
     dist.init_process_group("fake", rank=0, world_size=stages, store=FakeStore())
     try:
-        for schedule, chunks, kind in (("1f1b", 1, Schedule1F1B), ("interleaved_1f1b", 2, ScheduleInterleaved1F1B)):
+        for schedule, chunks, kind in (
+            ("1f1b", 1, Schedule1F1B),
+            ("interleaved_1f1b", 2, ScheduleInterleaved1F1B),
+        ):
             made: list[Any] = [
                 PipelineStage(torch.nn.Identity(), index, stages * chunks, torch.device("cpu"))
                 for index in range(0, stages * chunks, stages)
@@ -128,8 +143,16 @@ def test_a_plan_shows_the_pipeline() -> None:
 def test_stages_are_suggested_where_nodes_wait_for_each_others_layers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_70B | {"rms_norm_eps": 1e-5}))
     rows = make_chat(tmp_path / "rows.jsonl", rows=4)
-    keys = [f"model_name_or_path={tmp_path}", f"datasets=[{{path: {rows}}}]", "global_batch_size=256", "use_peft=true"]
+    keys = [
+        f"model_name_or_path={tmp_path}",
+        f"datasets=[{{path: {rows}}}]",
+        "global_batch_size=256",
+        "use_peft=true",
+    ]
     planned = read_recipe(None, keys)
-    slow, fast = (make_plan(planned, FULL_SHARD, 32, links=Links(between_nodes=rate)).remarks for rate in (5e9, 400e9))
+    slow, fast = (
+        make_plan(planned, FULL_SHARD, 32, links=Links(between_nodes=rate)).remarks
+        for rate in (5e9, 400e9)
+    )
     assert any("pipeline_parallel_size=4 puts a stage on each node" in remark for remark in slow)
     assert not any("pipeline_parallel_size" in remark for remark in fast)

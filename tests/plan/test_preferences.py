@@ -71,7 +71,9 @@ def test_log_probabilities_allocate_what_is_planned(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_a_step_of_pairs_allocates_what_is_planned(checkpointing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_of_pairs_allocates_what_is_planned(
+    checkpointing: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """LoRA: the forward of the reference, that of the model, and the backward; one packed row of two full answers."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -106,7 +108,9 @@ def test_a_step_of_pairs_allocates_what_is_planned(checkpointing: bool, capsys: 
     run()  # what is allocated once, such as the rotary embedding
     for parameter in model.parameters():
         parameter.grad = None
-    sharding = Sharding(layout="fsdp2", mixed_precision="no", activation_checkpointing=checkpointing)
+    sharding = Sharding(
+        layout="fsdp2", mixed_precision="no", activation_checkpointing=checkpointing
+    )
     spec = preferences(TINY, sharding=sharding, max_length=LENGTH, lora=True)
     spec = replace(spec, recipe=replace(spec.recipe, lora=lora))
     phase = next(phase for phase in plan_phases(spec) if phase.name == "first step")
@@ -137,20 +141,32 @@ def test_the_reference_costs_a_forward_of_each_step_or_one_of_the_data() -> None
         (False, (), "computed once before training", 1),
     ):
         spec = preferences(LLAMA_31_8B, max_length=2048, lora=lora)
-        spec = replace(spec, recipe=replace(spec.recipe, lora=replace(spec.recipe.lora, modules_to_save=modules)))
+        spec = replace(
+            spec,
+            recipe=replace(spec.recipe, lora=replace(spec.recipe.lora, modules_to_save=modules)),
+        )
         sft = replace(spec, recipe=replace(spec.recipe, method=Method()))
         header = format_header(spec, ranks_assumed=False)
-        assert line in header and "rows x 4,096 tokens" in header and "method     dpo: a row holds pairs" in header
+        assert (
+            line in header
+            and "rows x 4,096 tokens" in header
+            and "method     dpo: a row holds pairs" in header
+        )
         assert "reference" not in format_header(sft, ranks_assumed=False)
         assert [phase.name for phase in plan_phases(spec)].count("reference") == phases
         read = (10_000_000, 100)
         found, plain = estimate_speed(spec, 0.4, read), estimate_speed(sft, 0.4, read)
-        forward = 2 * (spec.architecture.parameters - spec.architecture.embedding.numel) + 4 * 32 * 4096 * 2048
-        share = forward / (plain.flop_per_token + forward) if not phases else 0.0
-        assert found.reference_share == pytest.approx(share) and ("33%" in format_speed(found, 1)) == (
-            lora and not phases
+        forward = (
+            2 * (spec.architecture.parameters - spec.architecture.embedding.numel)
+            + 4 * 32 * 4096 * 2048
         )
+        share = forward / (plain.flop_per_token + forward) if not phases else 0.0
+        assert found.reference_share == pytest.approx(share) and (
+            "33%" in format_speed(found, 1)
+        ) == (lora and not phases)
         # 100 steps of 4,096 tokens come to fewer than an epoch has
         seconds = 100 * 4096 * forward / (0.4 * 989e12)
         assert found.reference_seconds == (pytest.approx(seconds) if phases else None)
-    assert "reference" not in format_header(preferences(LLAMA_31_8B, method="orpo"), ranks_assumed=False)
+    assert "reference" not in format_header(
+        preferences(LLAMA_31_8B, method="orpo"), ranks_assumed=False
+    )

@@ -33,10 +33,17 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_a_layer_holds_while_it_rounds(scheme: str, tokens: int, adapted: bool) -> None:
     keys = QuantizationAware(quantization_aware_training=scheme)
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 1,
+    }
     spec = make_spec(LLAMA_31_8B | sizes, ranks=1, sharding=Sharding(layout="single"))
     lora = Lora(use_peft=adapted, lora_r=8)
-    spec = replace(spec, device="cpu", recipe=replace(spec.recipe, quantization_aware=keys, lora=lora))
+    spec = replace(
+        spec, device="cpu", recipe=replace(spec.recipe, quantization_aware=keys, lora=lora)
+    )
     measured = []
     for into, out in ((128, 352), (352, 128)):
         model = Layer(into, out)
@@ -46,7 +53,10 @@ def test_what_a_layer_holds_while_it_rounds(scheme: str, tokens: int, adapted: b
         weights = [layer.weight]
         if adapted:
             layer.weight.requires_grad_(False)
-            weights += [torch.randn(8, into, requires_grad=True), torch.randn(out, 8, requires_grad=True)]
+            weights += [
+                torch.randn(8, into, requires_grad=True),
+                torch.randn(out, 8, requires_grad=True),
+            ]
         inputs = torch.randn(tokens, into).requires_grad_()
         product = layer.multiply(inputs, 1.0, *weights)
         wanted = [inputs, *(each for each in weights if each.requires_grad)]

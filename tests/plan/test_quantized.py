@@ -27,7 +27,9 @@ KINDS: dict[str, Quantization] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_takes_the_bytes_that_bitsandbytes_allocates(kind: str, tiny_llama: Callable[..., Path]) -> None:
+def test_a_weight_takes_the_bytes_that_bitsandbytes_allocates(
+    kind: str, tiny_llama: Callable[..., Path]
+) -> None:
     """The plain library's own model, with sizes that no block of 64 numbers divides."""
     bnb = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -40,9 +42,15 @@ def test_a_weight_takes_the_bytes_that_bitsandbytes_allocates(kind: str, tiny_ll
         bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
     )
     folder = tiny_llama(
-        hidden_size=72, intermediate_size=101, num_attention_heads=6, num_key_value_heads=2, head_dim=12
+        hidden_size=72,
+        intermediate_size=101,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=12,
     )
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map="cpu"
+    )
     linears = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     assert len(linears) == 7 * model.config.num_hidden_layers
     for linear in linears:
@@ -65,10 +73,18 @@ def _quantized(spec: RunSpec, quantization: Quantization) -> RunSpec:
 def test_the_base_of_8_billion_parameters_by_hand() -> None:
     """6.98 billion of them in linear layers: half a byte and a scale each; embedding, head and norms in bf16."""
     lora = make_spec(LLAMA_31_8B, ranks=1, lora=True, max_length=2048)
-    linear, other = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336), 2 * 128256 * 4096 + 65 * 4096
+    linear, other = (
+        32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336),
+        2 * 128256 * 4096 + 65 * 4096,
+    )
     for kind, per_block in (("nf4", 4.0), ("double", 1 + 4 / 256)):
         frozen = _quantized(lora, KINDS[kind]).state().frozen
-        expected = linear / 2 + linear / 64 * per_block + 2 * other + (4 * 7 * 32 if kind == "double" else 0)
+        expected = (
+            linear / 2
+            + linear / 64 * per_block
+            + 2 * other
+            + (4 * 7 * 32 if kind == "double" else 0)
+        )
         assert frozen == expected, kind
     assert (
         _quantized(lora, KINDS["int8"]).state().frozen
@@ -79,8 +95,12 @@ def test_the_base_of_8_billion_parameters_by_hand() -> None:
 def test_a_layer_in_flight_is_dequantized_whole_where_it_is_recomputed() -> None:
     """Nothing else of a step is a temporary, so that the peak moves by what is dequantized where that layer is the peak."""
     layer, largest = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336, 4096 * 14336
-    recomputed = _quantized(make_spec(LLAMA_31_8B, ranks=1, lora=True, max_length=512), KINDS["nf4"])
-    kept = replace(recomputed, sharding=replace(recomputed.sharding, activation_checkpointing=False))
+    recomputed = _quantized(
+        make_spec(LLAMA_31_8B, ranks=1, lora=True, max_length=512), KINDS["nf4"]
+    )
+    kept = replace(
+        recomputed, sharding=replace(recomputed.sharding, activation_checkpointing=False)
+    )
     assert dequantized_bytes(recomputed, recomputes_layer=True) == 2 * layer
     assert dequantized_bytes(kept) == 2 * largest
     (evaluation,) = (phase.peak for phase in plan_phases(recomputed) if phase.name == "evaluation")
@@ -90,7 +110,10 @@ def test_a_layer_in_flight_is_dequantized_whole_where_it_is_recomputed() -> None
 def test_a_base_that_is_stored_quantized_is_planned_as_it_is(tmp_path: Path) -> None:
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     planned = {}
-    for name, config in {"stored": LLAMA_31_8B | {"quantization_config": settings}, "plain": LLAMA_31_8B}.items():
+    for name, config in {
+        "stored": LLAMA_31_8B | {"quantization_config": settings},
+        "plain": LLAMA_31_8B,
+    }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         given = recipe(lora=True)
@@ -105,13 +128,23 @@ def test_a_base_that_is_stored_quantized_is_planned_as_it_is(tmp_path: Path) -> 
 def test_fewer_bits_are_suggested_before_a_shorter_row_and_to_full_fine_tuning_last() -> None:
     lora = make_spec(LLAMA_31_8B, ranks=1, lora=True, max_length=2048)
     texts = [change.text for change in list_changes(lora)]
-    assert texts.index("load_in_8bit=true") < texts.index("load_in_4bit=true") < texts.index("max_length=1024")
+    assert (
+        texts.index("load_in_8bit=true")
+        < texts.index("load_in_4bit=true")
+        < texts.index("max_length=1024")
+    )
     for limit, expected in ((16 * GIB, "load_in_8bit=true"), (11 * GIB, "load_in_4bit=true")):
         advice = advise(lora, Room(limit))
-        assert advice.changes is not None and [change.text for change in advice.changes] == [expected]
+        assert advice.changes is not None and [change.text for change in advice.changes] == [
+            expected
+        ]
         assert advice.after is not None and advice.after.device <= limit
     full = [change.text for change in list_changes(make_spec(LLAMA_31_8B, ranks=1))]
-    assert full[-3:] == ["use_peft=true", "use_peft=true load_in_8bit=true", "use_peft=true load_in_4bit=true"]
+    assert full[-3:] == [
+        "use_peft=true",
+        "use_peft=true load_in_8bit=true",
+        "use_peft=true load_in_4bit=true",
+    ]
 
 
 def test_what_is_in_four_bits_already_or_under_fsdp1_gets_no_such_suggestion() -> None:
@@ -141,5 +174,7 @@ def test_a_mixture_whose_experts_are_not_quantized_is_refused_as_the_run_refuses
 ) -> None:
     spec = _quantized(make_spec(QWEN3_235B, ranks=8, lora=True), KINDS["nf4"])
     monkeypatch.setattr("finetune.config.model_rules.has_fused_experts", lambda model_type: False)
-    with pytest.raises(UserError, match=r"load_in_4bit: model_config is a mixture of experts \(qwen3_moe\)"):
+    with pytest.raises(
+        UserError, match=r"load_in_4bit: model_config is a mixture of experts \(qwen3_moe\)"
+    ):
         refuse_problems(spec.find_problems())

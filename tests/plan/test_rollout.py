@@ -15,7 +15,12 @@ from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Request, Sampling
 from tests.plan.traced import allocated_peak
 
-WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
 # (vocabulary, prompts, generations, prompt tokens, completion tokens): a large cache; many prompts; long ones; large logits.
 CASES = [
     (512, 2, 16, 64, 64),
@@ -27,17 +32,37 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sampling_takes_what_it_allocates(case: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_takes_what_it_allocates(
+    case: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vocabulary, prompts, generations, tokens, most = case
-    config: dict[str, Any] = {"model_type": "llama", **WIDE, "num_key_value_heads": 4, "vocab_size": vocabulary}
-    keys = ["method=grpo", "rewards=[length]", f"num_generations={generations}", f"max_completion_length={most}"]
-    keys += [f"max_length={tokens + most}", f"global_batch_size={prompts}", "per_device_generation_batch_size=64"]
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        **WIDE,
+        "num_key_value_heads": 4,
+        "vocab_size": vocabulary,
+    }
+    keys = [
+        "method=grpo",
+        "rewards=[length]",
+        f"num_generations={generations}",
+        f"max_completion_length={most}",
+    ]
+    keys += [
+        f"max_length={tokens + most}",
+        f"global_batch_size={prompts}",
+        "per_device_generation_batch_size=64",
+    ]
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
     sharding = Sharding(layout="single", mixed_precision="no")
     spec = RunSpec(
-        architecture=read_architecture(config, "config.json"), recipe=recipe, sharding=sharding, ranks=1, device="cpu"
+        architecture=read_architecture(config, "config.json"),
+        recipe=recipe,
+        sharding=sharding,
+        ranks=1,
+        device="cpu",
     )
     peak = next(phase.peak for phase in plan_phases(spec) if phase.name == "rollout")
     planned = peak.activations + peak.loss + peak.temporaries
@@ -50,7 +75,11 @@ def test_sampling_takes_what_it_allocates(case: tuple[int, ...], capsys: pytest.
         device = torch.device("cpu")
 
     engine = EmbeddedEngine(model, Alone(), [7], 64)  # type: ignore[arg-type]  # now and then a row ends
-    requests = [Request(tuple(range(i, i + tokens)), (i, j)) for i in range(prompts) for j in range(generations)]
+    requests = [
+        Request(tuple(range(i, i + tokens)), (i, j))
+        for i in range(prompts)
+        for j in range(generations)
+    ]
     taken = allocated_peak(lambda: engine.sample(requests, Sampling(max_tokens=most)))
     with capsys.disabled():
         print(

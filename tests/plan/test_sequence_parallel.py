@@ -41,10 +41,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8], indirect=True)
 @pytest.mark.parametrize("every", [None, 1])
-def test_what_a_rank_keeps_is_planned_to_the_byte(ranks: dist.ProcessGroup, every: int | None) -> None:
+def test_what_a_rank_keeps_is_planned_to_the_byte(
+    ranks: dist.ProcessGroup, every: int | None
+) -> None:
     """With 8 ranks, the 2 key-value heads are repeated: that part falls to a half, all else to an eighth."""
     size = ranks.size()
-    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**CONFIG), dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["llama"](**CONFIG), dtype=torch.bfloat16
+    )
     install_attention(model, "auto", ranks)
     install_loss(model)
     if every is not None:
@@ -64,7 +68,9 @@ def test_what_a_rank_keeps_is_planned_to_the_byte(ranks: dist.ProcessGroup, ever
     # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
     elsewhere = a.hidden * 2 + (2 * a.rotated_size * 2 if every == 1 else 0)
     planned = tokens * (sum(kept_bytes(a, run).values()) - elsewhere)
-    print(f"{size} ranks, checkpointing {every}: {sum(kept.values()):,} bytes kept, {planned:,} planned")
+    print(
+        f"{size} ranks, checkpointing {every}: {sum(kept.values()):,} bytes kept, {planned:,} planned"
+    )
     assert sum(kept.values()) == planned
 
 
@@ -84,6 +90,11 @@ def test_it_is_advised_where_rows_do_not_fit() -> None:
     spec = make_spec(LLAMA_31_8B, ranks=8, max_length=262_144, global_batch_size=8)
     advice = advise(spec, Room(80 * 10**9))
     assert advice.changes is not None
-    assert [change.text for change in advice.changes] == ["accelerate_config=fsdp_sequence_parallel"]
+    assert [change.text for change in advice.changes] == [
+        "accelerate_config=fsdp_sequence_parallel"
+    ]
     shipped = read_sharding("fsdp_sequence_parallel", None, {"WORLD_SIZE": "8"})
-    assert advice.after is not None and find_peak(replace(spec, sharding=shipped)).total == advice.after.device
+    assert (
+        advice.after is not None
+        and find_peak(replace(spec, sharding=shipped)).total == advice.after.device
+    )

@@ -22,16 +22,35 @@ UNEVEN = {
     "vocab_size": 509, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3,
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
 }  # fmt: skip
-EVEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}  # so that 8-bit moments come in whole blocks
+EVEN = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+}  # so that 8-bit moments come in whole blocks
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 36}
-ROUTED = EXPERTS | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {"q_lora_rank": 23, "kv_lora_rank": 17, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 11}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "q_lora_rank": 23,
+    "kv_lora_rank": 17,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 5},
-    "mixtral of 14": EXPERTS | {"model_type": "mixtral", "num_local_experts": 14},  # 7 experts on 2 ranks: by rows
+    "mixtral of 14": EXPERTS
+    | {"model_type": "mixtral", "num_local_experts": 14},  # 7 experts on 2 ranks: by rows
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5},
-    "deepseek_v3": ROUTED | LATENT | {"model_type": "deepseek_v3", "head_dim": 6, "num_key_value_heads": 6},
-    "mixtral, rows of 64": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
+    "deepseek_v3": ROUTED
+    | LATENT
+    | {"model_type": "deepseek_v3", "head_dim": 6, "num_key_value_heads": 6},
+    "mixtral, rows of 64": EXPERTS
+    | {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
     "gpt_oss of 4": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4},
     "deepseek_v3, wide": ROUTED
     | LATENT  # nested scales of a rank's experts: whole blocks of theirs
@@ -43,20 +62,38 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "moe_intermediate_size": 128,
     },
-    "mixtral, deep": EXPERTS | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 5},
+    "mixtral, deep": EXPERTS
+    | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 5},
     "glm4_moe": ROUTED | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
 }
-ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-QLORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+ON_EXPERTS = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+QLORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "load_in_4bit": True,
+    "bnb_4bit_use_double_quant": True,
+}
 RECIPES: dict[str, dict[str, Any]] = {
     **{family: {"model": family} for family in MIXTURES},
     "divided": {"model": "mixtral of 14", "expert_parallel_size": 2},
     "divided, frozen": ON_EXPERTS | {"model": "mixtral of 14", "expert_parallel_size": 2},
-    "divided, qlora": ON_EXPERTS | QLORA | {"model": "mixtral, rows of 64", "expert_parallel_size": 2},
-    "gpt_oss divided, in 8 bits": {"model": "gpt_oss of 4", "use_peft": True, "lora_r": 4, "load_in_8bit": True}
+    "divided, qlora": ON_EXPERTS
+    | QLORA
+    | {"model": "mixtral, rows of 64", "expert_parallel_size": 2},
+    "gpt_oss divided, in 8 bits": {
+        "model": "gpt_oss of 4",
+        "use_peft": True,
+        "lora_r": 4,
+        "load_in_8bit": True,
+    }
     | {"expert_parallel_size": 2},
     "nested scales divided": QLORA | {"model": "deepseek_v3, wide", "expert_parallel_size": 2},
-    "mixtral's experts": ON_EXPERTS | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
+    "mixtral's experts": ON_EXPERTS
+    | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
     "gpt_oss's experts": ON_EXPERTS | {"model": "gpt_oss", "lora_target_modules": []},
     "deepseek_v3's experts": ON_EXPERTS | {"model": "deepseek_v3"},
     "full": {},
@@ -72,7 +109,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "modules_to_save": ["lm_head", "layers.1.mlp.down_proj"],
         "rank_pattern": {"q_proj": 2, "layers.2.mlp.up_proj": 5},
     },
-    "qlora": {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    "qlora": {
+        "use_peft": True,
+        "lora_r": 4,
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+    },
     "base in 8 bits": {"use_peft": True, "lora_r": 4, "load_in_8bit": True},
     "mixtral's experts, qlora": ON_EXPERTS | {"model": "mixtral", "load_in_4bit": True},
     "gpt_oss in 8 bits": {"model": "gpt_oss", "use_peft": True, "lora_r": 4, "load_in_8bit": True},
@@ -117,13 +159,22 @@ RECIPES: dict[str, dict[str, Any]] = {
         "pipeline_schedule": "interleaved_1f1b",
         "model": "mixtral, deep",
     },
-    "lora in files": {"use_peft": True, "lora_r": 4, "optim_offload": "nvme", "offload_dir": "FOLDER"},
+    "lora in files": {
+        "use_peft": True,
+        "lora_r": 4,
+        "optim_offload": "nvme",
+        "offload_dir": "FOLDER",
+    },
 }
 
 
 def _fsdp(version: int, mixed_precision: str = "bf16", **keys: Any) -> dict[str, Any]:
     fsdp_config = {"fsdp_version": version} | {f"fsdp_{key}": value for key, value in keys.items()}
-    return {"distributed_type": "FSDP", "mixed_precision": mixed_precision, "fsdp_config": fsdp_config}
+    return {
+        "distributed_type": "FSDP",
+        "mixed_precision": mixed_precision,
+        "fsdp_config": fsdp_config,
+    }
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -137,12 +188,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp1 no shard": _fsdp(1, sharding_strategy="NO_SHARD"),
     "ddp": {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"},
     "hybrid": _fsdp(2)
-    | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}},
+    | {
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": 2,
+        }
+    },
     "tensor parallel": _fsdp(2) | {"parallelism_config": {"parallelism_config_tp_size": 2}},
     "tensor parallel, offload": _fsdp(2, offload_params=True)
     | {"parallelism_config": {"parallelism_config_tp_size": 2}},
     "tensor parallel x 2": _fsdp(2)
-    | {"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}},
+    | {
+        "parallelism_config": {
+            "parallelism_config_tp_size": 2,
+            "parallelism_config_dp_shard_size": 2,
+        }
+    },
     "single": {"distributed_type": "NO", "mixed_precision": "bf16"},
 }
 # FSDP1 leaves freed memory behind the frozen parameters of NO_SHARD, which cannot be counted.
@@ -150,19 +211,53 @@ TWO_RANKS = [
     (layout, recipe)
     for layout in LAYOUTS
     for recipe in ("full", "lora")
-    if layout not in ("hybrid", "single", "tensor parallel", "tensor parallel, offload", "tensor parallel x 2")
+    if layout
+    not in (
+        "hybrid",
+        "single",
+        "tensor parallel",
+        "tensor parallel, offload",
+        "tensor parallel x 2",
+    )
     and (layout, recipe) != ("fsdp1 no shard", "lora")
-] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
-TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
-TWO_RANKS += [("fsdp2", "mixtral's experts, qlora"), ("ddp", "gpt_oss in 8 bits"), ("fsdp2", "deepseek_v3, qlora")]
+] + [
+    (layout, recipe)
+    for layout in ("fsdp2", "fsdp1")
+    for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")
+]
+TWO_RANKS += [
+    (layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")
+]
+TWO_RANKS += [
+    ("fsdp2", "mixtral's experts, qlora"),
+    ("ddp", "gpt_oss in 8 bits"),
+    ("fsdp2", "deepseek_v3, qlora"),
+]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
 TWO_RANKS += [("fsdp2", "muon"), ("ddp", "muon lora")]
-TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
+TWO_RANKS += [
+    ("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")
+]
 TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
-TWO_RANKS += [("fsdp2", "divided, qlora"), ("fsdp2", "gpt_oss divided, in 8 bits"), ("fsdp2", "nested scales divided")]
-TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
-TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [("tensor parallel, offload", "even")]
-TWO_RANKS += [("fsdp2", "vision"), ("fsdp1", "vision"), ("ddp", "vision lora"), ("fsdp2", "vision qlora")]
+TWO_RANKS += [
+    ("fsdp2", "divided, qlora"),
+    ("fsdp2", "gpt_oss divided, in 8 bits"),
+    ("fsdp2", "nested scales divided"),
+]
+TWO_RANKS += [
+    ("fsdp2", "deepseek_v3's experts"),
+    ("fsdp2", "mixtral's experts"),
+    ("ddp", "mixtral's experts"),
+]
+TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [
+    ("tensor parallel, offload", "even")
+]
+TWO_RANKS += [
+    ("fsdp2", "vision"),
+    ("fsdp1", "vision"),
+    ("ddp", "vision lora"),
+    ("fsdp2", "vision qlora"),
+]
 FOUR_RANKS = [
     ("hybrid", "muon lora"),
     ("hybrid", "full"),
@@ -170,20 +265,42 @@ FOUR_RANKS = [
     ("fsdp2", "divided"),
     ("fsdp2", "divided, frozen"),
 ]
-FOUR_RANKS += [("fsdp2", "divided, qlora"), ("hybrid", "nested scales divided"), ("fsdp2", "nested scales divided")]
+FOUR_RANKS += [
+    ("fsdp2", "divided, qlora"),
+    ("hybrid", "nested scales divided"),
+    ("fsdp2", "nested scales divided"),
+]
 TWO_RANKS += [("fsdp2", name) for name in RECIPES if name.startswith("pipeline")]
-FOUR_RANKS += [("fsdp2", "pipeline, tied"), ("fsdp2", "pipeline, qlora"), ("fsdp2", "pipeline, deepseek_v3")]
+FOUR_RANKS += [
+    ("fsdp2", "pipeline, tied"),
+    ("fsdp2", "pipeline, qlora"),
+    ("fsdp2", "pipeline, deepseek_v3"),
+]
 FOUR_RANKS += [("tensor parallel", "pipeline, even")]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
-TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [("fsdp2 fp32", "in files"), ("fsdp2 offload", "in files")]
+TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [
+    ("fsdp2 fp32", "in files"),
+    ("fsdp2 offload", "in files"),
+]
 TWO_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel", "even, in files")]
 FOUR_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel x 2", "even, in files")]
 # One of each kind of layout and of what trains; the others are slow.
-QUICK = [("fsdp2", "full"), ("fsdp2 offload", "lora"), ("fsdp1", "tied"), ("fsdp1", "whole"), ("ddp", "lora")]
+QUICK = [
+    ("fsdp2", "full"),
+    ("fsdp2 offload", "lora"),
+    ("fsdp1", "tied"),
+    ("fsdp1", "whole"),
+    ("ddp", "lora"),
+]
 QUICK += [("fsdp2", "whole"), ("ddp", "qlora"), ("fsdp2", "base in 8 bits"), ("fsdp2", "adafactor")]
-QUICK += [("fsdp2", "muon"), ("fsdp2", "divided"), ("fsdp2", "gpt_oss's experts"), ("fsdp2", "glm4_moe")]
+QUICK += [
+    ("fsdp2", "muon"),
+    ("fsdp2", "divided"),
+    ("fsdp2", "gpt_oss's experts"),
+    ("fsdp2", "glm4_moe"),
+]
 QUICK += [
     ("fsdp2", "divided, qlora"),
     ("tensor parallel", "even lora"),
@@ -202,28 +319,41 @@ NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
     [
         pytest.param(2, QUICK, id="2 ranks"),
         pytest.param(2, MORE, id="2 ranks, more", marks=pytest.mark.slow),
-        pytest.param(2, [("fsdp2", "8-bit"), ("ddp", "8-bit")], id="8-bit, 2 ranks", marks=NEEDS_TORCHAO),
         pytest.param(
-            1, [("single", "full"), ("single", "lora"), ("fsdp2", "full")], id="1 rank", marks=pytest.mark.slow
+            2, [("fsdp2", "8-bit"), ("ddp", "8-bit")], id="8-bit, 2 ranks", marks=NEEDS_TORCHAO
+        ),
+        pytest.param(
+            1,
+            [("single", "full"), ("single", "lora"), ("fsdp2", "full")],
+            id="1 rank",
+            marks=pytest.mark.slow,
         ),
         pytest.param(4, FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
-        pytest.param(3, [("fsdp2", "dora"), ("fsdp1", "tied")], id="3 ranks", marks=pytest.mark.slow),
+        pytest.param(
+            3, [("fsdp2", "dora"), ("fsdp1", "tied")], id="3 ranks", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_planned_state_is_that_of_the_real_tensors(
     ranks: int, pairs: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     scenarios = [
-        (f"{layout}, {recipe}", _recipe(tmp_path, recipe), _layout(tmp_path, layout)) for layout, recipe in pairs
+        (f"{layout}, {recipe}", _recipe(tmp_path, recipe), _layout(tmp_path, layout))
+        for layout, recipe in pairs
     ]
     (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
     script = Path(__file__).with_name("state_on_ranks.py")
-    launch_ranks(script, [str(tmp_path / "scenarios.json"), str(tmp_path)], ranks=ranks, timeout=240).check()
+    launch_ranks(
+        script, [str(tmp_path / "scenarios.json"), str(tmp_path)], ranks=ranks, timeout=240
+    ).check()
     worst = 0  # bytes
     for rank in range(ranks):
         measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, recipe_path, config in scenarios:
-            recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+            recipe, sharding = (
+                read_recipe(recipe_path),
+                read_sharding(config, None, {"WORLD_SIZE": str(ranks)}),
+            )
             spec = make_plan(recipe, sharding, ranks).spec
             stage, own = divmod(rank, ranks // spec.stages)
             spec = replace(spec, stage=stage)
@@ -231,17 +361,25 @@ def test_the_planned_state_is_that_of_the_real_tensors(
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,
-                "optimizer": state.optimizer if files is None else 2 * files.buffer + files.counters,
+                "optimizer": state.optimizer
+                if files is None
+                else 2 * files.buffer + files.counters,
                 "files": 0 if files is None else files.size,
             }
             worst = max(worst, *(abs(planned[part] - measured[name][part]) for part in planned))
             assert planned == measured[name], (name, rank)
-    print(f"\nstate: worst error {worst} bytes, of {len(pairs)} layouts and recipes on {ranks} ranks")
+    print(
+        f"\nstate: worst error {worst} bytes, of {len(pairs)} layouts and recipes on {ranks} ranks"
+    )
 
 
 def _recipe(folder: Path, name: str) -> str:
     keys = dict(RECIPES[name])
-    tied, even, family = keys.pop("tied", False), keys.pop("even", False), keys.pop("model", "llama")
+    tied, even, family = (
+        keys.pop("tied", False),
+        keys.pop("even", False),
+        keys.pop("model", "llama"),
+    )
     model = folder / f"{family}-{'tied' if tied else 'untied'}-{'even' if even else 'uneven'}"
     if not model.exists() and family in VISION:
         make_vision_model(model, family)
@@ -251,7 +389,11 @@ def _recipe(folder: Path, name: str) -> str:
     path = folder / f"{name}.yaml"
     keys = {key: str(folder) if value == "FOLDER" else value for key, value in keys.items()}
     data = make_chat(folder / "chat.jsonl", rows=4)
-    path.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}], **keys}))
+    path.write_text(
+        yaml.safe_dump(
+            {"model_name_or_path": str(model), "datasets": [{"path": str(data)}], **keys}
+        )
+    )
     return str(path)
 
 

@@ -20,20 +20,30 @@ from finetune.plan.step_memory import loss_bytes, plan_phases
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 from tests.plan.traced import allocated_peak
 
-SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def with_teacher(
     spec: RunSpec, config: dict[str, Any], quantization: Quantization | None = None, **keys: Any
 ) -> RunSpec:
     teacher = TeacherSpec(
-        architecture=read_architecture(config, "config.json"), quantization=quantization or Quantization()
+        architecture=read_architecture(config, "config.json"),
+        quantization=quantization or Quantization(),
     )
-    return replace(spec, teacher=teacher, recipe=replace(spec.recipe, method=Method(method="distill", **keys)))
+    return replace(
+        spec, teacher=teacher, recipe=replace(spec.recipe, method=Method(method="distill", **keys))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_takes_what_it_allocates(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_takes_what_it_allocates(
+    dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     errors = {}
     for vocabulary, rows, tokens, beta, temperature, alpha in (
         (12_000, 12_000, 1024, 0.5, 1.0, 0.5),
@@ -42,10 +52,16 @@ def test_the_loss_takes_what_it_allocates(dtype: torch.dtype, capsys: pytest.Cap
         (32_000, 32_000, 256, 0.0, 0.7, 1.0),
     ):
         config = {"model_type": "llama", **SMALL, "vocab_size": vocabulary}
-        sharding = Sharding(layout="fsdp2", mixed_precision="no" if dtype == torch.float32 else "bf16")
-        spec = replace(make_spec(config, ranks=1, sharding=sharding, max_length=tokens), device="cpu")
+        sharding = Sharding(
+            layout="fsdp2", mixed_precision="no" if dtype == torch.float32 else "bf16"
+        )
+        spec = replace(
+            make_spec(config, ranks=1, sharding=sharding, max_length=tokens), device="cpu"
+        )
         wide = config | {"vocab_size": rows, "hidden_size": 96}
-        spec = with_teacher(spec, wide, distill_beta=beta, temperature=temperature, distill_alpha=alpha)
+        spec = with_teacher(
+            spec, wide, distill_beta=beta, temperature=temperature, distill_alpha=alpha
+        )
         hidden, head = torch.randn(tokens, 64).to(dtype), torch.randn(vocabulary, 64).to(dtype)
         labels, own = torch.randint(0, vocabulary, (tokens,)), torch.randn(rows, 96).to(dtype)
         tensors = hidden.requires_grad_(), head.requires_grad_(), labels
@@ -55,10 +71,14 @@ def test_the_loss_takes_what_it_allocates(dtype: torch.dtype, capsys: pytest.Cap
             options = DivergenceOptions(beta, temperature, alpha)  # noqa: B023
             linear_divergence(*tensors, scores, options)  # noqa: B023
 
-        errors[vocabulary, tokens, beta, temperature, alpha] = loss_bytes(spec) / allocated_peak(run) - 1
+        errors[vocabulary, tokens, beta, temperature, alpha] = (
+            loss_bytes(spec) / allocated_peak(run) - 1
+        )
     worst = max(errors, key=lambda case: abs(errors[case]))
     with capsys.disabled():
-        print(f"\ndivergence: worst error {errors[worst]:+.1%} (vocabulary, tokens, beta, temperature, alpha {worst})")
+        print(
+            f"\ndivergence: worst error {errors[worst]:+.1%} (vocabulary, tokens, beta, temperature, alpha {worst})"
+        )
     assert abs(errors[worst]) < 0.02, errors
 
 
@@ -66,8 +86,16 @@ def test_the_teachers_weights_are_those_of_the_model_that_transformers_builds() 
     from finetune.models.load import build_on_meta
 
     for tied in (False, True):
-        sizes = {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
-        model = build_on_meta(AutoConfig.for_model(**sizes, tie_word_embeddings=tied), torch.bfloat16)
+        sizes = {
+            "model_type": "qwen3",
+            **SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 512,
+        }
+        model = build_on_meta(
+            AutoConfig.for_model(**sizes, tie_word_embeddings=tied), torch.bfloat16
+        )
         spec = with_teacher(make_spec(LLAMA_31_8B, ranks=1), sizes | {"tie_word_embeddings": tied})
         built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         assert {tensor.name: tensor.shape for tensor in spec.teacher_tensors} == built
@@ -83,12 +111,18 @@ def test_a_teacher_adds_its_shards_its_forward_and_its_time() -> None:
     before = {phase.name: phase.peak for phase in plan_phases(alone)}
     assert phases["save"].total == before["save"].total + spec.teacher_bytes
     evaluation, heads = phases["evaluation"], 128256 * (4096 + 8192)
-    assert evaluation.name == "a held-out batch"  # both heads, in bf16, each with its all-gather's buffer
+    assert (
+        evaluation.name == "a held-out batch"
+    )  # both heads, in bf16, each with its all-gather's buffer
     assert evaluation.gathered == pytest.approx(2 * 2 * heads, rel=1e-3)
     few = {"vocab_size": 512}
-    deep = with_teacher(make_spec(SMALL | few | {"model_type": "llama"}, ranks=8), LLAMA_31_70B | few)
+    deep = with_teacher(
+        make_spec(SMALL | few | {"model_type": "llama"}, ranks=8), LLAMA_31_70B | few
+    )
     forward = next(phase.peak for phase in plan_phases(deep) if phase.name == "evaluation")
-    assert forward.name == "forward of the teacher"  # two of its layers, of 0.856 billion numbers each
+    assert (
+        forward.name == "forward of the teacher"
+    )  # two of its layers, of 0.856 billion numbers each
     assert forward.gathered == pytest.approx(2 * 2 * 0.856e9, rel=1e-2)
     assert phases["steady step"].total > before["steady step"].total + spec.teacher_bytes
 
@@ -114,7 +148,10 @@ def test_the_command_shows_it_and_refuses_what_the_run_would(
     assert main([*command, f"teacher_model_name_or_path={tmp_path}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["teacher_parameters"] == 8_030_261_248
 
-    assert main([*command, f"teacher_model_name_or_path={tmp_path}", "--config", "fsdp1_full_shard"]) == 2
+    assert (
+        main([*command, f"teacher_model_name_or_path={tmp_path}", "--config", "fsdp1_full_shard"])
+        == 2
+    )
     assert "method: distill cannot be combined with fsdp_version: 1" in capsys.readouterr().err
     assert main([*command, "teacher_model_name_or_path=runs/quickstart_x/export"]) == 2
     assert (

@@ -51,7 +51,9 @@ def plan_of(family: str, ranks: int = RANKS, vocab_size: int = 256, **keys: Any)
     return make_spec(config, ranks=ranks, sharding=sharding, **keys)
 
 
-def build_part(family: str, spec: RunSpec, mesh: Any, lora: Lora | None = None, sequence_group: Any = None) -> Any:
+def build_part(
+    family: str, spec: RunSpec, mesh: Any, lora: Lora | None = None, sequence_group: Any = None
+) -> Any:
     """A model, ready to train, of whose matrices this rank has its part."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -71,7 +73,10 @@ def build_part(family: str, spec: RunSpec, mesh: Any, lora: Lora | None = None, 
 def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any) -> None:
     spec = plan_of(family)
     model = build_part(family, spec, mesh, lora)
-    tokens, weights = sum(DOCUMENTS), [local_part(weight) for weight in (*model.parameters(), *model.buffers())]
+    tokens, weights = (
+        sum(DOCUMENTS),
+        [local_part(weight) for weight in (*model.parameters(), *model.buffers())],
+    )
     with saved_for_backward(iter(weights)) as kept:
         model.model(**packed_inputs(), use_cache=False)
     length = sum(n * n for n in DOCUMENTS) // tokens
@@ -94,8 +99,13 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     weight = torch.randn(vocabulary // RANKS, hidden, dtype=dtype).requires_grad_()
     states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
-    labels, shard = torch.randint(0, vocabulary, (tokens,)), VocabularyShard(0, vocabulary, mesh.get_group())
-    measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels, ChunkOptions(shard=shard)))
+    labels, shard = (
+        torch.randint(0, vocabulary, (tokens,)),
+        VocabularyShard(0, vocabulary, mesh.get_group()),
+    )
+    measured = allocated_peak(
+        lambda: linear_cross_entropy(states, weight, labels, ChunkOptions(shard=shard))
+    )
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
 
 
@@ -134,18 +144,34 @@ def test_attention_that_checkpointed_layers_keep_is_of_this_ranks_heads(mesh: An
 
 def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:
     alone, divided = plan_of("llama", lora=False), plan_of("llama", ranks=4, lora=False)
-    assert (alone.data_ranks, divided.data_ranks, divided.shards, divided.state_ranks) == (1, 2, 2, 4)
+    assert (alone.data_ranks, divided.data_ranks, divided.shards, divided.state_ranks) == (
+        1,
+        2,
+        2,
+        4,
+    )
     whole = replace(alone, sharding=replace(alone.sharding, tensor_parallel_size=1), ranks=1)
     assert alone.trained_numel == whole.trained_numel
-    assert alone.state().total == pytest.approx(whole.state().total / 2, rel=0.02), "norms are whole"
+    assert alone.state().total == pytest.approx(whole.state().total / 2, rel=0.02), (
+        "norms are whole"
+    )
     assert find_peak(alone).allocated < 0.75 * find_peak(whole).allocated
     assert name_layout(divided) == "fsdp2 FULL_SHARD, tensor parallel over 2"
 
 
 def test_the_page_on_layouts_shows_what_is_planned() -> None:
     """Of a 70B whose rows and matrices are divided."""
-    section = (ROOT / "docs" / "layouts.md").read_text().partition("### With tensor parallelism")[2].partition("## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| (full shard|`)", line)]
+    section = (
+        (ROOT / "docs" / "layouts.md")
+        .read_text()
+        .partition("### With tensor parallelism")[2]
+        .partition("## ")[0]
+    )
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in section.splitlines()
+        if re.match(r"\| (full shard|`)", line)
+    ]
     assert len(rows) == 5
     for name, *shown in rows:
         sizes = {key: int(size) for key, size in re.findall(r"`(\w+)` (\d+)", name)}
@@ -156,7 +182,9 @@ def test_the_page_on_layouts_shows_what_is_planned() -> None:
             sequence_parallel_size=sequences,
             shard_size=64 // (tensors * sequences),
         )
-        spec = make_spec(LLAMA_31_70B, ranks=64, sharding=sharding, max_length=131_072, global_batch_size=64)
+        spec = make_spec(
+            LLAMA_31_70B, ranks=64, sharding=sharding, max_length=131_072, global_batch_size=64
+        )
         peak = next(phase.peak for phase in plan_phases(spec) if phase.name == "steady step")
         planned = (peak.gathered, peak.communication, peak.activations, peak.total)
         assert shown == [str(spec.data_ranks), *(f"{each / 2**30:.2f}" for each in planned)], name
@@ -166,16 +194,24 @@ def test_the_page_on_layouts_shows_what_is_planned() -> None:
     ("changes", "named"),
     [
         ({"layers.*.self_attn.q_norm": "colwise"}, "for qwen3 lacks q_norm, and is not understood"),
-        ({"layers.*.mlp.up_proj": "packed_colwise"}, "for qwen3 has packed_colwise, and is not understood"),
+        (
+            {"layers.*.mlp.up_proj": "packed_colwise"},
+            "for qwen3 has packed_colwise, and is not understood",
+        ),
     ],
 )
-def test_a_plan_that_is_not_understood_is_refused(changes: dict[str, str], named: str, mesh: Any) -> None:
+def test_a_plan_that_is_not_understood_is_refused(
+    changes: dict[str, str], named: str, mesh: Any
+) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING["qwen3"](**CONFIG, **HEAD["qwen3"])
     config.base_model_tp_plan = config.base_model_tp_plan | changes
     model: Any = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match=f"^tp.yaml: dp_shard_size 1 x tp_size 2: the plan of transformers .* {named}"):
+    with pytest.raises(
+        UserError,
+        match=f"^tp.yaml: dp_shard_size 1 x tp_size 2: the plan of transformers .* {named}",
+    ):
         divide_matrices(model, SimpleNamespace(sharding=plan_of("qwen3").sharding, mesh=mesh))  # type: ignore[arg-type]
 
 

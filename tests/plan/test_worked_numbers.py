@@ -17,8 +17,12 @@ GIB = 2**30
 # By hand, from the published sizes: hidden h, intermediate i, layers L, key-value width k, vocabulary v.
 #   a layer: q and o h*h each, k and v k*h each, gate, up and down i*h each, two norms h
 #   the model: L layers, embedding and head v*h each, the last norm h
-HAND_8B = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096) + 2 * 128256 * 4096 + 4096
-HAND_70B = 80 * (2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192 + 2 * 8192) + 2 * 128256 * 8192 + 8192
+HAND_8B = (
+    32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096) + 2 * 128256 * 4096 + 4096
+)
+HAND_70B = (
+    80 * (2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192 + 2 * 8192) + 2 * 128256 * 8192 + 8192
+)
 # Adapters of rank 16 on all seven linears: A is 16 * in, B is out * 16.
 LORA_A_8B, LORA_B_8B = 32 * 16 * (6 * 4096 + 14336), 32 * 16 * (3 * 4096 + 2 * 1024 + 2 * 14336)
 LORA_A_70B, LORA_B_70B = 80 * 16 * (6 * 8192 + 28672), 80 * 16 * (3 * 8192 + 2 * 1024 + 2 * 28672)
@@ -46,7 +50,10 @@ def test_full_training_holds_sixteen_bytes_a_parameter_over_the_world(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize(
     ("config", "parameters", "a", "b"),
-    [(LLAMA_31_8B, HAND_8B, LORA_A_8B, LORA_B_8B), (LLAMA_31_70B, HAND_70B, LORA_A_70B, LORA_B_70B)],
+    [
+        (LLAMA_31_8B, HAND_8B, LORA_A_8B, LORA_B_8B),
+        (LLAMA_31_70B, HAND_70B, LORA_A_70B, LORA_B_70B),
+    ],
     ids=["8B", "70B"],
 )
 def test_lora_holds_a_bf16_base_and_sixteen_bytes_an_adapter_parameter(
@@ -68,7 +75,9 @@ def test_the_moment_of_the_loss_by_hand() -> None:
     steady = {phase.name: phase.peak for phase in plan_phases(planned)}["steady step"]
     tokens, hidden, head = 8192, 4096, 128256 * 4096
     checkpoints = 32 * hidden * 2  # the bf16 input of each layer
-    ends = 8 + 2 * 128 * 2 + 4 * hidden + 4 + 2 * hidden + 2 * hidden  # ids, cos and sin, the last norm and its output
+    ends = (
+        8 + 2 * 128 * 2 + 4 * hidden + 4 + 2 * hidden + 2 * hidden
+    )  # ids, cos and sin, the last norm and its output
     chunk = -(
         -8192 // -(-8192 // (2**30 // (4 * 128256)))
     )  # as many tokens as make 1 GiB of fp32 logits, in even chunks
@@ -90,19 +99,28 @@ def test_more_ranks_never_need_more_and_ddp_never_less_than_the_state() -> None:
 
 
 def test_what_is_gathered_is_a_layer_under_full_shard_and_the_model_under_shard_grad_op() -> None:
-    full = {phase.name: phase.peak for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64))}["steady step"]
-    kept = replace(FULL_SHARD, strategy="SHARD_GRAD_OP")
-    whole = {phase.name: phase.peak for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64, sharding=kept))}[
+    full = {phase.name: phase.peak for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64))}[
         "steady step"
     ]
-    assert whole.gathered - full.gathered == pytest.approx(2 * (HAND_70B - 2 * 128256 * 8192), rel=1e-2)
+    kept = replace(FULL_SHARD, strategy="SHARD_GRAD_OP")
+    whole = {
+        phase.name: phase.peak
+        for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64, sharding=kept))
+    }["steady step"]
+    assert whole.gathered - full.gathered == pytest.approx(
+        2 * (HAND_70B - 2 * 128256 * 8192), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "named", "shards"),
     [
         ({"tp_size": 8, "dp_replicate_size": 2}, "(2 x 1), tensor parallel over 8", 1),
-        ({"tp_size": 8, "cp_size": 2, "dp_replicate_size": 2}, "(2 x 2), tensor parallel over 8", 2),
+        (
+            {"tp_size": 8, "cp_size": 2, "dp_replicate_size": 2},
+            "(2 x 2), tensor parallel over 8",
+            2,
+        ),
         ({"cp_size": 8, "dp_replicate_size": 2}, "(2 x 8)", 8),
         ({"dp_replicate_size": 16}, "(16 x 1)", 1),
         ({"dp_replicate_size": 4}, "(4 x 1)", 1),
@@ -117,13 +135,20 @@ def test_replicas_without_a_size_of_their_shards_are_those_of_size_one(
     for written in (sizes, {**sizes, "dp_shard_size": 1}):
         mesh = {f"parallelism_config_{key}": size for key, size in written.items()}
         fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
-        file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp, "parallelism_config": mesh}
+        file = {
+            "distributed_type": "FSDP",
+            "mixed_precision": "bf16",
+            "fsdp_config": fsdp,
+            "parallelism_config": mesh,
+        }
         (tmp_path / "file.yaml").write_text(yaml.safe_dump(file))
         sharding = read_sharding(str(tmp_path / "file.yaml"), None, {"WORLD_SIZE": str(ranks)})
         specs.append(make_spec(LLAMA_31_8B, ranks=ranks, sharding=sharding))
     assert [name_layout(spec) for spec in specs] == [f"fsdp2 HYBRID_SHARD {named}"] * 2
     tensors = sizes.get("tp_size", 1)
     for spec in specs:
-        assert spec.state().trained == pytest.approx(4 * HAND_8B / (shards * tensors), rel=1e-3)  # norms are whole
+        assert spec.state().trained == pytest.approx(
+            4 * HAND_8B / (shards * tensors), rel=1e-3
+        )  # norms are whole
     assert plan_phases(specs[0]) == plan_phases(specs[1])
     assert compare_layouts(specs[0]) == compare_layouts(specs[1])

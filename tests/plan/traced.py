@@ -17,7 +17,9 @@ class LargestTensor(TorchDispatchMode):
 
     numbers = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = operator(*args, **(kwargs or {}))
         for each in out if isinstance(out, tuple | list) else (out,):
             if isinstance(each, torch.Tensor):
@@ -27,9 +29,13 @@ class LargestTensor(TorchDispatchMode):
 
 def allocated_peak(run: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator held at once of what was allocated during `run`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(changes))
 
@@ -37,9 +43,15 @@ def allocated_peak(run: Callable[[], object]) -> int:
 def allocated_after(run: Callable[[], object]) -> int:
     """The bytes that torch's CPU allocator still holds of what was allocated during `run`, whose result is kept meanwhile."""
     gc.collect()  # what is freed of before would count as negative
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         kept = run()
-    held = sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    held = sum(
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
     del kept
     return held
 
@@ -53,7 +65,9 @@ def saved_for_backward(known: Iterator[torch.Tensor]) -> Iterator[dict[int, int]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         local = local_part(tensor)
-        storage = getattr(local, "elem", local).untyped_storage()  # of a collective that is still under way
+        storage = getattr(
+            local, "elem", local
+        ).untyped_storage()  # of a collective that is still under way
         if storage.data_ptr() not in mine and storage.data_ptr() not in kept:
             kept[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)

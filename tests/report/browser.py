@@ -31,13 +31,21 @@ FLAGS = [
 
 def chromium() -> str:
     """The browser's program; the test skips where there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if found is None:
-        pytest.skip("no chromium on this machine; install it (Debian: apt-get install chromium) to look at the report")
+        pytest.skip(
+            "no chromium on this machine; install it (Debian: apt-get install chromium) to look at the report"
+        )
     return found
 
 
-def look(page: Path, folder: Path, *, width: int, height: int, dark: bool, script: str) -> tuple[Any, Path]:
+def look(
+    page: Path, folder: Path, *, width: int, height: int, dark: bool, script: str
+) -> tuple[Any, Path]:
     """Opens `page` in a frame of `width` pixels. Returns what the JavaScript expression `script` is there (the frame's
     window is `w`), and a screenshot."""
     outer = folder / f"{page.stem}-{width}-{'dark' if dark else 'light'}.html"
@@ -105,9 +113,15 @@ def watch(url: str, picture: Path, *, script: str) -> "Iterator[Queue[Any]]":
             "--disable-web-security",
             "--disable-site-isolation-trials",
         ]  # to look into the frame
-        command += [f"--user-data-dir={profile}", "--window-size=1280,900", f"--screenshot={picture}"]
+        command += [
+            f"--user-data-dir={profile}",
+            "--window-size=1280,900",
+            f"--screenshot={picture}",
+        ]
         browser = subprocess.Popen(
-            [*command, f"http://127.0.0.1:{server.server_port}/"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, f"http://127.0.0.1:{server.server_port}/"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             yield seen

@@ -55,7 +55,9 @@ def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
     assert code == 0
     assert shown.splitlines()[0] == str(run / "report.html")
     for width, dark in ((1280, False), (390, True)):
-        seen, picture = look(run / "report.html", tmp_path, width=width, height=900, dark=dark, script=MEASURED)
+        seen, picture = look(
+            run / "report.html", tmp_path, width=width, height=900, dark=dark, script=MEASURED
+        )
         assert seen["overflow"] <= 0
         assert {line["plot"] for line in seen["lines"]} == PLOTS
         drawn = [line for line in seen["lines"] if line["plot"] not in ("exact_match",)]
@@ -75,16 +77,25 @@ def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
         assert _has_color(picture, seen["lines"][0]["color"])
 
 
-def test_a_preference_run_shows_its_rewards_beside_the_loss(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_preference_run_shows_its_rewards_beside_the_loss(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "dpo", tiny_recipe(method="dpo", beta=0.2), is_preference=True)
     assert _report(str(run))[0] == 0
     text = (run / "report.html").read_text()
-    assert "<span>Held-out pairs in order</span><strong>100%</strong><small>reward margin 1.87</small>" in text
+    assert (
+        "<span>Held-out pairs in order</span><strong>100%</strong><small>reward margin 1.87</small>"
+        in text
+    )
     facts = text.partition('<dl class="facts">')[2].partition("</dl>")[0]
     assert "<dt>pairs</dt><dd>15</dd>" in facts and "<dt>held-out pairs</dt><dd>5</dd>" in facts
     assert "desirable" not in facts and "rated" not in facts
-    assert " · dpo" in text.partition("</header>")[0] and "of dpo, per pair; faint: as logged" in text
-    seen, _ = look(run / "report.html", tmp_path, width=1280, height=900, dark=False, script=MEASURED)
+    assert (
+        " · dpo" in text.partition("</header>")[0] and "of dpo, per pair; faint: as logged" in text
+    )
+    seen, _ = look(
+        run / "report.html", tmp_path, width=1280, height=900, dark=False, script=MEASURED
+    )
     assert seen["overflow"] <= 0 and min(seen["labels"]) > 8
     assert seen["tiles"].count(max(seen["tiles"])) >= 2, "no tile is alone in the last row"
     plots = [line["plot"] for line in seen["lines"] if line["plot"] not in PLOTS]
@@ -96,12 +107,17 @@ def test_a_preference_run_shows_its_rewards_beside_the_loss(tiny_recipe: Callabl
 
 def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
     sources: dict[str, list[dict[str, object]]] = {
-        name: [{"path": str(make_chat(tmp_path / "chat.jsonl", rows=24))}] for name in ("one", "two")
+        name: [{"path": str(make_chat(tmp_path / "chat.jsonl", rows=24))}]
+        for name in ("one", "two")
     }
     sources["two"][0]["weight"] = 0.5
     runs = [
         make_run(
-            tmp_path / name, tiny_recipe(name, datasets=sources[name]), learning_rate=rate, ranks=ranks, diverges=bad
+            tmp_path / name,
+            tiny_recipe(name, datasets=sources[name]),
+            learning_rate=rate,
+            ranks=ranks,
+            diverges=bad,
         )
         for name, rate, ranks, bad in (("one", 1e-3, 2, False), ("two", 2e-3, 4, True))
     ]
@@ -110,13 +126,19 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     page = tmp_path / "both.html"
     assert _report(*map(str, runs), "--output", str(page))[0] == 0
     text = page.read_text()
-    assert re.search(r"<code>learning_rate</code></td><td><code>0.001</code></td><td><code>0.002</code>", text)
+    assert re.search(
+        r"<code>learning_rate</code></td><td><code>0.001</code></td><td><code>0.002</code>", text
+    )
     differing = text.partition('aria-label="What differs"')[2].partition("</section>")[0]
-    assert re.search(r"<code>datasets\[0\].weight</code></td><td><code>1.0</code></td><td><code>0.5</code>", differing)
+    assert re.search(
+        r"<code>datasets\[0\].weight</code></td><td><code>1.0</code></td><td><code>0.5</code>",
+        differing,
+    )
     assert "{" not in differing and "path" not in differing
     assert re.search(r"<code>ranks</code></td><td><code>2</code></td><td><code>4</code>", differing)
     assert re.search(
-        r"<code>accelerate.mixed_precision</code></td><td><code>bf16</code></td><td><code>fp16</code>", differing
+        r"<code>accelerate.mixed_precision</code></td><td><code>bf16</code></td><td><code>fp16</code>",
+        differing,
     )
     assert "fsdp2 · 4 ranks" in text.partition('aria-label="Summary"')[2].partition("</section>")[0]
     assert "<b>two diverged:</b> the loss is 540 at step 60, far above the 9.084 of step 1." in text
@@ -137,17 +159,30 @@ def test_a_loss_that_falls_far_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
     """Equal factors are equal heights; a loss that falls little, or to 0, keeps a linear scale."""
     labels = """[...w.document.querySelectorAll('#loss .y')].map((label) => [
       parseFloat(label.textContent), label.getBoundingClientRect().top])"""
-    for name, losses in (("far", (4.0, 0.4, 0.004)), ("little", (1.4, 1.1, 0.9)), ("to 0", (4.0, 0.4, 0.0))):
+    for name, losses in (
+        ("far", (4.0, 0.4, 0.004)),
+        ("little", (1.4, 1.1, 0.9)),
+        ("to 0", (4.0, 0.4, 0.0)),
+    ):
         run = tmp_path / name
         run.mkdir()
-        (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {y}}}\n' for i, y in enumerate(losses)))
+        (run / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {i}, "loss": {y}}}\n' for i, y in enumerate(losses))
+        )
         assert _report(str(run))[0] == 0
         assert ("; log scale" in (run / "report.html").read_text()) == (name == "far")
-        seen, _ = look(run / "report.html", tmp_path, width=1280, height=900, dark=False, script=labels)
+        seen, _ = look(
+            run / "report.html", tmp_path, width=1280, height=900, dark=False, script=labels
+        )
         scale = math.log10 if name == "far" else float
-        heights = [(scale(high) - scale(low), below - above) for (low, below), (high, above) in pairwise(seen)]
+        heights = [
+            (scale(high) - scale(low), below - above)
+            for (low, below), (high, above) in pairwise(seen)
+        ]
         factor = heights[0][1] / heights[0][0]
-        assert all(height == pytest.approx(factor * difference, abs=1.5) for difference, height in heights)
+        assert all(
+            height == pytest.approx(factor * difference, abs=1.5) for difference, height in heights
+        )
         assert seen[0][0] <= min(losses) and seen[-1][0] >= max(losses)
 
 
@@ -171,12 +206,18 @@ def test_steps_are_shown_of_how_many_and_while_a_run_is_watched_the_time_left(
     live, done = (render_page([run], [None], live=live) for live in (True, False))
     assert "<strong>440</strong><small>of 870 · 1.52 epochs · 0:14:20 left</small>" in live
     assert "<strong>440</strong><small>of 870 · 1.52 epochs</small>" in done
-    found = re.search(r"<span>Training loss</span><strong>(.*?)</strong><small>from (.*?)</small>", done)
+    found = re.search(
+        r"<span>Training loss</span><strong>(.*?)</strong><small>from (.*?)</small>", done
+    )
     assert found is not None
-    assert all(2.0 < float(value) < 3.0 for value in found.groups()), "neither is the loss of one line"
+    assert all(2.0 < float(value) < 3.0 for value in found.groups()), (
+        "neither is the loss of one line"
+    )
 
 
-def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_a_run_says_is_shown_and_never_run(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "run</script><b>", tiny_recipe())
     assert _report(str(run))[0] == 0
     text = (run / "report.html").read_text()
@@ -194,7 +235,9 @@ def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path]
 def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo'
+    )
     assert _report(str(run))[0] == 0
     assert "2.5000" in (run / "report.html").read_text()
     metrics = (run / "metrics.jsonl").read_bytes()
@@ -212,7 +255,9 @@ def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
     if made == "a broken file":
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
     if made == "a doubled line":
-        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2}\n{"loss": 2, "step": 1}\n')
+        (run / "metrics.jsonl").write_text(
+            '{"step": 1, "loss": 2}\n{"step": 2}\n{"loss": 2, "step": 1}\n'
+        )
     code, _, errors = _report(str(run))
     assert (code, len(errors.strip().splitlines())) == (2, 1)
     assert str(run) in errors
@@ -257,13 +302,24 @@ def test_a_damaged_run_is_a_report_or_one_sentence(
         assert code == 0 or (code == 2 and is_named), (name, content[:60])
 
 
-def test_a_long_run_takes_linear_time_and_memory_and_a_page_of_the_same_size(tmp_path: Path) -> None:
-    numbers = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0, "peak_memory_bytes": 2**30}
+def test_a_long_run_takes_linear_time_and_memory_and_a_page_of_the_same_size(
+    tmp_path: Path,
+) -> None:
+    numbers = {
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "tokens_per_second": 9.0,
+        "peak_memory_bytes": 2**30,
+    }
 
     def measure(steps: int) -> tuple[int, float, int]:
-        lines = ({"step": step, "loss": 2 + math.sin(step), **numbers} for step in range(1, steps + 1))
+        lines = (
+            {"step": step, "loss": 2 + math.sin(step), **numbers} for step in range(1, steps + 1)
+        )
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "answer": "b"}\n' * steps)
+        (tmp_path / "samples.jsonl").write_text(
+            '{"step": 1, "prompt": "a", "answer": "b"}\n' * steps
+        )
         profile = cProfile.Profile()
         page = profile.runcall(lambda: render_page([read_run(tmp_path)], [None]))
         tracemalloc.start()

@@ -44,7 +44,12 @@ def serve(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """The command while it runs, and the port that it prints."""
     command = [sys.executable, "-m", "finetune", "report", *arguments, "--serve"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=default_interrupt
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_interrupt,
     )
     try:
         assert process.stdout is not None
@@ -65,9 +70,14 @@ def wait_for(seen: "Queue[Any]", is_right: Callable[[Any], bool]) -> Any:
     raise AssertionError(f"not seen within {SECONDS:.0f} s; at last {last}")
 
 
-def test_an_open_page_shows_what_its_runs_write(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_open_page_shows_what_its_runs_write(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     recipe = tiny_recipe()
-    done, growing = make_run(tmp_path / "done", recipe), make_run(tmp_path / "growing", recipe, learning_rate=2e-3)
+    done, growing = (
+        make_run(tmp_path / "done", recipe),
+        make_run(tmp_path / "growing", recipe, learning_rate=2e-3),
+    )
     lines = (growing / "metrics.jsonl").read_text().splitlines(keepends=True)
     (growing / "metrics.jsonl").unlink()
     picture = tmp_path / "live.png"
@@ -86,7 +96,9 @@ def test_an_open_page_shows_what_its_runs_write(tiny_recipe: Callable[..., Path]
             last = wait_for(seen, lambda page: page.get("steps", "").startswith(f"{STEPS}"))
             assert last["loaded"] == "yes", "the page was never reloaded"
             assert last["open"] is True, "what was opened stays open"
-            assert last["tip"].startswith(f"step {STEPS}\ngrowing "), "the values at the cursor are the new ones"
+            assert last["tip"].startswith(f"step {STEPS}\ngrowing "), (
+                "the values at the cursor are the new ones"
+            )
             assert last["live"][0].startswith("live, as of ")
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
@@ -117,18 +129,32 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         assert changed.status == 200
         assert b"0.1230" in changed.read()
         assert get(Host=f"localhost:{port}").status == 200
-        assert get(Host=f"elsewhere.example:{port}").status == 403, "no other site's name is answered"
+        assert get(Host=f"elsewhere.example:{port}").status == 403, (
+            "no other site's name is answered"
+        )
         assert get(Host="[").status == 403
         assert get("//[").status == 404
         assert get("/metrics.jsonl").status == 404, "nothing but the report"
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(MAX_CONNECTIONS + 1)]
-        assert idle[-1].recv(1) == b"", "one connection too many is closed at once: each takes a thread"
+        idle = [
+            socket.create_connection(("127.0.0.1", port), timeout=30)
+            for _ in range(MAX_CONNECTIONS + 1)
+        ]
+        assert idle[-1].recv(1) == b"", (
+            "one connection too many is closed at once: each takes a thread"
+        )
         for connection in idle:
             connection.close()
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
-        assert b"not a JSON object" in get().read(), "a damaged run is named, and the server keeps running"
-        taken = run_command(["python", "-m", "finetune", "report", str(run), "--serve", "--port", str(port)])
-        assert (taken.returncode, taken.stderr) == (2, f"--port {port}: Address already in use; choose another port\n")
+        assert b"not a JSON object" in get().read(), (
+            "a damaged run is named, and the server keeps running"
+        )
+        taken = run_command(
+            ["python", "-m", "finetune", "report", str(run), "--serve", "--port", str(port)]
+        )
+        assert (taken.returncode, taken.stderr) == (
+            2,
+            f"--port {port}: Address already in use; choose another port\n",
+        )
     assert not (run / "report.html").exists()
 
 
@@ -144,7 +170,9 @@ def test_connections_that_ask_for_nothing_are_let_go(
         held = [socket.create_connection(address, timeout=30) for _ in range(MAX_CONNECTIONS)]
         for connection in held[:5]:
             connection.sendall(b"GET / HT")
-        assert [connection.recv(1) for connection in held] == [b""] * len(held), "closed by the server"
+        assert [connection.recv(1) for connection in held] == [b""] * len(held), (
+            "closed by the server"
+        )
         while threading.active_count() > MAX_CONNECTIONS // 2:
             threading.Event().wait(0.01)
         connection = http.client.HTTPConnection(*address, timeout=30)
@@ -157,10 +185,22 @@ def test_connections_that_ask_for_nothing_are_let_go(
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for arguments, message in (
-        ((str(tmp_path / "gone"), "--serve"), f"{tmp_path / 'gone'}: no such folder; name a run's folder"),
-        ((str(tmp_path / "run"), "--serve", "--output", "a.html"), "--output: --serve writes no file"),
-        ((str(tmp_path / "run"), "--port", "8000"), "--port: has no effect without --serve; add it"),
-        ((str(tmp_path / "run"), "--serve", "--port", "65536"), "--port 65536: not from 0 to 65535"),
+        (
+            (str(tmp_path / "gone"), "--serve"),
+            f"{tmp_path / 'gone'}: no such folder; name a run's folder",
+        ),
+        (
+            (str(tmp_path / "run"), "--serve", "--output", "a.html"),
+            "--output: --serve writes no file",
+        ),
+        (
+            (str(tmp_path / "run"), "--port", "8000"),
+            "--port: has no effect without --serve; add it",
+        ),
+        (
+            (str(tmp_path / "run"), "--serve", "--port", "65536"),
+            "--port 65536: not from 0 to 65535",
+        ),
     ):
         ended = run_command(["python", "-m", "finetune", "report", *arguments])
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

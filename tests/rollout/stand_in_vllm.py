@@ -35,11 +35,15 @@ class StandInVllm(ThreadingHTTPServer):
         with self.lock:
             if path in self.changes:
                 return self.changes[path]
-            return getattr(self, "at_" + path.strip("/").replace("/", "_").partition("?")[0])(**body)
+            return getattr(self, "at_" + path.strip("/").replace("/", "_").partition("?")[0])(
+                **body
+            )
 
     def at_v1_models(self) -> Any:
         base = {"id": "served", "root": self.root, "parent": None, "max_model_len": 480}
-        adapters = [{"id": name, "root": path, "parent": "served"} for name, path in self.adapters.items()]
+        adapters = [
+            {"id": name, "root": path, "parent": "served"} for name, path in self.adapters.items()
+        ]
         return 200, {"data": [base, *adapters]}
 
     def at_server_info(self) -> Any:
@@ -50,7 +54,9 @@ class StandInVllm(ThreadingHTTPServer):
 
     def at_collective_rpc(self, method: str, kwargs: dict[str, str]) -> Any:
         assert method == "reload_weights"
-        self.model = AutoModelForCausalLM.from_pretrained(kwargs["weights_path"], dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            kwargs["weights_path"], dtype=torch.float32
+        ).eval()
         self.loads.append(kwargs["weights_path"])
         return 200, {"results": [None]}
 
@@ -76,7 +82,11 @@ class StandInVllm(ThreadingHTTPServer):
         """A completion with the log-probabilities of its tokens, by transformers' generation."""
         if body["model"] not in ("served", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
-        assert body["top_p"] == 1 and body["top_k"] == body["min_p"] == 0 and body["repetition_penalty"] == 1
+        assert (
+            body["top_p"] == 1
+            and body["top_k"] == body["min_p"] == 0
+            and body["repetition_penalty"] == 1
+        )
         assert body["logprobs"] == 0 and body["return_token_ids"] and body["ignore_eos"]
         is_drawn, temperature = body["temperature"] > 0, body["temperature"] or 1.0
         if self.heeds_seeds:
@@ -98,7 +108,11 @@ class StandInVllm(ThreadingHTTPServer):
             "index": 0,
             "finish_reason": "stop" if stopped else "length",
             "token_ids": tokens,
-            "logprobs": {"token_logprobs": [float(row[token]) for row, token in zip(rows, tokens, strict=True)]},
+            "logprobs": {
+                "token_logprobs": [
+                    float(row[token]) for row, token in zip(rows, tokens, strict=True)
+                ]
+            },
         }
         self.asked.append((body, choice))
         return 200, {"object": "text_completion", "model": body["model"], "choices": [choice]}

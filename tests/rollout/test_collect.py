@@ -25,37 +25,61 @@ from finetune.training.objectives.policy import HeldOutRewards
 SIZE, GENERATIONS, EXAMPLES = 4, 2, 40
 
 
-def make_rollouts(steps: int, flat: Any, *keys: str) -> tuple[Rollouts, list[tuple[int, list[int], int]]]:
+def make_rollouts(
+    steps: int, flat: Any, *keys: str
+) -> tuple[Rollouts, list[tuple[int, list[int], int]]]:
     """Rollouts over `EXAMPLES` prompts, and what their sampler is asked for: (step, prompts, first place). The completions of a
     prompt get the same reward where `flat` says so."""
     asked: list[tuple[int, list[int], int]] = []
 
     def roll_out(
-        examples: Any, ids: Any, step: int, generations: int, first_place: int = 0, greedy: bool = False
+        examples: Any,
+        ids: Any,
+        step: int,
+        generations: int,
+        first_place: int = 0,
+        greedy: bool = False,
     ) -> Rollout:
         asked.append((step, ids.tolist(), first_place))
-        rewards = np.array([0.0 if flat(i) else float(j) for i in ids.tolist() for j in range(generations)])
+        rewards = np.array(
+            [0.0 if flat(i) else float(j) for i in ids.tolist() for j in range(generations)]
+        )
         sampled = [Sampled([1], [-1.0], 0.0, Ended.CUT)] * len(rewards)
-        found = np.repeat(ids, generations), [[7]] * len(rewards), sampled, rewards[:, None], rewards
+        found = (
+            np.repeat(ids, generations),
+            [[7]] * len(rewards),
+            sampled,
+            rewards[:, None],
+            rewards,
+        )
         return Rollout(*found, 0, generations, len(ids), sum(map(flat, ids.tolist())))
 
     given = ["method=grpo", "rewards=[length]", f"num_generations={GENERATIONS}", *keys]
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *given])
     sampler: Any = SimpleNamespace(recipe=recipe, roll_out=roll_out)
-    rows = [[np.array([i]) for i in range(first, first + SIZE)] for first in range(0, EXAMPLES, SIZE)]
-    prompts: Any = SimpleNamespace(examples=range(EXAMPLES), steps=steps, rows_of=lambda step: rows[step % len(rows)])
+    rows = [
+        [np.array([i]) for i in range(first, first + SIZE)] for first in range(0, EXAMPLES, SIZE)
+    ]
+    prompts: Any = SimpleNamespace(
+        examples=range(EXAMPLES), steps=steps, rows_of=lambda step: rows[step % len(rows)]
+    )
     return Rollouts(sampler, prompts), asked
 
 
 def test_flat_groups_are_drawn_again_until_there_are_enough() -> None:
     rollouts, asked = make_rollouts(1, lambda i: i % 3 > 0, "max_num_gen_batches=50")
     found = rollouts._sample(0, 0)
-    assert found.example_ids[::GENERATIONS].tolist()[:2] == [0, 3] and len(found.rewards) == SIZE * GENERATIONS
+    assert (
+        found.example_ids[::GENERATIONS].tolist()[:2] == [0, 3]
+        and len(found.rewards) == SIZE * GENERATIONS
+    )
     assert all(i % 3 == 0 for i in found.example_ids.tolist())
     assert [len(ids) for _, ids, _ in asked[:2]] == [4, 2]  # only as many as were missing
     drawn = [i for _, ids, _ in asked for i in ids]
     assert len(set(drawn)) == len(drawn)
-    assert [place for _, _, place in asked] == np.cumsum([0, *(len(ids) for _, ids, _ in asked)]).tolist()[:-1]
+    assert [place for _, _, place in asked] == np.cumsum(
+        [0, *(len(ids) for _, ids, _ in asked)]
+    ).tolist()[:-1]
     assert found.sampled_groups == len(drawn) and found.flat_groups == sum(i % 3 > 0 for i in drawn)
     again, _ = make_rollouts(1, lambda i: i % 3 > 0, "max_num_gen_batches=50")
     assert again._sample(0, 0).example_ids.tolist() == found.example_ids.tolist()
@@ -79,7 +103,12 @@ def test_the_draws_are_bounded(signal: set[int], groups: int) -> None:
         (4, 2, 1, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         (4, 1, 2, [(0, 0), (1, 0), (2, 0), (3, 0)]),
         (8, 2, 2, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]),
-        (6, 2, 2, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]),  # at the end each is trained on as often, too
+        (
+            6,
+            2,
+            2,
+            [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)],
+        ),  # at the end each is trained on as often, too
     ],
 )
 def test_each_share_is_trained_on_in_turn_and_then_again(
@@ -97,13 +126,19 @@ def test_a_resumed_run_of_another_length_says_what_it_lacks(tmp_path: Path) -> N
     tokenizer: Any = SimpleNamespace(decode=str)
     runs = [make_rollouts(steps, lambda i: False, *keys)[0] for steps in (5, 16)]
     for each in runs:
-        each.sampler.tokenizer, each.sampler.engine = tokenizer, SimpleNamespace(forget=lambda: None)  # type: ignore[misc]
+        each.sampler.tokenizer, each.sampler.engine = (
+            tokenizer,
+            SimpleNamespace(forget=lambda: None),
+        )  # type: ignore[misc]
     short, longer = runs
     short._held.update({number: short._sample(number, number) for number in range(3)})
     for name, content in short.describe_files(1).items():
         (tmp_path / name).write_bytes(content)
     short.resume(tmp_path, 1)
-    with pytest.raises(UserError, match=r"no completions for step 4, which trains on what step 1 sampled; .*max_steps"):
+    with pytest.raises(
+        UserError,
+        match=r"no completions for step 4, which trains on what step 1 sampled; .*max_steps",
+    ):
         longer.resume(tmp_path, 1)
 
 
@@ -138,20 +173,40 @@ def test_a_long_evaluation_shows_that_it_continues_and_can_be_ended() -> None:
 def read_completions(batches: list[StepBatch], rewards: NDArray[np.float64]) -> dict[int, Any]:
     """Of each completion the whole text, and at each trained token its position, label and log-probability."""
     found: dict[int, Any] = {}
-    for one in (micro_batch for batch in batches for micro_batch in batch.micro_batches if micro_batch.example_ids):
-        assert one.cu_seq_lens is not None and one.rollout is not None and one.trained_documents is not None
+    for one in (
+        micro_batch
+        for batch in batches
+        for micro_batch in batch.micro_batches
+        if micro_batch.example_ids
+    ):
+        assert (
+            one.cu_seq_lens is not None
+            and one.rollout is not None
+            and one.trained_documents is not None
+        )
         starts = one.cu_seq_lens.tolist()
-        assert one.packed_lengths == tuple(np.diff(starts)) and one.max_document_length == max(one.packed_lengths)
+        assert one.packed_lengths == tuple(np.diff(starts)) and one.max_document_length == max(
+            one.packed_lengths
+        )
         texts: list[list[int]] = []
         for at, (start, end) in enumerate(itertools.pairwise(starts)):
             before = None if one.continued is None else one.continued[at]
-            texts.append(([] if before is None else texts[before]) + one.input_ids[0, start:end].tolist())
-            assert one.position_ids[0, start:end].tolist() == list(range(len(texts[-1])))[start - end :]
+            texts.append(
+                ([] if before is None else texts[before]) + one.input_ids[0, start:end].tolist()
+            )
+            assert (
+                one.position_ids[0, start:end].tolist()
+                == list(range(len(texts[-1])))[start - end :]
+            )
         for index, reward in enumerate(one.rollout["rewards"].tolist()):
             is_own = (one.labels[0, one.trained_positions] >= 0) & (one.trained_documents == index)
             places = one.trained_positions[is_own]
             text = {bisect.bisect(starts, place) - 1 for place in places.tolist()}
-            values = one.position_ids[0, places], one.labels[0, places], one.rollout["sampled"][is_own]
+            values = (
+                one.position_ids[0, places],
+                one.labels[0, places],
+                one.rollout["sampled"][is_own],
+            )
             number = int(np.abs(rewards - reward).argmin())
             found[number] = [texts[at] for at in text], *(each.tolist() for each in values)
     return found
@@ -164,16 +219,34 @@ def test_a_prompt_that_lies_in_a_row_once_is_that_of_all_its_completions(
     """Of prompts of 9, 1 and 14 tokens; the second is nothing to share."""
     monkeypatch.setattr(completion_rows, "ROWS_OF_RANK", 1)
     drawn = np.random.default_rng(0)
-    keys = ["method=grpo", "rewards=[length]", "num_generations=4", "max_completion_length=7", "max_length=21"]
-    keys += [f"per_device_train_batch_size={rows}", "mask_truncated_completions=true", "model_name_or_path=a/b"]
+    keys = [
+        "method=grpo",
+        "rewards=[length]",
+        "num_generations=4",
+        "max_completion_length=7",
+        "max_length=21",
+    ]
+    keys += [
+        f"per_device_train_batch_size={rows}",
+        "mask_truncated_completions=true",
+        "model_name_or_path=a/b",
+    ]
     recipe = read_recipe(None, [*keys, "datasets=[{path: a/b}]"])
-    prompts = [prompt for length in (9, 1, 14) for prompt in [drawn.integers(1, 99, length).tolist()] * 4]
+    prompts = [
+        prompt for length in (9, 1, 14) for prompt in [drawn.integers(1, 99, length).tolist()] * 4
+    ]
     sampled = []
     for length in drawn.integers(1, 7, len(prompts)).tolist():
         ended = Ended.CUT if len(sampled) == 2 else Ended.STOPPED
-        sampled.append(Sampled(drawn.integers(1, 99, length).tolist(), (-drawn.random(length)).tolist(), 0.5, ended))
+        sampled.append(
+            Sampled(
+                drawn.integers(1, 99, length).tolist(), (-drawn.random(length)).tolist(), 0.5, ended
+            )
+        )
     rewards = drawn.random(len(prompts))
-    rollout = Rollout(np.repeat([5, 6, 7], 4), prompts, sampled, rewards[:, None], rewards, 0, 4, 3, 0)
+    rollout = Rollout(
+        np.repeat([5, 6, 7], 4), prompts, sampled, rewards[:, None], rewards, 0, 4, 3, 0
+    )
 
     def lay_out(*, shares: bool) -> list[StepBatch]:
         places = [replace(alone(), rank=rank, size=ranks) for rank in range(ranks)]
@@ -183,7 +256,17 @@ def test_a_prompt_that_lies_in_a_row_once_is_that_of_all_its_completions(
     found, truth = read_completions(shared, rewards), read_completions(apart, rewards)
     assert found == truth and sorted(found) == list(range(12)) and found[2] == ([], [], [], [])
     assert all(found[i][0] == [prompts[i] + sampled[i].token_ids] for i in range(12) if i != 2)
-    assert shared[0].groups == apart[0].groups == 12 and shared[0].trained_tokens == apart[0].trained_tokens
-    lengths = [len(prompt) + len(each.token_ids) for prompt, each in zip(prompts, sampled, strict=True)]
-    assert apart[0].tokens == sum(lengths) and apart[0].squared_tokens == sum(length**2 for length in lengths)
-    assert shared[0].tokens == tokens < apart[0].tokens and shared[0].squared_tokens < apart[0].squared_tokens
+    assert (
+        shared[0].groups == apart[0].groups == 12
+        and shared[0].trained_tokens == apart[0].trained_tokens
+    )
+    lengths = [
+        len(prompt) + len(each.token_ids) for prompt, each in zip(prompts, sampled, strict=True)
+    ]
+    assert apart[0].tokens == sum(lengths) and apart[0].squared_tokens == sum(
+        length**2 for length in lengths
+    )
+    assert (
+        shared[0].tokens == tokens < apart[0].tokens
+        and shared[0].squared_tokens < apart[0].squared_tokens
+    )

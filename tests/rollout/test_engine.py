@@ -28,7 +28,9 @@ class Alone:
 
 @pytest.mark.parametrize("key_value_heads", [1, 2, 4])
 @pytest.mark.parametrize("packed", [True, False])
-def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(packed: bool, key_value_heads: int) -> None:
+def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(
+    packed: bool, key_value_heads: int
+) -> None:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -37,17 +39,25 @@ def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(packe
         "num_attention_heads": 4,
         "vocab_size": 40,
     }
-    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=key_value_heads, initializer_range=0.5)
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_key_value_heads=key_value_heads, initializer_range=0.5
+    )
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     random = np.random.default_rng(0)
     lengths = [3, 30, *random.integers(1, 25, PROMPTS_AT_ONCE + 5).tolist()]
     prompts = [tuple(random.integers(8, 40, length).tolist()) for length in lengths]
-    requests = [Request(prompt, (place, again)) for place, prompt in enumerate(prompts) for again in range(2)]
+    requests = [
+        Request(prompt, (place, again))
+        for place, prompt in enumerate(prompts)
+        for again in range(2)
+    ]
     world: Any = Alone()
     sampler = copy.deepcopy(model)
     if packed:
         install_attention(sampler)
-    found = EmbeddedEngine(sampler, world, [STOP], 100).sample(requests, Sampling(max_tokens=MOST, temperature=0.9))
+    found = EmbeddedEngine(sampler, world, [STOP], 100).sample(
+        requests, Sampling(max_tokens=MOST, temperature=0.9)
+    )
     assert {each.ended for each in found} == {*Ended}
     assert_as_plain(model, requests, found, 0.9)
 
@@ -59,9 +69,15 @@ def test_every_family_is_sampled_as_it_computes(family: str) -> None:
     sampler = ours(copy.deepcopy(model)).eval()
     random, world = np.random.default_rng(0), cast(Any, Alone())
     prompts = [tuple(random.integers(8, VOCABULARY, length).tolist()) for length in (3, 9, 14, 22)]
-    requests = [Request(prompt, (place, again)) for place, prompt in enumerate(prompts) for again in range(2)]
+    requests = [
+        Request(prompt, (place, again))
+        for place, prompt in enumerate(prompts)
+        for again in range(2)
+    ]
     assert_as_plain(
-        model, requests, EmbeddedEngine(sampler, world, [STOP], 5).sample(requests, Sampling(max_tokens=MOST))
+        model,
+        requests,
+        EmbeddedEngine(sampler, world, [STOP], 5).sample(requests, Sampling(max_tokens=MOST)),
     )
 
 
@@ -78,7 +94,8 @@ def test_recurrent_families_are_sampled_as_they_compute_or_refused(family: str) 
             requests, Sampling(max_tokens=MOST)
         )
         errors = [
-            log_probabilities(model, request, each.token_ids)[0] - torch.tensor(each.log_probabilities)
+            log_probabilities(model, request, each.token_ids)[0]
+            - torch.tensor(each.log_probabilities)
             for request, each in zip(requests, found, strict=True)
         ]
         is_close = bool(torch.cat(errors).abs().max() < 5e-4)
@@ -98,10 +115,17 @@ def log_probabilities(
     return every.gather(1, torch.tensor(token_ids)[:, None])[:, 0], every
 
 
-def assert_as_plain(model: Any, requests: list[Request], found: list[Sampled], temperature: float = 1.0) -> None:
+def assert_as_plain(
+    model: Any, requests: list[Request], found: list[Sampled], temperature: float = 1.0
+) -> None:
     """What was sampled has the log-probabilities and the entropy of a forward of transformers without a cache."""
     for request, each in zip(requests, found, strict=True):
-        assert each.token_ids.count(STOP) == (each.ended is Ended.STOPPED) and len(each.token_ids) <= MOST
+        assert (
+            each.token_ids.count(STOP) == (each.ended is Ended.STOPPED)
+            and len(each.token_ids) <= MOST
+        )
         expected, scores = log_probabilities(model, request, each.token_ids, temperature)
-        torch.testing.assert_close(torch.tensor(each.log_probabilities), expected, rtol=0, atol=5e-5)
+        torch.testing.assert_close(
+            torch.tensor(each.log_probabilities), expected, rtol=0, atol=5e-5
+        )
         assert each.entropy == pytest.approx(-(scores.exp() * scores).sum().item(), rel=1e-4)

@@ -134,11 +134,17 @@ COMPLETIONS = ["a", "b", "ccc"]
 
 def ask(tmp_path: Path, *names: str, **keys: Any) -> Scores:
     (tmp_path / "my_rewards.py").write_text(FILE)
-    located = tuple(name if name in FUNCTIONS else f"{tmp_path / 'my_rewards.py'}:{name}" for name in names)
+    located = tuple(
+        name if name in FUNCTIONS else f"{tmp_path / 'my_rewards.py'}:{name}" for name in names
+    )
     rewards = Rewards(RolloutKeys(rewards=located, **keys))
     try:
         ids = [[1] * len(each) for each in COMPLETIONS]
-        columns = {"level": [1, 2, 3], "answer": ["a", "x", "ccc"], "completions": ["a column's"] * 3}
+        columns = {
+            "level": [1, 2, 3],
+            "answer": ["a", "x", "ccc"],
+            "completions": ["a column's"] * 3,
+        }
         state = {"global_step": 10, "max_steps": 20, "max_completion_length": 4}
         return rewards.score(["p"] * 3, COMPLETIONS, ids, columns, state)
     finally:
@@ -147,32 +153,49 @@ def ask(tmp_path: Path, *names: str, **keys: Any) -> Scores:
 
 def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) -> None:
     found = ask(tmp_path, "by_column", "without_columns", "awaited", "exact_answer", "length")
-    assert found.by_function == [[11, 12, 19], [1, 1, 3], [0.5, None, 0.5], [1, 0, 1], [0.75, 0.75, 0.25]]
+    assert found.by_function == [
+        [11, 12, 19],
+        [1, 1, 3],
+        [0.5, None, 0.5],
+        [1, 0, 1],
+        [0.75, 0.75, 0.25],
+    ]
     assert found.failures == 0
 
 
 def test_a_row_without_an_answer_has_no_score_and_reasoning_apart_is_seen_by_formats() -> None:
     thought = [{"role": "assistant", "reasoning_content": "2+2", "content": "<answer>4</answer>"}]
-    assert FUNCTIONS["format"]([thought, "4"]) == [1.0, 0.0] == FUNCTIONS["think_format"]([thought, "4"])
+    assert (
+        FUNCTIONS["format"]([thought, "4"])
+        == [1.0, 0.0]
+        == FUNCTIONS["think_format"]([thought, "4"])
+    )
     for name in ("exact_answer", "number"):
         assert FUNCTIONS[name](["4", "4", "5"], answer=["4", None, "4"]) == [1.0, None, 0.0]
 
 
-def test_math_verify_compares_numbers_and_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_verify_compares_numbers_and_formulas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own time limits, by the same signal as ours, are off: a function after it is still stopped."""
     pytest.importorskip("math_verify")
     monkeypatch.setattr(
-        "tests.rollout.test_rewards.COMPLETIONS", ["so \\boxed{\\frac{1}{2}}", "b", "$1+x^2$", "no idea"]
+        "tests.rollout.test_rewards.COMPLETIONS",
+        ["so \\boxed{\\frac{1}{2}}", "b", "$1+x^2$", "no idea"],
     )
     keys = RolloutKeys(rewards=("math_verify",))
     rewards = Rewards(keys)
     answers = ["0.5", "#### 3", "$x^2+1$", "none"]
     try:
-        found = rewards.score(["p"] * 4, COMPLETIONS, [[1]] * 4, {"answer": answers}, {"global_step": 0})
+        found = rewards.score(
+            ["p"] * 4, COMPLETIONS, [[1]] * 4, {"answer": answers}, {"global_step": 0}
+        )
     finally:
         rewards.close()
     assert found.by_function == [[1.0, 0.0, 1.0, None]]
-    with pytest.raises(UserError, match="hangs, a reward: TimeLimit: took more than reward_timeout_seconds"):
+    with pytest.raises(
+        UserError, match="hangs, a reward: TimeLimit: took more than reward_timeout_seconds"
+    ):
         monkeypatch.setattr("tests.rollout.test_rewards.COMPLETIONS", ["b", "b", "ccc"])
         ask(tmp_path, "math_verify", "hangs", reward_timeout_seconds=4.0)
 
@@ -183,7 +206,9 @@ def test_overlong_completions_are_punished_as_by_trl() -> None:
     theirs = other_rewards.get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=7)
     state = SimpleNamespace(max_completion_length=30, soft_punish_cache=7)
     ids = [[1] * n for n in range(1, 31)]
-    assert FUNCTIONS["soft_overlong_punishment"](ids, trainer_state=state) == pytest.approx(theirs(completion_ids=ids))
+    assert FUNCTIONS["soft_overlong_punishment"](ids, trainer_state=state) == pytest.approx(
+        theirs(completion_ids=ids)
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,8 +218,14 @@ def test_overlong_completions_are_punished_as_by_trl() -> None:
             "raises",
             f"my_rewards.py:{line_of('1 / (each')}: raises, a reward: ZeroDivisionError: division by zero (on_bad_reward: zero",
         ),
-        ("not_finite", f'my_rewards.py:{line_of("def not_finite")}: not_finite: returned inf for the completion "b"'),
-        ("too_few", f"my_rewards.py:{line_of('def too_few')}: too_few: returned 1 rewards for 3 completions"),
+        (
+            "not_finite",
+            f'my_rewards.py:{line_of("def not_finite")}: not_finite: returned inf for the completion "b"',
+        ),
+        (
+            "too_few",
+            f"my_rewards.py:{line_of('def too_few')}: too_few: returned 1 rewards for 3 completions",
+        ),
         (
             "hangs",
             f"my_rewards.py:{line_of('time.sleep')}: hangs, a reward: TimeLimit: took more than reward_timeout_s",
@@ -208,7 +239,17 @@ def test_a_failing_function_is_named_with_its_line(name: str, said: str, tmp_pat
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-OF_ONE = ("raises", "not_finite", "hangs", "dies_of_one", "unusual", "interrupts", "swallows", "texts", "too_large")
+OF_ONE = (
+    "raises",
+    "not_finite",
+    "hangs",
+    "dies_of_one",
+    "unusual",
+    "interrupts",
+    "swallows",
+    "texts",
+    "too_large",
+)
 OF_ALL = ("dies", "mapping", "text", "too_few", "of_one_kind", "forges")
 
 
@@ -222,7 +263,9 @@ def test_a_failure_ends_the_run_or_is_a_zero_that_is_counted(name: str, tmp_path
     assert found.by_function == [expected, [1, 1, 3]] and found.failures == failures
 
 
-@pytest.mark.parametrize(("name", "expected"), [("arrays", [1, 1, 1]), ("booleans", [1, 0, 1]), ("forks", [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("arrays", [1, 1, 1]), ("booleans", [1, 0, 1]), ("forks", [1, 1, 1])]
+)
 def test_whatever_holds_a_number_for_each_completion_is_a_reward(
     name: str, expected: list[float], tmp_path: Path
 ) -> None:
@@ -231,7 +274,9 @@ def test_whatever_holds_a_number_for_each_completion_is_a_reward(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
-def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(seconds: float, tmp_path: Path) -> None:
+def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(
+    seconds: float, tmp_path: Path
+) -> None:
     """Ctrl-C in a notebook, caught: the next scores are those of the next completions, whenever it came."""
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(completions, **_):\n    time.sleep(0.2)\n    return [len(each) for each in completions]\n"
@@ -286,7 +331,9 @@ def test_what_a_function_has_started_ends_with_the_run(is_killed: bool, tmp_path
     if is_killed:
         (tmp_path / "my_rewards.py").write_text(FILE)
         command = [sys.executable, "-c", SCRIPT, f"{tmp_path / 'my_rewards.py'}:starts"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as run:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        ) as run:
             assert run.stdout is not None and run.stdout.readline() == b"scored\n"
             run.kill()
     else:
@@ -312,13 +359,19 @@ def is_running(process: int) -> bool:
         return False
 
 
-def test_code_that_python_cannot_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_python_cannot_interrupt_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finetune.rollout.rewards.SECONDS_TO_STOP", 0.5)
     (tmp_path / "deaf.py").write_text(
         "import signal, time\n\ndef deaf(**_):\n    signal.setitimer(signal.ITIMER_REAL, 0)\n    time.sleep(60)\n"
     )
-    rewards = Rewards(RolloutKeys(rewards=(f"{tmp_path / 'deaf.py'}:deaf",), reward_timeout_seconds=0.3))
-    with pytest.raises(UserError, match=r"deaf\.py: no answer in 0\.8 s, in code that Python cannot interrupt"):
+    rewards = Rewards(
+        RolloutKeys(rewards=(f"{tmp_path / 'deaf.py'}:deaf",), reward_timeout_seconds=0.3)
+    )
+    with pytest.raises(
+        UserError, match=r"deaf\.py: no answer in 0\.8 s, in code that Python cannot interrupt"
+    ):
         rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
     assert rewards._process is None, "killed, and waited for"
 

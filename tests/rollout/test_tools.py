@@ -97,7 +97,12 @@ def make_turns(tmp_path: Path, template: str, *names: str, **changes: Any) -> tu
     (tmp_path / "my_tools.py").write_text(FILE)
     make_tokenizer().save_pretrained(tmp_path)
     tools = [f"{tmp_path / 'my_tools.py'}:{name}" for name in names or ("double", "later")]
-    keys = {"model_name_or_path": str(tmp_path), "method": "grpo", "rewards": ["length"], "tools": tools}
+    keys = {
+        "model_name_or_path": str(tmp_path),
+        "method": "grpo",
+        "rewards": ["length"],
+        "tools": tools,
+    }
     keys |= {
         "chat_template": template,
         "added_tokens": ENDS,
@@ -117,12 +122,18 @@ def test_calls_are_read_as_each_template_writes_them(template: str, tmp_path: Pa
         return turns.read(tokenizer.encode(text, add_special_tokens=False), {})
 
     message = read(WRITTEN[template])
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
-    assert calls == [("double", {"number": 4})] + [("later", {"number": 5})] * (template == "hermes")
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+    ]
+    assert calls == [("double", {"number": 4})] + [("later", {"number": 5})] * (
+        template == "hermes"
+    )
     assert message["content"] == ("I ask." if template == "qwen3" else "")
     assert message.get("reasoning_content") == ("Hm." if "Hm." in WRITTEN[template] else None)
     end = WRITTEN[template].rpartition("<|")[1] + WRITTEN[template].rpartition("<|")[2]
-    assert read(f"It is 8.{end}")["content"] == "It is 8." or template == "qwen3.5"  # whose prompt opens the thoughts
+    assert (
+        read(f"It is 8.{end}")["content"] == "It is 8." or template == "qwen3.5"
+    )  # whose prompt opens the thoughts
     assert "tool_calls" not in read(f'<tool_call>\n{{"name": "double", "arguments": {{"num{end}')
     given = turns.encode_results([{"role": "tool", "name": "double", "content": "8"}], {})
     assert tokenizer.decode(given) == AFTER[template]
@@ -136,7 +147,9 @@ def test_a_thought_that_does_not_end_is_no_reasoning(tmp_path: Path) -> None:
         ("<think>Hm.", 0.0),
     ):
         message = turns.read(tokenizer.encode(text, add_special_tokens=False), {})
-        assert thinks_first([[message]]) == [reward] and ("reasoning_content" in message) == bool(reward)
+        assert thinks_first([[message]]) == [reward] and ("reasoning_content" in message) == bool(
+            reward
+        )
 
 
 def test_a_tool_is_called_by_the_name_that_the_recipe_gives_it(tmp_path: Path) -> None:
@@ -153,17 +166,25 @@ def test_a_tool_is_called_by_the_name_that_the_recipe_gives_it(tmp_path: Path) -
 def test_a_row_decides_what_else_the_template_reads(tmp_path: Path) -> None:
     tokenizer, turns = make_turns(tmp_path, "qwen3")
     said = [{"role": "tool", "name": "double", "content": "8"}]
-    plain, unthinking = (turns.encode_results(said, row) for row in ({}, {"variables": {"enable_thinking": False}}))
+    plain, unthinking = (
+        turns.encode_results(said, row) for row in ({}, {"variables": {"enable_thinking": False}})
+    )
     assert tokenizer.decode(unthinking) == tokenizer.decode(plain) + "<think>\n\n</think>\n\n"
 
 
 def test_results_that_a_template_rejects_are_one_sentence(tmp_path: Path) -> None:
     _, turns = make_turns(tmp_path, "qwen")
-    rejects = "{% if variant == 'b' %}{{ raise_exception('no results in b') }}{% endif %}" + turns.renderer.template
+    rejects = (
+        "{% if variant == 'b' %}{{ raise_exception('no results in b') }}{% endif %}"
+        + turns.renderer.template
+    )
     strict = replace(turns, renderer=replace(turns.renderer, template=rejects))
     said = [{"role": "tool", "name": "double", "content": "8"}]
     assert strict.encode_results(said, {}) == turns.encode_results(said, {})
-    with pytest.raises(UserError, match=r"^tools: the results of the prompt 'What is 2\?': .*no results in b; change"):
+    with pytest.raises(
+        UserError,
+        match=r"^tools: the results of the prompt 'What is 2\?': .*no results in b; change",
+    ):
         strict.encode_results(said, {"prompt": "What is 2?", "variables": {"variant": "b"}})
 
 
@@ -179,41 +200,71 @@ REFUSED = {
 def test_a_template_that_has_no_tools_is_refused(template: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=REFUSED[template]) as caught:
         make_turns(tmp_path, template)
-    assert str(caught.value).startswith("tools: ") and "set chat_template to one with tools" in str(caught.value)
+    assert str(caught.value).startswith("tools: ") and "set chat_template to one with tools" in str(
+        caught.value
+    )
 
 
 def test_a_tool_without_hints_is_refused_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"my_tools.py:\d+: without_hints, a tool: .*has no docstring"):
+    with pytest.raises(
+        UserError, match=r"my_tools.py:\d+: without_hints, a tool: .*has no docstring"
+    ):
         make_turns(tmp_path, "qwen", "without_hints")
 
 
 def call(tmp_path: Path, *calls: tuple[str, dict[str, Any]], **keys: Any) -> list[tuple[str, bool]]:
     (tmp_path / "my_tools.py").write_text(FILE)
     names = ("double", "later", "fails", "leaves", "hangs", "dies")
-    tools = Rewards(RolloutKeys(tools=tuple(f"{tmp_path / 'my_tools.py'}:{name}" for name in names), **keys))
+    tools = Rewards(
+        RolloutKeys(tools=tuple(f"{tmp_path / 'my_tools.py'}:{name}" for name in names), **keys)
+    )
     try:
-        return tools.call_tools([{"name": name, "arguments": arguments} for name, arguments in calls])
+        return tools.call_tools(
+            [{"name": name, "arguments": arguments} for name, arguments in calls]
+        )
     finally:
         tools.close()
 
 
 def test_a_tool_that_fails_tells_the_model_why(tmp_path: Path) -> None:
-    asked: list[tuple[str, Any]] = [("double", {"number": 4}), ("later", {"number": 5}), ("fails", {"number": 1})]
+    asked: list[tuple[str, Any]] = [
+        ("double", {"number": 4}),
+        ("later", {"number": 5}),
+        ("fails", {"number": 1}),
+    ]
     asked += [("double", {"digit": 1}), ("double", [4]), ("triple", {}), ("leaves", {})]
     found = call(tmp_path, *asked)
-    assert found[:3] == [("8", False), ("10 ?", False), (str({"error": "integer division or modulo by zero"}), True)]
-    assert "unexpected keyword argument 'digit'" in found[3][0] and all(failed for _, failed in found[3:])
-    assert found[5][0] == str({"error": "Tool triple not found."}) and found[6][0] == str({"error": "gone"})
+    assert found[:3] == [
+        ("8", False),
+        ("10 ?", False),
+        (str({"error": "integer division or modulo by zero"}), True),
+    ]
+    assert "unexpected keyword argument 'digit'" in found[3][0] and all(
+        failed for _, failed in found[3:]
+    )
+    assert found[5][0] == str({"error": "Tool triple not found."}) and found[6][0] == str(
+        {"error": "gone"}
+    )
 
 
 def test_a_tool_that_hangs_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     line = next(number for number, text in enumerate(FILE.splitlines(), 1) if "time.sleep" in text)
     with pytest.raises(
-        UserError, match=rf"my_tools.py:{line}: hangs, a tool: TimeLimit: .*on_bad_reward: zero counts such calls"
+        UserError,
+        match=rf"my_tools.py:{line}: hangs, a tool: TimeLimit: .*on_bad_reward: zero counts such calls",
     ):
         call(tmp_path, ("hangs", {}), reward_timeout_seconds=0.5)
-    found = call(tmp_path, ("hangs", {}), ("double", {"number": 4}), reward_timeout_seconds=0.5, on_bad_reward="zero")
-    assert found == [(str({"error": "took more than reward_timeout_seconds: 1"}), True), ("8", False)]
+    found = call(
+        tmp_path,
+        ("hangs", {}),
+        ("double", {"number": 4}),
+        reward_timeout_seconds=0.5,
+        on_bad_reward="zero",
+    )
+    assert found == [
+        (str({"error": "took more than reward_timeout_seconds: 1"}), True),
+        ("8", False),
+    ]
     with pytest.raises(UserError, match=r"tools: .*my_tools.py: their process ended with 3"):
         call(tmp_path, ("dies", {}))
 
@@ -262,10 +313,17 @@ def test_a_completion_goes_on_after_its_results(tmp_path: Path) -> None:
     assert talks.messages[1][1] == {"role": "tool", "name": "double", "content": "8"}
     assert talks.messages[2][1]["content"] == str({"error": "Tool triple not found."})
     whole = f"{ask}<|im_end|>{AFTER['qwen']}{ask}<|im_end|>{AFTER['qwen']}8"
-    assert tokenizer.decode(made[1].token_ids) == whole and made[1].entropy == len(made[1].log_probabilities)
+    assert tokenizer.decode(made[1].token_ids) == whole and made[1].entropy == len(
+        made[1].log_probabilities
+    )
     sampled = tokenizer.decode([token for token in made[1].labels(is_learned=True) if token >= 0])
-    assert sampled == f"{ask}<|im_end|>{ask}<|im_end|>8" and sum(made[1].tool_mask) == len(made[1].log_probabilities)
-    assert made[3].token_ids == tokenizer.encode(long, add_special_tokens=False) and not made[3].tool_mask
+    assert sampled == f"{ask}<|im_end|>{ask}<|im_end|>8" and sum(made[1].tool_mask) == len(
+        made[1].log_probabilities
+    )
+    assert (
+        made[3].token_ids == tokenizer.encode(long, add_special_tokens=False)
+        and not made[3].tool_mask
+    )
     # What a turn is sampled from is what was sampled before it, token for token, with a seed and a room of its own.
     second, third = fake.asked[1][0], fake.asked[2][0]
     assert third.prompt_ids == (1, 2, 1, *made[1].token_ids[:-1]) and third.seed == (7, 1, 2)

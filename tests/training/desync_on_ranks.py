@@ -92,9 +92,14 @@ def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
         faults["killed"]()
 
     training_step.seed_dropout = seed_and_fail
-    if case["fault"] == "killed while tokenizing" and rank != FAULTY:  # rank 0, for whose files the other waits
+    if (
+        case["fault"] == "killed while tokenizing" and rank != FAULTY
+    ):  # rank 0, for whose files the other waits
         prepare.write_store = die_with_tokens
-    fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))
+    fine_tune(
+        read_recipe(case["recipe"], case["overrides"]),
+        read_sharding(case["config"], None, os.environ),
+    )
 
 
 if __name__ == "__main__":

@@ -22,14 +22,18 @@ def main(path: Path) -> int:
     for ranks, runs in json.loads(path.read_text()).items():
         ports = [str(free_port()) for _ in runs]
 
-        def train(rank: int, runs: list[tuple[str, str, list[str]]] = runs, ports: list[str] = ports) -> None:
+        def train(
+            rank: int, runs: list[tuple[str, str, list[str]]] = runs, ports: list[str] = ports
+        ) -> None:
             launched = dict(os.environ)
             for (recipe, config, overrides), port in zip(runs, ports, strict=True):
                 os.environ.clear()
                 os.environ |= launched | {"MASTER_PORT": port}
                 fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
 
-        failed += any(wait(fork_ranks(train, int(ranks), path.with_name(f"{ranks}.log")), seconds=200))
+        failed += any(
+            wait(fork_ranks(train, int(ranks), path.with_name(f"{ranks}.log")), seconds=200)
+        )
     return failed
 
 

@@ -39,18 +39,27 @@ STEPS, TOKENS = 3, 64
 def run(rank: int, job: dict[str, Any]) -> None:
     # Its fp32 copies, of CHUNK_BYTES at most (test_cpu_products.py), are no part of a step's plan: all CPUs compute alike here.
     cpu_products.override_products = lambda _: None
-    recipe, sharding = read_recipe(job["recipe"], job["overrides"]), read_sharding(job["config"], None, os.environ)
+    recipe, sharding = (
+        read_recipe(job["recipe"], job["overrides"]),
+        read_sharding(job["config"], None, os.environ),
+    )
     world = pretend(sharding, job["pretended"]) if "pretended" in job else join(sharding)
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
     optimizer = build_optimizer(model, recipe.optimization)
     guard = make_guard(optimizer, recipe.optimization, world)
-    in_backward = UpdateInBackward(optimizer, recipe, world) if recipe.optimization.optim_in_backward else None
+    in_backward = (
+        UpdateInBackward(optimizer, recipe, world)
+        if recipe.optimization.optim_in_backward
+        else None
+    )
     done: list[Any] = []
 
     def step(number: int) -> None:
         keys: dict[str, Any] = {"objective": SFT, "recipe": recipe, "world": world, "guard": guard}
         batch = make_batch(number, world)
-        done.append(train_step(model, optimizer, batch, learning_rate=1e-2, in_backward=in_backward, **keys))
+        done.append(
+            train_step(model, optimizer, batch, learning_rate=1e-2, in_backward=in_backward, **keys)
+        )
 
     model.train()
     with in_backward or nullcontext():
@@ -58,9 +67,14 @@ def run(rank: int, job: dict[str, Any]) -> None:
             step(number)
         peak = allocated_peak(lambda: step(STEPS - 1))
     state = {}
-    for index, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+    for index, parameter in enumerate(
+        each for group in optimizer.param_groups for each in group["params"]
+    ):
         tensors = {"": parameter, **optimizer.state[parameter]}
-        state |= {f"{index} {name}": local_part(tensor).detach().clone() for name, tensor in tensors.items()}
+        state |= {
+            f"{index} {name}": local_part(tensor).detach().clone()
+            for name, tensor in tensors.items()
+        }
     plan = make_plan(recipe, sharding, world.size, on_cpu=True)
     planned = next(phase.peak for phase in plan.phases if phase.name == "steady step")
     found = {
@@ -76,7 +90,12 @@ def run(rank: int, job: dict[str, Any]) -> None:
 
 def pretend(sharding: Sharding, ranks: int) -> World:
     """The first of so many ranks, without the others: what gloo itself allocates, and frees when it is done, is no part of it."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     device = torch.device("cpu")
     return World(0, ranks, 0, ranks, device, sharding, make_accelerator(sharding, device))

@@ -51,12 +51,19 @@ CAPITALS = (
 def write_split_recipes(folder: Path, model: Path, **more: Any) -> tuple[Path, Path]:
     """(the recipe of rows of two packed turns, which are split; that of the same with a row for each trained turn)."""
     turns = [
-        [{"role": "user", "content": f"What is {i} plus {j}?"}, {"role": "assistant", "content": f"It is {i + j}."}]
+        [
+            {"role": "user", "content": f"What is {i} plus {j}?"},
+            {"role": "assistant", "content": f"It is {i + j}."},
+        ]
         for i in range(12)
         for j in (1, 2)
     ]
     whole = [[*turns[i], *turns[i + 1]] for i in range(0, len(turns), 2)]
-    apart = [turns for row in whole for turns in (row[:2], [row[0], {**row[1], "train": False}, *row[2:]])]
+    apart = [
+        turns
+        for row in whole
+        for turns in (row[:2], [row[0], {**row[1], "train": False}, *row[2:]])
+    ]
     keys = {
         "chat_template": CAPITALS,
         "packing": True,
@@ -68,7 +75,9 @@ def write_split_recipes(folder: Path, model: Path, **more: Any) -> tuple[Path, P
     for asked, rows in (("split", whole), ("whole", apart)):
         data = folder / f"turns-{asked}.jsonl"
         data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-        recipes.append(write_recipe(folder / f"turns-{asked}.yaml", model, data, turns=asked, **keys))
+        recipes.append(
+            write_recipe(folder / f"turns-{asked}.yaml", model, data, turns=asked, **keys)
+        )
     return recipes[0], recipes[1]
 
 
@@ -85,9 +94,15 @@ def write_config(
     such as tp_size."""
     fsdp: dict[str, Any] = {"fsdp_activation_checkpointing": checkpointing}
     if layout in FSDP2:
-        fsdp |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | FSDP2[layout]
+        fsdp |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | FSDP2[
+            layout
+        ]
     elif layout in FSDP1:
-        fsdp |= {"fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_sharding_strategy": layout}
+        fsdp |= {
+            "fsdp_version": 1,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_sharding_strategy": layout,
+        }
     content: dict[str, Any] = {
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(layout, "FSDP"),
         "mixed_precision": precision,
@@ -99,17 +114,23 @@ def write_config(
             "parallelism_config_dp_shard_size": mesh[1],
         }
     if sizes is not None:
-        content["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
+        content["parallelism_config"] = {
+            f"parallelism_config_{key}": size for key, size in sizes.items()
+        }
     named = "".join(f"-{key}-{size}" for key, size in (sizes or {}).items())
     path = folder / f"{layout}-{precision}{'-checkpointing' if checkpointing else ''}{named}.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def train_all(folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: int, timeout: float = 300.0) -> str:
+def train_all(
+    folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: int, timeout: float = 300.0
+) -> str:
     """Runs every (recipe, config, overrides) in one set of `ranks` ranks; returns what the first of them printed."""
     listing = folder / f"runs-{ranks}.json"
-    listing.write_text(json.dumps([[str(recipe), str(config), overrides] for recipe, config, overrides in runs]))
+    listing.write_text(
+        json.dumps([[str(recipe), str(config), overrides] for recipe, config, overrides in runs])
+    )
     script = Path(__file__).with_name("runs_on_ranks.py")
     return launch_ranks(script, [str(listing)], ranks=ranks, timeout=timeout).check().outputs[0]
 
@@ -150,14 +171,22 @@ def assert_bit_equal(run: Path, other: Path, step: int, from_step: int = 0) -> N
         assert ours.keys() == theirs.keys()
         unequal = [name for name in ours if not torch.equal(read(ours[name]), read(theirs[name]))]
         assert not unequal, f"{part}: {len(unequal)} of {len(ours)} tensors, {unequal[0]}"
-        assert [tensor.dtype for tensor in ours.values()] == [tensor.dtype for tensor in theirs.values()]
-    lines = [{line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(each)} for each in (run, other)]
+        assert [tensor.dtype for tensor in ours.values()] == [
+            tensor.dtype for tensor in theirs.values()
+        ]
+    lines = [
+        {line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(each)}
+        for each in (run, other)
+    ]
     for after in range(from_step + 1, step + 1):
         assert lines[0][after] == lines[1][after], after
 
 
 def assert_losses(
-    run: Path, expected: Sequence[tuple[float, float]], rel: float = 1e-5, norms: float | None = None
+    run: Path,
+    expected: Sequence[tuple[float, float]],
+    rel: float = 1e-5,
+    norms: float | None = None,
 ) -> list[dict[str, Any]]:
     """That `run` logged the (loss, gradient norm) of every step of a plain loop, up to `rel`, `norms` for the norms. Returns its
     lines."""
@@ -165,11 +194,15 @@ def assert_losses(
     assert [line["step"] for line in lines] == list(range(1, len(expected) + 1)), run
     for line, (loss, norm) in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=rel), f"{run}, step {line['step']}"
-        assert line["grad_norm"] == pytest.approx(norm, rel=norms or rel), f"{run}, step {line['step']}"
+        assert line["grad_norm"] == pytest.approx(norm, rel=norms or rel), (
+            f"{run}, step {line['step']}"
+        )
     return lines
 
 
-def assert_last_step_again_is_bit_equal(whole: Path, recipe: Path, folder: Path, steps: int) -> None:
+def assert_last_step_again_is_bit_equal(
+    whole: Path, recipe: Path, folder: Path, steps: int
+) -> None:
     """That a copy of the run `whole` of one process, which lost its last checkpoint, resumes to the same bits."""
     again = folder / "again"
     shutil.copytree(whole, again)

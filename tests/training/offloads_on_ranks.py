@@ -30,7 +30,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     def train(rank: int) -> None:
         watch(case["fault"], is_last=rank == case["ranks"] - 1)
-        fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))
+        fine_tune(
+            read_recipe(case["recipe"], case["overrides"]),
+            read_sharding(case["config"], None, os.environ),
+        )
 
     codes = wait(fork_ranks(train, case["ranks"], log), seconds=120)
     folder = Path(case["offload_dir"])

@@ -32,9 +32,15 @@ def corrections(
     for t, s in zip(trained, sampled, strict=True):
         ratio = (t.sum() - s.sum()).exp()[None] if kind.startswith("sequence") else (t - s).exp()
         if kind.endswith("mask"):
-            found.append(torch.tensor([r if low <= r <= high else 0.0 for r in ratio.tolist()], dtype=ratio.dtype))
+            found.append(
+                torch.tensor(
+                    [r if low <= r <= high else 0.0 for r in ratio.tolist()], dtype=ratio.dtype
+                )
+            )
         else:
-            found.append(torch.tensor([max(low, min(r, high)) for r in ratio.tolist()], dtype=ratio.dtype))
+            found.append(
+                torch.tensor([max(low, min(r, high)) for r in ratio.tolist()], dtype=ratio.dtype)
+            )
     return found
 
 

@@ -9,7 +9,11 @@ from finetune.config.methods import Method
 
 
 def paper(
-    keys: Method, policy: Sequence[Tensor], reference: Sequence[float], tokens: Sequence[int], smoothing: float
+    keys: Method,
+    policy: Sequence[Tensor],
+    reference: Sequence[float],
+    tokens: Sequence[int],
+    smoothing: float,
 ) -> Tensor:
     """The mean loss of a step, from every document's log-probability given its prompt and its tokens: chosen, rejected..."""
     losses, chosen_sum = [], torch.zeros(())
@@ -44,7 +48,9 @@ def paper(
     return loss + (keys.rpo_alpha or 0.0) * nll
 
 
-def kto(keys: Method, policy: Sequence[Tensor], reference: Sequence[float], is_good: Sequence[bool]) -> Tensor:
+def kto(
+    keys: Method, policy: Sequence[Tensor], reference: Sequence[float], is_good: Sequence[bool]
+) -> Tensor:
     """The mean loss of a step (KTO, eq. 8), from every document's log-probability: an answer, a mismatched one, an answer..."""
     ratios = [p - r for p, r in zip(policy, reference, strict=True)]
     z0 = torch.stack(ratios[1::2]).mean().detach().clamp(min=0)

@@ -68,13 +68,17 @@ def train(
     prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if make_optimizer is None:
-        optimizer: Any = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, eps=recipe.optimization.adam_epsilon)
+        optimizer: Any = torch.optim.AdamW(
+            trained, lr=0.0, weight_decay=0.0, eps=recipe.optimization.adam_epsilon
+        )
     else:
         optimizer = make_optimizer(trained)
     steps, results, coefficient = data.train.steps, [], recipe.model.router_aux_loss_coef
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = _cosine(step, steps, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)
+            group["lr"] = _cosine(
+                step, steps, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio
+            )
         documents, router_logits = [], []
         for ids in data.train.rows_of(step):
             for index in ids:
@@ -87,7 +91,9 @@ def train(
                     assert torch.equal(asked.pop("input_ids"), input_ids)
                 output = model(input_ids=input_ids, use_cache=False, **asked)
                 with torch.no_grad():
-                    unchanged = None if before is None else before(input_ids=input_ids, **asked).logits[0]
+                    unchanged = (
+                        None if before is None else before(input_ids=input_ids, **asked).logits[0]
+                    )
                 documents.append((output.logits[0], labels, unchanged))
                 router_logits.append(output.router_logits if coefficient else ())
         is_good = [bool(ratings[i // 2] > 0) for ids in data.train.rows_of(step) for i in ids[::2]]
@@ -95,11 +101,19 @@ def train(
             loss = loss_of(documents)
         else:
             compare = before is not None
-            loss = _compare(documents, recipe, is_good) if compare else _cross_entropy(documents, label_smoothing)
+            loss = (
+                _compare(documents, recipe, is_good)
+                if compare
+                else _cross_entropy(documents, label_smoothing)
+            )
         (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
         # In fp64: torch's own fp32 norm of 400,000 gradients on a CPU is 1e-5 too small.
-        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in trained if p.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(trained, recipe.optimization.max_grad_norm or math.inf, norm)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad.double() for p in trained if p.grad is not None]
+        )
+        torch.nn.utils.clip_grads_with_norm_(
+            trained, recipe.optimization.max_grad_norm or math.inf, norm
+        )
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
@@ -124,10 +138,14 @@ Documents = list[
 
 def _cross_entropy(documents: Documents, label_smoothing: float) -> torch.Tensor:
     losses = [
-        F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
+        F.cross_entropy(
+            logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+        )
         for logits, labels, _ in documents
     ]
-    return torch.stack(losses).sum() / sum(int((labels != -100).sum()) for _, labels, _ in documents)
+    return torch.stack(losses).sum() / sum(
+        int((labels != -100).sum()) for _, labels, _ in documents
+    )
 
 
 def _compare(documents: Documents, recipe: Recipe, is_good: list[bool]) -> torch.Tensor:
@@ -135,7 +153,11 @@ def _compare(documents: Documents, recipe: Recipe, is_good: list[bool]) -> torch
         return -F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum")
 
     policy = [log_probability(logits, labels) for logits, labels, _ in documents]
-    before = [log_probability(logits, labels).item() for _, labels, logits in documents if logits is not None]
+    before = [
+        log_probability(logits, labels).item()
+        for _, labels, logits in documents
+        if logits is not None
+    ]
     if recipe.method.method == "kto":
         return kto(recipe.method, policy, before, is_good)
     tokens = [int((labels != -100).sum()) for _, labels, _ in documents]
@@ -147,7 +169,9 @@ def _auxiliary(model: Any, router_logits: list[tuple[torch.Tensor, ...]]) -> tor
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     function = sys.modules[type(plain).__module__].load_balancing_loss_func
     by_layer = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
-    found: torch.Tensor = function(by_layer, by_layer[0].shape[-1], model.config.num_experts_per_tok)
+    found: torch.Tensor = function(
+        by_layer, by_layer[0].shape[-1], model.config.num_experts_per_tok
+    )
     return found
 
 
@@ -193,7 +217,9 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
         LoraConfig(
             r=lora.lora_r,
             lora_alpha=lora.lora_alpha,
-            target_modules="all-linear" if lora.lora_target_modules == "all-linear" else list(lora.lora_target_modules),
+            target_modules="all-linear"
+            if lora.lora_target_modules == "all-linear"
+            else list(lora.lora_target_modules),
             target_parameters=list(lora.lora_target_parameters) or None,
             use_dora=lora.use_dora,
             use_rslora=lora.use_rslora,
@@ -205,7 +231,9 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
     named = {name.removeprefix("base_model.model."): p for name, p in wrapped.named_parameters()}
     shapes = {name: p.shape for name, p in named.items()}
     shapes = {name: shape for name, shape in shapes.items() if ".lora_" in name}
-    start = with_adapters(lambda name, slices: named[name].detach()[slices], shapes, recipe.run.seed)
+    start = with_adapters(
+        lambda name, slices: named[name].detach()[slices], shapes, recipe.run.seed
+    )
     with torch.no_grad():
         for name, parameter in named.items():
             # The length of a quantized row is peft's own: it dequantizes the weight.

@@ -10,13 +10,20 @@ import finetune
 from tests.session_on_ranks import launches
 
 ROWS = [
-    {"messages": [{"role": "user", "content": f"What is {word}?"}, {"role": "assistant", "content": str(number)}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {word}?"},
+            {"role": "assistant", "content": str(number)},
+        ]
+    }
     for number, word in enumerate(("zero", "one", "two", "three"))
 ]
 
 
 def measure(model: str, config: str, **keys: Any) -> list[float]:
-    recipe = finetune.load_recipe(model_name_or_path=model, max_length=64, max_grad_norm=None, use_peft=False, **keys)
+    recipe = finetune.load_recipe(
+        model_name_or_path=model, max_length=64, max_grad_norm=None, use_peft=False, **keys
+    )
     with finetune.Session(recipe, config, saves=False) as session:
         norms = []
         for calls in (1, 2):
@@ -31,7 +38,9 @@ def main() -> None:
     next(starts)
     found["tensor"] = measure(str(folder / "qwen3"), str(folder / "tp.yaml"))
     next(starts)
-    found["pipeline"] = measure(str(folder / "tied"), str(folder / "fsdp.yaml"), pipeline_parallel_size=2)
+    found["pipeline"] = measure(
+        str(folder / "tied"), str(folder / "fsdp.yaml"), pipeline_parallel_size=2
+    )
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
 

@@ -30,7 +30,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     def train(rank: int) -> None:
         watch_saves(case, rank, log.with_suffix(f".rank{rank}"))
-        fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))
+        fine_tune(
+            read_recipe(case["recipe"], case["overrides"]),
+            read_sharding(case["config"], None, os.environ),
+        )
 
     codes = wait(fork_ranks(train, case["ranks"], log, local_size=case["local_size"]), seconds=120)
     held: dict[str, list[str]] = {}
@@ -47,8 +50,14 @@ def watch_saves(case: dict[str, Any], rank: int, seen: Path) -> None:
 
     def watched(self: saving.Saver, progress: Progress) -> None:
         moments = shards.select_tensors(shards.get_optimizer_state(self.model, self.optimizer))
-        if case["fault"] == "flipped" and progress.step == case["step"] and rank == case["ranks"] - 1:
-            flip_one_bit(next(tensor for name, tensor in moments.items() if name.endswith(case["flipped"])))
+        if (
+            case["fault"] == "flipped"
+            and progress.step == case["step"]
+            and rank == case["ranks"] - 1
+        ):
+            flip_one_bit(
+                next(tensor for name, tensor in moments.items() if name.endswith(case["flipped"]))
+            )
         with seen.open("a") as file:
             print(progress.step, digest(shards.get_model_state(self.model) | moments), file=file)
         save(self, progress)

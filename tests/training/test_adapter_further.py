@@ -21,7 +21,13 @@ from finetune.inference.inputs import find_model
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, assert_losses, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    assert_losses,
+    train_all,
+    write_config,
+    write_recipe,
+)
 
 STEPS, SAVED_AT = 4, 2
 MODES: dict[str, dict[str, Any]] = {
@@ -36,14 +42,20 @@ def make_adapter(folder: Path, model: Path, **keys: Any) -> Path:
     config = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | keys
     torch.manual_seed(5)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)).save_pretrained(folder)
+    get_peft_model(
+        base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)
+    ).save_pretrained(folder)
     return folder
 
 
 def make_pairs(path: Path, *, rows: int) -> Path:
     with path.open("w") as file:
         for row in range(rows):
-            pair = {"prompt": f"What is {row} plus {row}?", "chosen": f"It is {2 * row}.", "rejected": "Who knows?"}
+            pair = {
+                "prompt": f"What is {row} plus {row}?",
+                "chosen": f"It is {2 * row}.",
+                "rejected": "Who knows?",
+            }
             file.write(json.dumps(pair) + "\n")
     return path
 
@@ -54,13 +66,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("further")
     model = make_model(folder / "model", hidden_size=40, intermediate_size=75)
     adapter = make_adapter(
-        folder / "adapter", model, rank_pattern={"layers.0.*q_proj": 6}, use_rslora=True, modules_to_save=["norm"]
+        folder / "adapter",
+        model,
+        rank_pattern={"layers.0.*q_proj": 6},
+        use_rslora=True,
+        modules_to_save=["norm"],
     )
     data = make_chat(folder / "chat.jsonl", rows=24)
     make_pairs(folder / "pairs.jsonl", rows=24)
     for mode, keys in MODES.items():
         keys = json.loads(json.dumps(keys).replace("PAIRS", f"{folder}/pairs.jsonl"))
-        common = {"use_peft": True, "adapter_name_or_path": str(adapter), "global_batch_size": 4, "max_steps": STEPS}
+        common = {
+            "use_peft": True,
+            "adapter_name_or_path": str(adapter),
+            "global_batch_size": 4,
+            "max_steps": STEPS,
+        }
         write_recipe(folder / f"{mode}.yaml", model, data, **common | keys)
     return folder
 
@@ -68,10 +89,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Path:
     """Every mode on one rank and sharded over two; lora once more resumed from its middle, and exported."""
-    single, sharded = write_config(folder, "single"), write_config(folder, "full_shard", checkpointing=True)
+    single, sharded = (
+        write_config(folder, "single"),
+        write_config(folder, "full_shard", checkpointing=True),
+    )
     saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
     wanted = [
-        (folder / f"{mode}.yaml", config, [f"output_dir={folder}/{mode}-{config.name.split('-')[0]}", *saves, *more])
+        (
+            folder / f"{mode}.yaml",
+            config,
+            [f"output_dir={folder}/{mode}-{config.name.split('-')[0]}", *saves, *more],
+        )
         for mode in MODES
         for config, more in (
             (single, ["per_device_train_batch_size=4", "export_at_end=true"]),
@@ -80,7 +108,9 @@ def runs(folder: Path) -> Path:
     ]
     middle = f"resume_from_checkpoint={folder}/lora-full_shard/checkpoints/step-{SAVED_AT:08d}"
     rows = "per_device_train_batch_size=2"
-    wanted.append((folder / "lora.yaml", sharded, [f"output_dir={folder}/resumed", middle, rows, *saves]))
+    wanted.append(
+        (folder / "lora.yaml", sharded, [f"output_dir={folder}/resumed", middle, rows, *saves])
+    )
     train_all(folder, wanted[0::2][:3], ranks=1)
     train_all(folder, [*wanted[1::2], wanted[-1]], ranks=2)
     return folder
@@ -104,16 +134,26 @@ def test_the_adapter_opens_in_peft_and_can_be_trained_further_again(runs: Path) 
     out = runs / "lora-single" / "adapter"
     assert find_model(str(runs / "lora-single")).kind == "adapter"
     base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(runs / "lora-single" / "export", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(
+        runs / "lora-single" / "export", dtype=torch.float32
+    )
     ids = torch.arange(12)[None]
-    torch.testing.assert_close(PeftModel.from_pretrained(base, out)(ids).logits, merged(ids).logits, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        PeftModel.from_pretrained(base, out)(ids).logits, merged(ids).logits, rtol=0, atol=2e-5
+    )
     assert any(
         (load_file(out / "adapter_model.safetensors")[n] != t).any()
         for n, t in load_file(runs / "adapter/adapter_model.safetensors").items()
     )
-    again = complete_lora(read_recipe(str(runs / "lora.yaml"), [f"adapter_name_or_path={runs}/lora-single"]))
+    again = complete_lora(
+        read_recipe(str(runs / "lora.yaml"), [f"adapter_name_or_path={runs}/lora-single"])
+    )
     first = complete_lora(read_recipe(str(runs / "lora.yaml")))
-    assert (again.lora.lora_r, again.lora.lora_alpha, again.lora.rank_pattern) == (4, 12, {"layers.0.*q_proj": 6})
+    assert (again.lora.lora_r, again.lora.lora_alpha, again.lora.rank_pattern) == (
+        4,
+        12,
+        {"layers.0.*q_proj": 6},
+    )
     assert set(again.lora.lora_target_modules) == set(first.lora.lora_target_modules)
 
 
@@ -137,9 +177,15 @@ def test_another_base_is_refused(
     sizes: dict[str, int], adapter: str, expected: str, runs: Path, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path / "model", **{"hidden_size": 40, "intermediate_size": 75} | sizes)
-    given = [f"model_name_or_path={model}", f"adapter_name_or_path={runs / adapter}", f"output_dir={tmp_path}/run"]
+    given = [
+        f"model_name_or_path={model}",
+        f"adapter_name_or_path={runs / adapter}",
+        f"output_dir={tmp_path}/run",
+    ]
     with pytest.raises(AssertionError) as error:
-        train_all(tmp_path, [(runs / "lora.yaml", write_config(tmp_path, "single"), given)], ranks=1)
+        train_all(
+            tmp_path, [(runs / "lora.yaml", write_config(tmp_path, "single"), given)], ranks=1
+        )
     said = str(error.value).splitlines()[1:]
     assert expected in said[-1] and len(said) == 1
 
@@ -147,7 +193,10 @@ def test_another_base_is_refused(
 def test_the_plan_counts_the_adapter_that_it_finds(runs: Path) -> None:
     recipe = read_recipe(str(runs / "dpo.yaml"))
     spec = make_plan(recipe, read_sharding(None, None, {"WORLD_SIZE": "1"}), 1, on_cpu=True).spec
-    trained = sum(tensor.numel() for tensor in load_file(runs / "adapter" / "adapter_model.safetensors").values())
+    trained = sum(
+        tensor.numel()
+        for tensor in load_file(runs / "adapter" / "adapter_model.safetensors").values()
+    )
     assert (spec.trained_numel, spec.reference) == (trained, "stored")
 
 
@@ -155,25 +204,58 @@ Changes = Callable[[dict[str, Any]], object]
 # name -> (a change of adapter_config.json, overrides, a part of the sentence)
 REFUSED: dict[str, tuple[Changes, list[str], str]] = {
     "another rank": (dict, ["lora_r=8"], "command line: lora_r: 8: the adapter"),
-    "a rank of a billion": (lambda c: c.update(r=10**9), [], "r: 1,000,000,000: its weights have factors of rank "),
-    "one of a layer": (lambda c: c.update(rank_pattern={"q_proj": 10**9}), [], "r: 1,000,000,000: its weights have "),
+    "a rank of a billion": (
+        lambda c: c.update(r=10**9),
+        [],
+        "r: 1,000,000,000: its weights have factors of rank ",
+    ),
+    "one of a layer": (
+        lambda c: c.update(rank_pattern={"q_proj": 10**9}),
+        [],
+        "r: 1,000,000,000: its weights have ",
+    ),
     "another kind": (lambda c: c.update(peft_type="IA3"), [], "peft_type: 'IA3' is not LORA"),
-    "a start that changes the base": (lambda c: c.update(init_lora_weights="pissa"), [], "init_lora_weights: pissa"),
-    "trained biases": (lambda c: c.update(bias="all"), [], "bias: trained biases are not supported"),
-    "a model": (dict, ["adapter_name_or_path=MODEL"], "it is a model: name it in model_name_or_path"),
-    "no folder": (dict, ["adapter_name_or_path=./nowhere"], "adapter_name_or_path: ./nowhere: no such file or folder"),
-    "full fine-tuning": (dict, ["use_peft=false"], "adapter_name_or_path has no effect without use_peft: true"),
+    "a start that changes the base": (
+        lambda c: c.update(init_lora_weights="pissa"),
+        [],
+        "init_lora_weights: pissa",
+    ),
+    "trained biases": (
+        lambda c: c.update(bias="all"),
+        [],
+        "bias: trained biases are not supported",
+    ),
+    "a model": (
+        dict,
+        ["adapter_name_or_path=MODEL"],
+        "it is a model: name it in model_name_or_path",
+    ),
+    "no folder": (
+        dict,
+        ["adapter_name_or_path=./nowhere"],
+        "adapter_name_or_path: ./nowhere: no such file or folder",
+    ),
+    "full fine-tuning": (
+        dict,
+        ["use_peft=false"],
+        "adapter_name_or_path has no effect without use_peft: true",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_adapter_that_does_not_fit_is_one_sentence(case: str, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_one_sentence(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     change, overrides, expected = REFUSED[case]
     adapter = Path(shutil.copytree(folder / "adapter", tmp_path / "adapter"))
     config = json.loads((adapter / "adapter_config.json").read_text())
     change(config)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    given = [f"adapter_name_or_path={adapter}", *(each.replace("MODEL", f"{folder}/model") for each in overrides)]
+    given = [
+        f"adapter_name_or_path={adapter}",
+        *(each.replace("MODEL", f"{folder}/model") for each in overrides),
+    ]
     with pytest.raises(UserError) as error:
         complete_lora(read_recipe(str(folder / "lora.yaml"), given))
     assert expected in str(error.value) and "\n" not in str(error.value)
@@ -185,9 +267,12 @@ def test_a_rank_of_a_billion_takes_no_memory_in_chat(folder: Path, tmp_path: Pat
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 10**9}))
     with pytest.raises(
-        UserError, match=r"adapter_config.json: r: 1,000,000,000: its weights have factors of rank \d+ at"
+        UserError,
+        match=r"adapter_config.json: r: 1,000,000,000: its weights have factors of rank \d+ at",
     ):
         load_inference_model(find_model(str(adapter)), LoadOptions(), print)
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"r: 1,000,000,000: more than 65,536, which no adapter has; copy it again"):
+    with pytest.raises(
+        UserError, match=r"r: 1,000,000,000: more than 65,536, which no adapter has; copy it again"
+    ):
         load_inference_model(find_model(str(adapter)), LoadOptions(), print)

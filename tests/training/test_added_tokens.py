@@ -33,7 +33,13 @@ MODES: dict[str, dict[str, Any]] = {
     "lora": {"tied": False, "use_peft": True, "lora_r": 4},
     "lora-tied": {"tied": True, "use_peft": True, "lora_r": 4},
 }
-RUNS = (("full_shard", "tied"), ("ddp", "tied"), ("FULL_SHARD", "untied"), ("full_shard", "lora"), ("ddp", "lora-tied"))
+RUNS = (
+    ("full_shard", "tied"),
+    ("ddp", "tied"),
+    ("FULL_SHARD", "untied"),
+    ("full_shard", "lora"),
+    ("ddp", "lora-tied"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "learning_rate": 1e-2,
         }
         keys |= {key: value for key, value in given.items() if key != "tied"}
-        write_recipe(folder / f"{mode}.yaml", folder / f"model-{given['tied']}", folder / "chat.jsonl", **keys)
+        write_recipe(
+            folder / f"{mode}.yaml",
+            folder / f"model-{given['tied']}",
+            folder / "chat.jsonl",
+            **keys,
+        )
     runs = [_run(folder, layout, mode, f"{layout}-{mode}") for layout, mode in RUNS]
     (folder / "printed.txt").write_text(train_all(folder, runs, ranks=2, timeout=400))
     return folder
@@ -69,8 +80,14 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _run(folder: Path, layout: str, mode: str, name: str, *keys: str) -> tuple[Path, Path, list[str]]:
-    return folder / f"{mode}.yaml", write_config(folder, layout), [f"output_dir={folder / name}", *keys]
+def _run(
+    folder: Path, layout: str, mode: str, name: str, *keys: str
+) -> tuple[Path, Path, list[str]]:
+    return (
+        folder / f"{mode}.yaml",
+        write_config(folder, layout),
+        [f"output_dir={folder / name}", *keys],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +103,9 @@ def expected(folder: Path) -> Callable[[str], list[tuple[float, float]]]:
             make_tokenizer().save_pretrained(grown)
             whole = ["embed_tokens", "lm_head"] if keys.get("use_peft") else []
             recipe = folder / f"grown-{mode}.yaml"
-            recipe.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(grown), "modules_to_save": whole}))
+            recipe.write_text(
+                yaml.safe_dump(keys | {"model_name_or_path": str(grown), "modules_to_save": whole})
+            )
             found[mode] = reference.train(recipe)
         return found[mode]
 
@@ -100,7 +119,9 @@ def _grow(folder: Path) -> Any:
         for part in {model.get_input_embeddings(), model.get_output_embeddings()}:
             part.weight[KNOWN:] = (
                 AutoModelForCausalLM.from_pretrained(folder)
-                .get_submodule("lm_head" if part is model.get_output_embeddings() else "model.embed_tokens")
+                .get_submodule(
+                    "lm_head" if part is model.get_output_embeddings() else "model.embed_tokens"
+                )
                 .weight.mean(0)
             )
     assert model.config.vocab_size == ROWS
@@ -132,7 +153,9 @@ def test_a_killed_run_resumes_on_another_number_of_ranks(folder: Path) -> None:
     whole = {line["step"]: line["loss"] for line in steps_of(folder / f"full_shard-{mode}")}
     resumed = {line["step"]: line["loss"] for line in steps_of(folder / name)}
     assert resumed.keys() == whole.keys()
-    assert [resumed[step] for step in (11, 12, 15)] == pytest.approx([whole[step] for step in (11, 12, 15)], rel=1e-4)
+    assert [resumed[step] for step in (11, 12, 15)] == pytest.approx(
+        [whole[step] for step in (11, 12, 15)], rel=1e-4
+    )
     assert resumed[STEPS] < 0.1 * resumed[1]
 
 
@@ -141,38 +164,75 @@ def test_plain_transformers_opens_the_export_and_it_answers_with_the_tokens(
     layout: str, mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = folder / f"{layout}-{mode}", folder / f"export-{mode}-{layout}"
-    assert main(["export", str(run), "--output", str(out)]) == 0  # verified: its logits are the checkpoint's
+    assert (
+        main(["export", str(run), "--output", str(out)]) == 0
+    )  # verified: its logits are the checkpoint's
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     known = tokenizer.get_vocab()
     assert (len(tokenizer), model.config.vocab_size) == (TOKENS, ROWS)
-    assert model.get_input_embeddings().weight.shape[0] == model.get_output_embeddings().weight.shape[0] == ROWS
+    assert (
+        model.get_input_embeddings().weight.shape[0]
+        == model.get_output_embeddings().weight.shape[0]
+        == ROWS
+    )
     assert tokenizer.pad_token == "<fill>"
     assert model.config.pad_token_id == model.generation_config.pad_token_id == known["<fill>"]
     assert model.generation_config.eos_token_id == [known["<|im_end|>"], tokenizer.eos_token_id]
     for question in ANSWERS:
         inputs = tokenizer.apply_chat_template(
-            [_turn("user", question)], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            [_turn("user", question)],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
         )
-        said = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        said = model.generate(**inputs, max_new_tokens=8, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
         assert (said[0], said[-1]) == (known["<call>"], known["<|im_end|>"]), tokenizer.decode(said)
     capsys.readouterr()
-    assert main(["chat", str(run), "--prompt", "two?", "--temperature", "0", "--max-new-tokens", "8", "--json"]) == 0
+    assert (
+        main(
+            [
+                "chat",
+                str(run),
+                "--prompt",
+                "two?",
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "8",
+                "--json",
+            ]
+        )
+        == 0
+    )
     answered = capsys.readouterr().out
     assert "<call>x" in answered and "<|im_end|>" not in answered
     if "lora" in mode:  # peft opens the adapter on a base of that size
-        base = _grow(Path(yaml.safe_load((folder / f"{mode}.yaml").read_text())["model_name_or_path"]))
+        base = _grow(
+            Path(yaml.safe_load((folder / f"{mode}.yaml").read_text())["model_name_or_path"])
+        )
         adapted = PeftModel.from_pretrained(base, out / "adapter")
         with torch.no_grad():
             ids = torch.arange(200, TOKENS)[None]
             # In fp64: fp32's own rounding in either forward is ten times what merging rounds.
-            torch.testing.assert_close(adapted.double()(ids).logits, model.double()(ids).logits, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                adapted.double()(ids).logits, model.double()(ids).logits, atol=1e-4, rtol=0
+            )
 
 
 @pytest.mark.parametrize("mode", ["untied", "lora", "lora-tied"])
 def test_the_plan_counts_the_grown_embedding_and_that_lora_trains_it(
     mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", "--recipe", str(folder / f"{mode}.yaml"), "--config", str(folder / "ddp-no.yaml"), "--json"]
+    command = [
+        "plan",
+        "--recipe",
+        str(folder / f"{mode}.yaml"),
+        "--config",
+        str(folder / "ddp-no.yaml"),
+        "--json",
+    ]
     assert main(command) == 0
     planned = json.loads(capsys.readouterr().out)
     assert f", {planned['trained_parameters']:,} trained" in (folder / "printed.txt").read_text()
@@ -181,7 +241,9 @@ def test_the_plan_counts_the_grown_embedding_and_that_lora_trains_it(
 def test_tokens_that_a_frozen_embedding_would_never_learn_are_refused(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model-False")
     model.lm_head.requires_grad_(False)
-    with pytest.raises(UserError, match=r"added_tokens: lm_head is frozen \(trainable_modules, frozen_modules\)"):
+    with pytest.raises(
+        UserError, match=r"added_tokens: lm_head is frozen \(trainable_modules, frozen_modules\)"
+    ):
         refuse_frozen_tokens(model, Vocabulary(KNOWN, TOKENS, ROWS))
     refuse_frozen_tokens(model, None)
 
@@ -194,7 +256,8 @@ def test_tokens_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
         return load_tokenizer(read.model, read.data)
 
     with pytest.raises(
-        Exception, match="eot_tokens: <done>: not a token of this tokenizer; name it in added_tokens too"
+        Exception,
+        match="eot_tokens: <done>: not a token of this tokenizer; name it in added_tokens too",
     ):
         load('eot_tokens=["<done>"]')
     with pytest.raises(UserError, match=r"added_tokens: an empty token; write its text"):

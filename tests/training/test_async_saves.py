@@ -18,7 +18,11 @@ from finetune.run import fine_tune
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     folders = [checkpoint / "model", checkpoint / "optimizer"]
-    return {f"{folder.name}/{name}": read(tensor) for folder in folders for name, tensor in read_folder(folder).items()}
+    return {
+        f"{folder.name}/{name}": read(tensor)
+        for folder in folders
+        for name, tensor in read_folder(folder).items()
+    }
 
 
 def test_a_slow_copy_is_not_overtaken_by_the_next_update(
@@ -33,7 +37,12 @@ def test_a_slow_copy_is_not_overtaken_by_the_next_update(
 
     monkeypatch.setattr(saving, "copy_to_host", slowly_copied)
     for name, asynchronous in (("in-the-loop", False), ("behind-it", True)):
-        keys = {"async_save": asynchronous, "save_steps": 1, "save_total_limit": 9, "export_at_end": False}
+        keys = {
+            "async_save": asynchronous,
+            "save_steps": 1,
+            "save_total_limit": 9,
+            "export_at_end": False,
+        }
         recipe = tiny_recipe(name, max_steps=3, output_dir=str(tmp_path / name), **keys)
         fine_tune(read_recipe(str(recipe)), read_sharding("single", None, os.environ))
         saved[name] = tensors_of(tmp_path / name / "checkpoints" / "step-00000001")

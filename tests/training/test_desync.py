@@ -13,7 +13,10 @@ from tests.ranks import run_python
 from tests.training.layouts import write_config
 
 TIMEOUT_SECONDS = 10
-CASES = [("full_shard", fault) for fault in ("raises", "exits", "killed", "sleeps", "killed while tokenizing")]
+CASES = [
+    ("full_shard", fault)
+    for fault in ("raises", "exits", "killed", "sleeps", "killed while tokenizing")
+]
 CASES += [("ddp", "raises")]
 Case = Callable[[str, str], tuple[dict[str, Any], str]]
 
@@ -53,7 +56,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
     done = run_python([script, str(folder / "cases.json")], timeout=300)
     assert done.returncode == 0, done.stderr
     found = dict(zip(CASES, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
-    return lambda layout, fault: (found[layout, fault], (folder / f"{layout}-{fault}.log").read_text())
+    return lambda layout, fault: (
+        found[layout, fault],
+        (folder / f"{layout}-{fault}.log").read_text(),
+    )
 
 
 @pytest.mark.parametrize(("layout", "fault"), CASES)
@@ -66,7 +72,10 @@ def test_the_run_ends_everywhere_in_time(layout: str, fault: str, ended: Case) -
 @pytest.mark.parametrize("layout", ["full_shard", "ddp"])
 def test_the_error_of_the_rank_that_raised_stands_first(layout: str, ended: Case) -> None:
     _, output = ended(layout, "raises")
-    cause, consequence = output.index("rank 1: Traceback"), output.index("rank 0: another rank ended")
+    cause, consequence = (
+        output.index("rank 1: Traceback"),
+        output.index("rank 0: another rank ended"),
+    )
     assert cause < output.index("ZeroDivisionError") < consequence
 
 
@@ -80,4 +89,6 @@ def test_the_rank_that_fell_behind_reports_first_where_it_was(ended: Case) -> No
 def test_a_rank_that_cannot_speak_is_missed_by_the_other(fault: str, ended: Case) -> None:
     end, output = ended("full_shard", fault)
     assert end["codes"] == [1, 3 if fault == "exits" else -9]
-    assert "rank 0: another rank ended; " in output and "This one waited at" not in output, "no stack: one sentence"
+    assert "rank 0: another rank ended; " in output and "This one waited at" not in output, (
+        "no stack: one sentence"
+    )

@@ -48,10 +48,33 @@ TEACHERS: dict[str, dict[str, Any]] = {
 # The recipe's keys by mode. Every step trains on all rows, so that packing changes nothing.
 MODES: dict[str, dict[str, Any]] = {
     "jsd": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6},
-    "reverse": {"teacher": "tied", "distill_beta": 1.0, "label_smoothing": 0.1, "distill_alpha": 0.5},
-    "top": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6, "distill_top_k": 5},
-    "every": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6, "distill_top_k": 999},
-    "forward": {"teacher": "wide", "distill_beta": 0.0, "teacher_load_in_4bit": True, "use_peft": True, "lora_r": 4},
+    "reverse": {
+        "teacher": "tied",
+        "distill_beta": 1.0,
+        "label_smoothing": 0.1,
+        "distill_alpha": 0.5,
+    },
+    "top": {
+        "teacher": "wide",
+        "distill_beta": 0.4,
+        "temperature": 1.5,
+        "distill_alpha": 0.6,
+        "distill_top_k": 5,
+    },
+    "every": {
+        "teacher": "wide",
+        "distill_beta": 0.4,
+        "temperature": 1.5,
+        "distill_alpha": 0.6,
+        "distill_top_k": 999,
+    },
+    "forward": {
+        "teacher": "wide",
+        "distill_beta": 0.0,
+        "teacher_load_in_4bit": True,
+        "use_peft": True,
+        "lora_r": 4,
+    },
 }
 PADDED: dict[str, Any] = {"packing": False, "global_batch_size": ROWS}
 EVERY: list[tuple[int, str, str, str]] = [
@@ -78,7 +101,9 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A recipe for each mode, whose packed rows hold everything in one step."""
     folder = tmp_path_factory.mktemp("distillation")
     data = make_chat(folder / "chat.jsonl", rows=ROWS)
-    student = make_model(folder / "student", hidden_size=72, num_hidden_layers=2, initializer_range=0.1)
+    student = make_model(
+        folder / "student", hidden_size=72, num_hidden_layers=2, initializer_range=0.1
+    )
     for seed, (name, config) in enumerate(TEACHERS.items(), 1):
         make_model(folder / name, seed=seed, initializer_range=0.2, **config)
     common = {
@@ -107,7 +132,9 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runs(recipes: dict[str, Path], slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout, mode, rows) -> the run's folder. One process forks the ranks of all of them."""
     folder = next(iter(recipes.values())).parent
-    configs = {layout: write_config(folder, layout) for _, layout, _, _ in EVERY if layout != "hybrid"}
+    configs = {
+        layout: write_config(folder, layout) for _, layout, _, _ in EVERY if layout != "hybrid"
+    }
     hybrid = write_config(folder / "student", "full_shard", mesh=(2, 2))
     wanted: dict[int, list[Any]] = {}
     for ranks, layout, mode, rows in EVERY if slow_too else QUICK:
@@ -115,7 +142,9 @@ def runs(recipes: dict[str, Path], slow_too: bool) -> Callable[..., Path]:
         own |= PADDED | {"per_device_train_batch_size": 9} if rows == "padded" else {}
         own |= {"save_steps": 1, "save_total_limit": 9} if ranks == 1 else {}
         given = [f"{key}={value}" for key, value in own.items()]
-        wanted.setdefault(ranks, []).append([str(recipes[mode]), str(configs.get(layout, hybrid)), given])
+        wanted.setdefault(ranks, []).append(
+            [str(recipes[mode]), str(configs.get(layout, hybrid)), given]
+        )
     first = folder / "1-single-jsd-packed" / "checkpoints" / "step-00000001"
     again = [f"output_dir={folder}/resumed", f"resume_from_checkpoint={first}"]
     wanted[1].append([str(recipes["jsd"]), str(configs["single"]), again])
@@ -144,16 +173,24 @@ def plain_losses(recipe_path: Path) -> list[dict[str, float]]:
 
     def loss_of(documents: reference.Documents) -> Tensor:
         trained = torch.cat([labels for _, labels, _ in documents]) != -100
-        logits, targets = (torch.cat(part)[trained] for part in list(zip(*documents, strict=True))[:2])
-        theirs = torch.cat([each for _, _, each in documents if each is not None])[trained, : logits.shape[1]]
+        logits, targets = (
+            torch.cat(part)[trained] for part in list(zip(*documents, strict=True))[:2]
+        )
+        theirs = torch.cat([each for _, _, each in documents if each is not None])[
+            trained, : logits.shape[1]
+        ]
         student, theirs = ((each / method.temperature).log_softmax(-1) for each in (logits, theirs))
         if method.distill_top_k is not None:  # of its likeliest tokens, and of all others together
             likeliest = theirs.topk(min(method.distill_top_k, theirs.shape[1])).indices
             others = torch.ones_like(theirs, dtype=torch.bool).scatter(1, likeliest, False)
-            parts = [(each.gather(1, likeliest), each.masked_fill(~others, -torch.inf)) for each in (student, theirs)]
+            parts = [
+                (each.gather(1, likeliest), each.masked_fill(~others, -torch.inf))
+                for each in (student, theirs)
+            ]
             is_whole = likeliest.shape[1] == theirs.shape[1]
             student, theirs = (
-                top if is_whole else torch.cat((top, rest.logsumexp(1, keepdim=True)), 1) for top, rest in parts
+                top if is_whole else torch.cat((top, rest.logsumexp(1, keepdim=True)), 1)
+                for top, rest in parts
             )
         beta = method.distill_beta
         if beta in (0, 1):
@@ -164,12 +201,17 @@ def plain_losses(recipe_path: Path) -> list[dict[str, float]]:
             of_teacher = F.kl_div(mixed, theirs, reduction="batchmean", log_target=True)
             of_student = F.kl_div(mixed, student, reduction="batchmean", log_target=True)
             divergence = beta * of_teacher + (1 - beta) * of_student
-        cross_entropy = F.cross_entropy(logits, targets, label_smoothing=recipe.optimization.label_smoothing)
+        cross_entropy = F.cross_entropy(
+            logits, targets, label_smoothing=recipe.optimization.label_smoothing
+        )
         lines.append({"kl": divergence.item(), "cross_entropy": cross_entropy.item()})
         return method.distill_alpha * divergence + (1 - method.distill_alpha) * cross_entropy
 
     steps = reference.train(recipe_path, other=teacher, loss_of=loss_of)
-    return [{"loss": loss, "grad_norm": norm} | line for (loss, norm), line in zip(steps, lines, strict=True)]
+    return [
+        {"loss": loss, "grad_norm": norm} | line
+        for (loss, norm), line in zip(steps, lines, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +260,15 @@ def test_held_out_rows_have_a_divergence_and_a_cross_entropy_too(
 def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
     recipes: dict[str, Path], runs: Callable[..., Path], expected: Expected
 ) -> None:
-    for top, every, whole in zip(*(expected[mode] for mode in ("top", "every", "jsd")), strict=True):
+    for top, every, whole in zip(
+        *(expected[mode] for mode in ("top", "every", "jsd")), strict=True
+    ):
         assert 0.2 * whole["kl"] < top["kl"] < 0.99 * whole["kl"] and every["kl"] == pytest.approx(
             whole["kl"], rel=1e-5
         )
-    assert "teacher asked before training: its 5 likeliest of each of " in runs_log(runs(1, "single", "top", "packed"))
+    assert "teacher asked before training: its 5 likeliest of each of " in runs_log(
+        runs(1, "single", "top", "packed")
+    )
     recipe = read_recipe(str(recipes["top"]))
     found = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
     folder = next(
@@ -231,7 +277,11 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
         if np.load(path, allow_pickle=False).shape[1] == 5
     )
     known = distill._recall(folder, found.train, recipe)  # type: ignore[arg-type]
-    assert known is not None and known.rows == 262 and (known.places[:, 2] == found.train.examples.trained).all()  # type: ignore[union-attr]
+    assert (
+        known is not None
+        and known.rows == 262
+        and (known.places[:, 2] == found.train.examples.trained).all()
+    )  # type: ignore[union-attr]
     scores = known.pieces[0][1]
     assert scores.dtype == np.float32 and np.exp(scores).sum(1) == pytest.approx(1, abs=1e-5)
     damaged = next(folder.glob("*-scores.npy"))
@@ -246,7 +296,9 @@ def runs_log(run: Path) -> str:
     return (run.parent / f"{run.name.partition('-')[0]}.log").read_text()
 
 
-def test_a_resumed_run_has_the_same_numbers_and_a_checkpoint_holds_no_teacher(runs: Callable[..., Path]) -> None:
+def test_a_resumed_run_has_the_same_numbers_and_a_checkpoint_holds_no_teacher(
+    runs: Callable[..., Path],
+) -> None:
     folders = runs(1, "single", "jsd", "packed"), runs("resumed")
     whole, resumed = map(steps_of, folders)
     numbers = ("step", "loss", "grad_norm", "kl", "cross_entropy")
@@ -269,7 +321,9 @@ def test_a_resumed_run_has_the_same_numbers_and_a_checkpoint_holds_no_teacher(ru
     assert recorded["teacher"]
 
 
-def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(recipes: dict[str, Path], tmp_path: Path) -> None:
+def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(
+    recipes: dict[str, Path], tmp_path: Path
+) -> None:
     teacher = shutil.copytree(recipes["jsd"].parent / "tied", tmp_path / "teacher")
     recipe = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
     tokenizer = load_tokenizer(recipe.model, recipe.data)
@@ -285,30 +339,44 @@ def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(recipes: dict[s
     make_model(teacher, seed=9, **TEACHERS["tied"])
     after = fingerprint_inputs(recipe, tokenizer, data, Alone())  # type: ignore[arg-type]
     (sentence,) = find_changed_inputs(before, after, [])
-    assert sentence == "teacher_model_name_or_path: the same name is given, but its config.json or weights have changed"
+    assert (
+        sentence
+        == "teacher_model_name_or_path: the same name is given, but its config.json or weights have changed"
+    )
     assert not find_changed_inputs(before, after, ["teacher_model_name_or_path: a -> b"])
 
 
-def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str, Path], tmp_path: Path) -> None:
+def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(
+    recipes: dict[str, Path], tmp_path: Path
+) -> None:
     recipe = read_recipe(str(recipes["jsd"]))
     tokenizer = load_tokenizer(recipe.model, recipe.data)
 
     def judge(own: Recipe, sharding: Sharding) -> None:
-        refuse_problems(find_problems(own, sharding, None, 2, teacher=read_teacher_facts(own, tokenizer)))
+        refuse_problems(
+            find_problems(own, sharding, None, 2, teacher=read_teacher_facts(own, tokenizer))
+        )
 
     judge(recipe, FSDP2)
 
     def refusal(teacher: Path, sharding: Sharding = FSDP2, in_4_bits: bool = False) -> str:
         with pytest.raises(UserError) as error:
-            keys = [f"teacher_model_name_or_path={teacher}", f"teacher_load_in_4bit={str(in_4_bits).lower()}"]
+            keys = [
+                f"teacher_model_name_or_path={teacher}",
+                f"teacher_load_in_4bit={str(in_4_bits).lower()}",
+            ]
             own = read_recipe(str(recipes["jsd"]), keys)
             judge(own, sharding)
         assert "\n" not in str(error.value)
         return str(error.value)
 
     good = recipes["jsd"].parent / "wide"
-    small = make_model(tmp_path / "small", vocab_size=250, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    assert "FSDP1 gathers no single unit" in refusal(good, Sharding(layout="fsdp1", source="my.yaml"))
+    small = make_model(
+        tmp_path / "small", vocab_size=250, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    assert "FSDP1 gathers no single unit" in refusal(
+        good, Sharding(layout="fsdp1", source="my.yaml")
+    )
     assert "its embedding has 250 rows, but the tokenizer has 262 tokens" in refusal(small)
 
     def with_tokenizer(name: str, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -323,35 +391,64 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str,
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
     swapped = refusal(with_tokenizer("swapped", swap))
-    assert "its tokenizer is not that of the model that is trained: 'a' is token 64 only of the model's" in swapped
-    lowered = refusal(with_tokenizer("lowered", lambda content: content.update(normalizer={"type": "Lowercase"})))
-    assert "the tokens are the same, but a text is cut into others (normalizer in tokenizer.json)" in lowered
+    assert (
+        "its tokenizer is not that of the model that is trained: 'a' is token 64 only of the model's"
+        in swapped
+    )
+    lowered = refusal(
+        with_tokenizer("lowered", lambda content: content.update(normalizer={"type": "Lowercase"}))
+    )
+    assert (
+        "the tokens are the same, but a text is cut into others (normalizer in tokenizer.json)"
+        in lowered
+    )
     file = refusal(good / "config.json")
-    assert file.startswith("teacher_model_name_or_path: ") and "is a file; give a folder with config.json" in file
+    assert (
+        file.startswith("teacher_model_name_or_path: ")
+        and "is a file; give a folder with config.json" in file
+    )
     empty = with_tokenizer("empty", lambda content: None)
     (empty / "model.safetensors").unlink()
-    without = (
-        f"teacher_model_name_or_path: {empty}: no *.safetensors file is here; give a folder that holds the weights"
-    )
+    without = f"teacher_model_name_or_path: {empty}: no *.safetensors file is here; give a folder that holds the weights"
     assert refusal(empty).startswith(without)
     experts = make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=2)
     stored = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (experts / "config.json").write_text(json.dumps(json.loads((experts / "config.json").read_text()) | stored))
-    assert "its experts are stored in 4 bits, which is not supported for a mixture (mixtral)" in refusal(experts)
-    assert "runs/none has not been trained here, or not to its end; do that first" in refusal(Path("runs/none/export"))
+    (experts / "config.json").write_text(
+        json.dumps(json.loads((experts / "config.json").read_text()) | stored)
+    )
+    assert (
+        "its experts are stored in 4 bits, which is not supported for a mixture (mixtral)"
+        in refusal(experts)
+    )
+    assert "runs/none has not been trained here, or not to its end; do that first" in refusal(
+        Path("runs/none/export")
+    )
 
 
-def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: dict[str, Path], tmp_path: Path) -> None:
+def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(
+    recipes: dict[str, Path], tmp_path: Path
+) -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-    objectives = make_objectives(nn.Module(), read_recipe(str(recipes["jsd"])), None, {}, SignalListener(), world)  # type: ignore[arg-type]
+    objectives = make_objectives(
+        nn.Module(), read_recipe(str(recipes["jsd"])), None, {}, SignalListener(), world
+    )  # type: ignore[arg-type]
     positions = objectives.training.teacher.model.config.max_position_embeddings  # type: ignore[attr-defined]
     assert len(describe_teacher(objectives.training, positions)) == 1
     warning = describe_teacher(objectives.training, positions + 1)[1]
-    assert f"but the teacher was made for {positions:,} positions (max_position_embeddings of its config)" in warning
+    assert (
+        f"but the teacher was made for {positions:,} positions (max_position_embeddings of its config)"
+        in warning
+    )
     rollouts: Any = None
-    sampled = PolicyObjective(read_recipe(str(recipes["jsd"])), rollouts, teacher=objectives.training.teacher)  # type: ignore[attr-defined]
-    assert describe_teacher(sampled, positions + 1) == describe_teacher(objectives.training, positions + 1)
-    assert teacher_flop_per_token(sampled, 64) == teacher_flop_per_token(objectives.training, 64) > 0
+    sampled = PolicyObjective(
+        read_recipe(str(recipes["jsd"])), rollouts, teacher=objectives.training.teacher
+    )  # type: ignore[attr-defined]
+    assert describe_teacher(sampled, positions + 1) == describe_teacher(
+        objectives.training, positions + 1
+    )
+    assert (
+        teacher_flop_per_token(sampled, 64) == teacher_flop_per_token(objectives.training, 64) > 0
+    )
 
     def refusal(teacher: Path) -> str:
         with pytest.raises(UserError) as error:
@@ -362,16 +459,26 @@ def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: d
     spoiled = make_model(tmp_path / "spoiled")
     weights = load_file(spoiled / "model.safetensors")
     save_file(
-        {name: tensor * torch.nan for name, tensor in weights.items()}, spoiled / "model.safetensors", {"format": "pt"}
+        {name: tensor * torch.nan for name, tensor in weights.items()},
+        spoiled / "model.safetensors",
+        {"format": "pt"},
     )
     message = refusal(spoiled)
-    assert message.startswith("teacher_model_name_or_path: ") and "its outputs are not finite" in message
+    assert (
+        message.startswith("teacher_model_name_or_path: ")
+        and "its outputs are not finite" in message
+    )
 
 
 def test_a_runs_folder_is_no_model(recipes: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    recipe = read_recipe(str(recipes["jsd"]), [f"model_name_or_path={tmp_path / 'run'}", "tokenizer_name_or_path=null"])
-    with pytest.raises(UserError, match="is a run's folder; name its export/, or one of its checkpoints/"):
+    recipe = read_recipe(
+        str(recipes["jsd"]),
+        [f"model_name_or_path={tmp_path / 'run'}", "tokenizer_name_or_path=null"],
+    )
+    with pytest.raises(
+        UserError, match="is a run's folder; name its export/, or one of its checkpoints/"
+    ):
         load_tokenizer(recipe.model, recipe.data)
 
 
@@ -384,11 +491,19 @@ def test_a_distillation_from_its_own_model_says_at_its_end_that_nothing_was_lear
     make_model(tmp_path / "wide", seed=3, hidden_size=48)
     said = {}
     for teacher in ("copy", "wide"):
-        keys = {"method": "distill", "teacher_model_name_or_path": str(tmp_path / teacher), "export_at_end": False}
-        recipe = tiny_recipe(teacher, **keys, output_dir=str(tmp_path / f"run-{teacher}"), max_steps=2)
+        keys = {
+            "method": "distill",
+            "teacher_model_name_or_path": str(tmp_path / teacher),
+            "export_at_end": False,
+        }
+        recipe = tiny_recipe(
+            teacher, **keys, output_dir=str(tmp_path / f"run-{teacher}"), max_steps=2
+        )
         train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
         said[teacher] = last_screen(tmp_path / f"run-{teacher}", 2, has_teacher=True)
-    assert said["copy"][0].startswith("warning the teacher gave the model's own probabilities from the first step on")
+    assert said["copy"][0].startswith(
+        "warning the teacher gave the model's own probabilities from the first step on"
+    )
     assert not any(line.startswith("warning") for line in said["wide"])
 
 
@@ -403,16 +518,18 @@ LEARNS = (
 @pytest.mark.parametrize("more", LEARNS)
 @pytest.mark.parametrize("teacher", ["name", "folder"])
 def test_a_teacher_that_is_the_student_is_refused_unless_there_is_something_to_learn(
-    teacher: str, more: str, tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
+    teacher: str,
+    more: str,
+    tiny_recipe: Callable[..., Path],
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """By its name on the hub, or by another way to its folder. A student that is rounded learns what that costs."""
     model = "some/model" if teacher == "name" else str(tiny_llama())
     (tmp_path / "inside").mkdir()
     named = model if teacher == "name" else f"{tmp_path}/inside/../{Path(model).name}"
     keys = [f"model_name_or_path={model}", "method=distill", f"teacher_model_name_or_path={named}"]
-    sentence = (
-        f"teacher_model_name_or_path: {re.escape(named)} is the model that is trained, so that there is nothing to"
-    )
+    sentence = f"teacher_model_name_or_path: {re.escape(named)} is the model that is trained, so that there is nothing to"
     with pytest.raises(UserError, match=sentence):
         read_recipe(str(tiny_recipe()), keys)
     read_recipe(str(tiny_recipe()), [*keys, *more.split()])

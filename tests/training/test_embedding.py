@@ -30,7 +30,14 @@ from finetune.plan.plan import format_plan, make_plan
 from finetune.session import Session
 from finetune.training.objectives.contrastive import embed_documents
 from tests.conftest import make_model
-from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    assert_losses,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
 from tests.training.reference import Alone, _cosine, _with_adapters
 
 STEPS = 3
@@ -39,7 +46,12 @@ ROWS = 160
 NEGATIVES = 2
 RECIPES: dict[str, dict[str, Any]] = {
     "last": {"query_prompt": "Find: ", "num_negatives": 0, "temperature": 0.1},
-    "mean": {"pooling": "mean", "document_prompt": "Text: ", "num_negatives": NEGATIVES, "matryoshka_dims": [64, 16]},
+    "mean": {
+        "pooling": "mean",
+        "document_prompt": "Text: ",
+        "num_negatives": NEGATIVES,
+        "matryoshka_dims": [64, 16],
+    },
 }
 # name -> ranks, layout, its sizes, keys of the recipe
 RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
@@ -95,7 +107,9 @@ def recipes(folder: Path) -> dict[str, Path]:
             "save_total_limit": None,
             "eval_datasets": [{"path": str(data), "max_samples": 50}],
         }
-        written[name] = write_recipe(folder / f"{name}.yaml", folder / "model", data, **common | keys)
+        written[name] = write_recipe(
+            folder / f"{name}.yaml", folder / "model", data, **common | keys
+        )
     return written
 
 
@@ -104,7 +118,9 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
-            config = write_config(folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed")
+            config = write_config(
+                folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
+            )
             for kind, recipe in recipes.items():
                 if ranks == count:
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
@@ -119,7 +135,10 @@ def read_texts(row: dict[str, Any], kind: str) -> list[str]:
     positive = row.get("positive") or row["pos_doc"][0]["text"]
     negatives = row.get("negatives") or [row[f"negative_{n}"] for n in (1, 2, 3)]
     documents = [positive, *negatives[: keys["num_negatives"]]]
-    return [keys.get("query_prompt", "") + query, *(keys.get("document_prompt", "") + text for text in documents)]
+    return [
+        keys.get("query_prompt", "") + query,
+        *(keys.get("document_prompt", "") + text for text in documents),
+    ]
 
 
 def embed_alone(model: Any, tokenizer: Any, text: str, kind: str) -> torch.Tensor:
@@ -133,7 +152,9 @@ def compute_loss(groups: list[list[torch.Tensor]], kind: str) -> torch.Tensor:
     losses = []
     for dim in RECIPES[kind].get("matryoshka_dims", [None]):
         queries = F.normalize(torch.stack([group[0][:dim] for group in groups]))
-        candidates = F.normalize(torch.stack([vector[:dim] for group in groups for vector in group[1:]]))
+        candidates = F.normalize(
+            torch.stack([vector[:dim] for group in groups for vector in group[1:]])
+        )
         own = torch.arange(len(groups)) * (len(groups[0]) - 1)
         losses.append(F.cross_entropy(queries @ candidates.T / temperature, own))
     return torch.stack(losses).sum()
@@ -149,7 +170,10 @@ def find_rows(run: Path, step: int) -> list[int]:
 
 
 def train_plainly(
-    run: Path, model: Any, compute: Callable[[list[dict[str, Any]]], torch.Tensor], trained: list[torch.nn.Parameter]
+    run: Path,
+    model: Any,
+    compute: Callable[[list[dict[str, Any]]], torch.Tensor],
+    trained: list[torch.nn.Parameter],
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a loop that computes the loss of a step's rows at once."""
     recipe = read_recipe(str(run / "recipe.yaml"))
@@ -170,7 +194,9 @@ def train_plainly(
 
 
 @pytest.fixture(scope="module")
-def plain(runs: Callable[[str, str], Path], folder: Path) -> Callable[[str, bool], list[tuple[float, float]]]:
+def plain(
+    runs: Callable[[str, str], Path], folder: Path
+) -> Callable[[str, bool], list[tuple[float, float]]]:
     """(kind, whether adapters are trained) -> the steps of the plain loop, which is the same for every split."""
     known: dict[tuple[str, bool], list[tuple[float, float]]] = {}
 
@@ -191,7 +217,10 @@ def plain(runs: Callable[[str, str], Path], folder: Path) -> Callable[[str, bool
 
             def compute(rows: list[dict[str, Any]]) -> torch.Tensor:
                 texts = [read_texts(row, kind) for row in rows]
-                return compute_loss([[embed_alone(model, tokenizer, t, kind) for t in group] for group in texts], kind)
+                return compute_loss(
+                    [[embed_alone(model, tokenizer, t, kind) for t in group] for group in texts],
+                    kind,
+                )
 
             known[kind, has_adapters] = train_plainly(run, model, compute, trained)
         return known[kind, has_adapters]
@@ -202,7 +231,10 @@ def plain(runs: Callable[[str, str], Path], folder: Path) -> Callable[[str, bool
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_norms_are_those_of_the_whole_batch(
-    name: str, kind: str, runs: Callable[[str, str], Path], plain: Callable[[str, bool], list[tuple[float, float]]]
+    name: str,
+    kind: str,
+    runs: Callable[[str, str], Path],
+    plain: Callable[[str, bool], list[tuple[float, float]]],
 ) -> None:
     expected = plain(kind, name == "lora")
     lines = assert_losses(runs(name, kind), expected)
@@ -218,13 +250,18 @@ def test_hybrid_sharding_has_the_same_losses(
 ) -> None:
     config = write_config(folder / "model", "full_shard", mesh=(2, 2))
     keys = ["per_device_train_batch_size=3"]
-    listed = [(recipe, config, [*keys, f"output_dir={folder / 'hybrid' / kind}"]) for kind, recipe in recipes.items()]
+    listed = [
+        (recipe, config, [*keys, f"output_dir={folder / 'hybrid' / kind}"])
+        for kind, recipe in recipes.items()
+    ]
     train_all(folder, listed, ranks=4)
     for kind in recipes:
         assert_losses(folder / "hybrid" / kind, plain(kind, False))
 
 
-def test_divided_experts_have_the_losses_of_one_rank(recipes: dict[str, Path], folder: Path) -> None:
+def test_divided_experts_have_the_losses_of_one_rank(
+    recipes: dict[str, Path], folder: Path
+) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = make_model(folder / "mixture", model_type="qwen3_moe", initializer_range=0.1, **sizes)
     keys = [f"model_name_or_path={model}", "per_device_train_batch_size=9", "export_at_end=false"]
@@ -245,7 +282,9 @@ def test_losses_and_norms_are_those_of_sentence_transformers(
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     keys = RECIPES[kind]
-    of_text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}  # else by the chat template
+    of_text = {
+        "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+    }  # else by the chat template
     keywords = {"modality_config": of_text, "module_output_name": "token_embeddings"}
     transformer = modules.Transformer(str(folder / "model"), **keywords)
     pooling = modules.Pooling(64, pooling_mode=keys.get("pooling", "lasttoken"))
@@ -277,7 +316,10 @@ def test_held_out_metrics_are_those_of_the_export(
     rows = make_rows()
     with torch.no_grad():
         held_out = [rows[number] for number in find_held_out(run)]
-        groups = [[embed_alone(model, tokenizer, text, kind) for text in read_texts(row, kind)] for row in held_out]
+        groups = [
+            [embed_alone(model, tokenizer, text, kind) for text in read_texts(row, kind)]
+            for row in held_out
+        ]
     assert line["eval_loss"] == pytest.approx(compute_loss(groups, kind).item(), rel=1e-5)
     queries = F.normalize(torch.stack([group[0] for group in groups]))
     documents = F.normalize(torch.stack([vector for group in groups for vector in group[1:]]))
@@ -324,7 +366,10 @@ def test_sentence_transformers_opens_the_export(
     }
     for place, vectors in enumerate(encoded.values()):
         with torch.no_grad():
-            own = [F.normalize(embed_alone(model, tokenizer, group[place], kind), dim=0) for group in texts]
+            own = [
+                F.normalize(embed_alone(model, tokenizer, group[place], kind), dim=0)
+                for group in texts
+            ]
         torch.testing.assert_close(torch.tensor(vectors), torch.stack(own), rtol=1e-5, atol=1e-6)
     assert opened.max_seq_length == 64 and opened.similarity_fn_name == "cosine"
 
@@ -338,14 +383,27 @@ def test_the_folder_says_how_it_is_pooled(runs: Callable[[str, str], Path]) -> N
     """What sentence-transformers reads, where it is not installed."""
     for kind, keys in RECIPES.items():
         export = runs("one", kind) / "export"
-        read = {path: json.loads((export / path).read_text()) for path in ("modules.json", "1_Pooling/config.json")}
-        assert [module["path"] for module in read["modules.json"]] == ["", "1_Pooling", "2_Normalize"]
+        read = {
+            path: json.loads((export / path).read_text())
+            for path in ("modules.json", "1_Pooling/config.json")
+        }
+        assert [module["path"] for module in read["modules.json"]] == [
+            "",
+            "1_Pooling",
+            "2_Normalize",
+        ]
         is_mean = keys.get("pooling") == "mean"
         pooling = read["1_Pooling/config.json"]
         assert pooling["word_embedding_dimension"] == 64
-        assert pooling["pooling_mode_mean_tokens"] == is_mean and pooling["pooling_mode_lasttoken"] != is_mean
+        assert (
+            pooling["pooling_mode_mean_tokens"] == is_mean
+            and pooling["pooling_mode_lasttoken"] != is_mean
+        )
         prompts = json.loads((export / "config_sentence_transformers.json").read_text())["prompts"]
-        assert prompts == {"query": keys.get("query_prompt", ""), "document": keys.get("document_prompt", "")}
+        assert prompts == {
+            "query": keys.get("query_prompt", ""),
+            "document": keys.get("document_prompt", ""),
+        }
         card = (export / "README.md").read_text()
         assert "library_name: sentence-transformers" in card and "encode_query" in card
 
@@ -376,7 +434,11 @@ def test_a_run_resumes_exactly(
 
 def test_dropout_is_the_same_in_both_forwards(recipes: dict[str, Path], folder: Path) -> None:
     """Else a gradient would be that of other vectors than those that it belongs to."""
-    keys = ["attention_dropout=0.3", "per_device_train_batch_size=7", f"output_dir={folder / 'dropout'}"]
+    keys = [
+        "attention_dropout=0.3",
+        "per_device_train_batch_size=7",
+        f"output_dir={folder / 'dropout'}",
+    ]
     config = read_sharding(str(write_config(folder, "single")), None, {})
     with Session(read_recipe(str(recipes["last"]), keys), config) as session:
         model = session.model.train()
@@ -388,7 +450,9 @@ def test_dropout_is_the_same_in_both_forwards(recipes: dict[str, Path], folder: 
         rows = [prepared.step.places[example_id] for example_id in ids]
 
         def embed() -> torch.Tensor:
-            own = torch.cat([embed_documents(model, each, each.inputs) for each in batch.micro_batches])
+            own = torch.cat(
+                [embed_documents(model, each, each.inputs) for each in batch.micro_batches]
+            )
             return torch.zeros_like(own).index_copy(0, torch.tensor(rows), own)
 
         with torch.no_grad():
@@ -416,14 +480,20 @@ def test_the_head_is_frozen_and_the_plan_knows(recipes: dict[str, Path], folder:
         assert {tensor.name for tensor in plan.spec.tensors if tensor.trainable} == trained.keys()
         assert "lm_head.weight" not in trained
         state = plan.spec.state()
-        assert state.trained == state.gradients == sum(parameter.nbytes for parameter in trained.values())
+        assert (
+            state.trained
+            == state.gradients
+            == sum(parameter.nbytes for parameter in trained.values())
+        )
         assert 0 <= state.optimizer - held <= 8 * len(trained)  # the counters of steps
     assert "64 pairs a step, each query among 192 documents" in format_plan(plan)
 
 
 @settings(max_examples=25, deadline=None)
 @given(groups=st.integers(1, 9), size=st.integers(2, 4), seed=st.integers(0, 99), cut=st.booleans())
-def test_the_contrast_of_vectors_is_that_of_autograd(groups: int, size: int, seed: int, cut: bool) -> None:
+def test_the_contrast_of_vectors_is_that_of_autograd(
+    groups: int, size: int, seed: int, cut: bool
+) -> None:
     torch.manual_seed(seed)
     vectors = torch.randn(groups * size, 12, dtype=torch.float64)
     dims = (12, 5) if cut else ()
@@ -434,7 +504,9 @@ def test_the_contrast_of_vectors_is_that_of_autograd(groups: int, size: int, see
         by_group = leaf[:, :dim].reshape(groups, size, dim)
         cosines = F.cosine_similarity(by_group[:, None, None, 0], by_group[None, :, 1:], dim=-1)
         losses.append(
-            -F.log_softmax(cosines.flatten(1) / 0.2, 1)[torch.arange(groups), torch.arange(groups) * (size - 1)]
+            -F.log_softmax(cosines.flatten(1) / 0.2, 1)[
+                torch.arange(groups), torch.arange(groups) * (size - 1)
+            ]
         )
     total = torch.stack(losses).sum(0)
     total.sum().backward()
@@ -469,7 +541,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("keys", REFUSED)
-def test_what_does_not_go_with_embeddings_is_refused(keys: str, recipes: dict[str, Path], folder: Path) -> None:
+def test_what_does_not_go_with_embeddings_is_refused(
+    keys: str, recipes: dict[str, Path], folder: Path
+) -> None:
     unset = ["query_prompt=''", "temperature=0.05", *keys.split()]
     layout = read_sharding(str(write_config(folder, "full_shard")), None, {"WORLD_SIZE": "2"})
     with pytest.raises(UserError) as error:
@@ -480,29 +554,50 @@ def test_what_does_not_go_with_embeddings_is_refused(keys: str, recipes: dict[st
 
 
 def test_a_dry_run_a_report_and_rows_of_a_script(
-    runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path, capfd: pytest.CaptureFixture[str]
+    runs: Callable[[str, str], Path],
+    recipes: dict[str, Path],
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     config = str(write_config(folder, "single"))
-    dry = ["launch", "--recipe", str(recipes["last"]), "--config", config, "--dry-run", f"output_dir={folder / 'dry'}"]
+    dry = [
+        "launch",
+        "--recipe",
+        str(recipes["last"]),
+        "--config",
+        config,
+        "--dry-run",
+        f"output_dir={folder / 'dry'}",
+    ]
     assert main(dry) == 0
     assert "160 pairs" in capfd.readouterr().out
     assert main(["report", str(runs("one", "last")), "--output", str(folder / "report.html")]) == 0
     assert "Held-out recall@1" in (folder / "report.html").read_text()
-    with Session(read_recipe(str(recipes["last"])), read_sharding(config, None, {}), saves=False) as session:
+    with Session(
+        read_recipe(str(recipes["last"])), read_sharding(config, None, {}), saves=False
+    ) as session:
         rows = [{"query": f"What is {n}?", "positive": f"It is {n}."} for n in range(5)]
         assert session.forward_backward(rows).metrics["recall@10"] == 1.0
 
 
 def test_tensor_parallelism_is_refused(recipes: dict[str, Path], folder: Path) -> None:
-    layout = read_sharding(str(write_config(folder, "full_shard", sizes={"tp_size": 2})), None, {"WORLD_SIZE": "2"})
+    layout = read_sharding(
+        str(write_config(folder, "full_shard", sizes={"tp_size": 2})), None, {"WORLD_SIZE": "2"}
+    )
     (problem,) = find_problems(read_recipe(str(recipes["last"])), layout, ranks=2)
     assert "tp_size cannot be combined with method: embed" in str(problem)
 
 
-def test_inspect_shows_what_is_pooled(recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_is_pooled(
+    recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", "--recipe", str(recipes["last"]), "--rows", "1"]) == 0
     said = capsys.readouterr().out
-    assert "query" in said and "document" in said and "embedded by the states of the marked ones" in said
+    assert (
+        "query" in said
+        and "document" in said
+        and "embedded by the states of the marked ones" in said
+    )
 
 
 def test_chat_and_other_formats_are_refused(
@@ -516,14 +611,18 @@ def test_chat_and_other_formats_are_refused(
         export(run, tmp_path / "out", formats=["safetensors", "gguf"], log=lambda _: None)
 
 
-def test_a_tokenizer_that_ends_texts_keeps_doing_so(folder: Path, recipes: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_ends_texts_keeps_doing_so(
+    folder: Path, recipes: dict[str, Path], tmp_path: Path
+) -> None:
     """As Qwen3-Embedding's does: its last token is then the one that is read."""
     from tokenizers.processors import TemplateProcessing
 
     shutil.copytree(folder / "model", tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ends = [("<|begin|>", tokenizer.bos_token_id), ("<|end|>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A <|end|>", special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A <|end|>", special_tokens=ends
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     ours = read_recipe(str(recipes["last"]), [f"model_name_or_path={tmp_path / 'model'}"])
     data = prepare_data(ours, load_tokenizer(ours.model, ours.data), Alone())
@@ -536,4 +635,6 @@ def test_a_tokenizer_that_ends_texts_keeps_doing_so(folder: Path, recipes: dict[
             expected = plain(text).input_ids
             assert expected[-1] == tokenizer.eos_token_id
             assert examples[index + place].input_ids.tolist() == expected
-            assert np.flatnonzero(examples[index + place].labels == 0).tolist() == [len(expected) - 1]
+            assert np.flatnonzero(examples[index + place].labels == 0).tolist() == [
+                len(expected) - 1
+            ]

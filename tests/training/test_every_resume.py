@@ -43,7 +43,12 @@ MIXTURE: dict[str, tuple[int, dict[str, int], list[str]]] = {
 MODELS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, dict[str, int], list[str]]]]] = {
     "dense": ({"hidden_size": 72, "vocab_size": 509}, DENSE),
     "mixture": (
-        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 264},
+        {
+            "model_type": "mixtral",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "vocab_size": 264,
+        },
         MIXTURE,
     ),
 }
@@ -78,14 +83,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for name, (config, _) in MODELS.items()
     }
 
-    def run(model: str, layout: str, name: str, *overrides: str) -> tuple[int, tuple[Path, Path, list[str]]]:
+    def run(
+        model: str, layout: str, name: str, *overrides: str
+    ) -> tuple[int, tuple[Path, Path, list[str]]]:
         ranks, sizes, keys = MODELS[model][1][layout]
-        base = "single" if layout == "single" else "offload" if "offload" in layout else "full_shard"
+        base = (
+            "single" if layout == "single" else "offload" if "offload" in layout else "full_shard"
+        )
         config = write_config(folder, base, sizes=sizes or None)
         where = [f"offload_dir={folder}/scratch"] if "optim_offload=nvme" in keys else []
-        return ranks, (recipes[model], config, [f"output_dir={folder}/{model}/{name}", *keys, *where, *overrides])
+        return ranks, (
+            recipes[model],
+            config,
+            [f"output_dir={folder}/{model}/{name}", *keys, *where, *overrides],
+        )
 
-    first = [run(model, layout, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
+    first = [
+        run(model, layout, layout) for model, (_, layouts) in MODELS.items() for layout in layouts
+    ]
     second = [
         run(
             model,
@@ -97,12 +112,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     for phase in (first, second):
         for ranks in (1, 2, 4):
-            train_all(folder, [wanted for of, wanted in phase if of == ranks], ranks=ranks, timeout=1500)
+            train_all(
+                folder, [wanted for of, wanted in phase if of == ranks], ranks=ranks, timeout=1500
+            )
     return lambda model, before, after: folder / model / f"{before} to {after}"
 
 
 @pytest.mark.parametrize(("model", "before", "after"), PAIRS)
-def test_the_resumed_run_is_the_run_that_was_never_stopped(model: str, before: str, after: str, runs: Runs) -> None:
+def test_the_resumed_run_is_the_run_that_was_never_stopped(
+    model: str, before: str, after: str, runs: Runs
+) -> None:
     resumed = runs(model, before, after)
     whole = steps_of(resumed.parent / "single")
     lines = steps_of(resumed)
@@ -121,11 +140,19 @@ def test_the_resumed_run_exports_the_same_tensors(
     for run in (resumed.parent / "single", resumed):
         export(run, tmp_path / run.name, verify=False, log=lambda _: None)
         tensors.append(
-            {k: v for f in sorted((tmp_path / run.name).glob("*.safetensors")) for k, v in load_file(f).items()}
+            {
+                k: v
+                for f in sorted((tmp_path / run.name).glob("*.safetensors"))
+                for k, v in load_file(f).items()
+            }
         )
     whole, found = tensors
     assert found.keys() == whole.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(
-            tensor, whole[name], rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+            tensor,
+            whole[name],
+            rtol=0,
+            atol=TOLERANCE,
+            msg=lambda text, name=name: f"{name}: {text}",
         )

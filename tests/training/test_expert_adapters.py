@@ -30,8 +30,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"lora_target_modules": [], "use_rslora": True},
     "gpt_oss": {"lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
     # Shared experts and a dense layer, whose names peft would take for a routed expert's.
-    "deepseek_v3": {"lora_target_modules": "all-linear", "rank_pattern": {"shared_experts.down_proj": 2}},
-    "glm4_moe": {"lora_target_modules": "all-linear", "lora_target_parameters": [], "lora_dropout": 0.25},
+    "deepseek_v3": {
+        "lora_target_modules": "all-linear",
+        "rank_pattern": {"shared_experts.down_proj": 2},
+    },
+    "glm4_moe": {
+        "lora_target_modules": "all-linear",
+        "lora_target_parameters": [],
+        "lora_dropout": 0.25,
+    },
 }
 # Exported by the run itself.
 VERIFIED = [("mixtral", "full_shard", 2), ("mixtral", "ddp", 2), ("deepseek_v3", "full_shard", 2)]
@@ -72,7 +79,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "ranks"), [each for each in WANTED if each[0] not in ("deepseek_v3", "glm4_moe")]
+    ("family", "layout", "ranks"),
+    [each for each in WANTED if each[0] not in ("deepseek_v3", "glm4_moe")],
 )
 def test_losses_and_gradients_are_those_of_transformers_and_peft(
     family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
@@ -105,14 +113,21 @@ def test_plain_peft_opens_the_adapter_with_the_logits_of_the_merged_export(
     found, expected = adapted(ids).logits, merged(ids).logits
     assert (found - before).norm() > 1e-2 * before.norm()
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    stored, written = (load_file(path / "model.safetensors") for path in (run.parent / "model", run / "export"))
+    stored, written = (
+        load_file(path / "model.safetensors") for path in (run.parent / "model", run / "export")
+    )
     assert {n: t.shape for n, t in stored.items()} == {n: t.shape for n, t in written.items()}
     moved = {name for name in stored if not torch.equal(stored[name], written[name])}
     expected_parts = {
         "mixtral": ("q_proj", "experts"),
         "qwen3_moe": ("experts",),
         "gpt_oss": ("q_proj", "layers.1.mlp.experts.gate_up_proj"),
-        "deepseek_v3": ("kv_a_proj", "layers.1.mlp.experts", "shared_experts.up_proj", "layers.0.mlp.gate_proj"),
+        "deepseek_v3": (
+            "kv_a_proj",
+            "layers.1.mlp.experts",
+            "shared_experts.up_proj",
+            "layers.0.mlp.gate_proj",
+        ),
         "glm4_moe": ("q_proj", "shared_experts.down_proj", "layers.0.mlp.gate_proj"),
     }[family]
     for part in expected_parts:
@@ -131,20 +146,28 @@ REFUSED = {
 def test_what_is_no_parameter_of_experts_is_refused(
     target: str, recipes: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
-    _refuse(recipes["mixtral"], [f"lora_target_parameters=[{target}]", f"output_dir={tmp_path}"], REFUSED[target])
+    _refuse(
+        recipes["mixtral"],
+        [f"lora_target_parameters=[{target}]", f"output_dir={tmp_path}"],
+        REFUSED[target],
+    )
 
 
 def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_path: Path) -> None:
     from finetune.config.layout import Sharding
 
     with pytest.raises(
-        UserError, match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*; set fsdp_version: 2"
+        UserError,
+        match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*; set fsdp_version: 2",
     ):
         fine_tune(read_recipe(str(recipes["mixtral"])), Sharding(layout="fsdp1"))
     for key, sentence in (
         ("use_dora=true", "use_dora: peft has no DoRA for lora_target_parameters"),
         ("lora_dropout=0.1", "set lora_dropout: 0"),
-        ("target_parameters=[a]", "target_parameters: no such key; here it is lora_target_parameters"),
+        (
+            "target_parameters=[a]",
+            "target_parameters: no such key; here it is lora_target_parameters",
+        ),
     ):
         with pytest.raises(UserError, match=sentence):
             read_recipe(str(recipes["mixtral"]), [key])
@@ -157,4 +180,6 @@ def _refuse(recipe: Path, keys: list[str], sentence: str) -> None:
 
     read = read_recipe(str(recipe), keys)
     with pytest.raises(UserError, match=sentence):
-        add_adapters(build_on_meta(load_config(read.model), torch.float32), read.lora, torch.float32)
+        add_adapters(
+            build_on_meta(load_config(read.model), torch.float32), read.lora, torch.float32
+        )

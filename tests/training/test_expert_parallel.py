@@ -38,12 +38,21 @@ PACKED = {"packing": True, "max_length": 160}  # three documents a row
 # whose rows it shards.
 ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("mixtral-4", {"max_steps": STEPS} | SAVING),
-    "lora": ("mixtral-4", {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA),
+    "lora": (
+        "mixtral-4",
+        {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA,
+    ),
     "lora-packed": ("qwen3_moe-6", {"max_steps": STEPS} | LORA | PACKED),
-    "tokens": ("mixtral-4", {"max_steps": FAMILY_STEPS} | PACKED),  # of a row are on both ranks as well
+    "tokens": (
+        "mixtral-4",
+        {"max_steps": FAMILY_STEPS} | PACKED,
+    ),  # of a row are on both ranks as well
     "idle": ("mixtral-idle", {"max_steps": FAMILY_STEPS}),
     "idle-lora": ("mixtral-idle", {"max_steps": FAMILY_STEPS} | LORA),
-    "gpt_oss-lora": ("gpt_oss-4", {"max_steps": FAMILY_STEPS} | LORA),  # whose experts are stored transposed
+    "gpt_oss-lora": (
+        "gpt_oss-4",
+        {"max_steps": FAMILY_STEPS} | LORA,
+    ),  # whose experts are stored transposed
     **{
         family: (f"{family}-4", {"max_steps": FAMILY_STEPS})
         for family, known in KNOWN.items()
@@ -66,7 +75,10 @@ REPLICATED = {
     "hybrid-lora-packed": "lora-packed",
     "hybrid-split": "split",  # a row's turns, as a row for each
 }
-PLAIN = {"four": "padded", "split": "apart"}  # the same on more ranks, or in other rows: the recipe of its plain loop
+PLAIN = {
+    "four": "padded",
+    "split": "apart",
+}  # the same on more ranks, or in other rows: the recipe of its plain loop
 UNMOVED = ("mixtral-4", "gpt_oss-6")
 # A run that resumed -> the whole one that its steps are compared with, and the step that it resumed from.
 RESUMED = {
@@ -81,24 +93,40 @@ def recipes(folder: Path) -> dict[str, Path]:
     data, models = make_chat(folder / "chat.jsonl", rows=26), {}
     for name in {model for model, _ in (*ON_TWO.values(), *ON_FOUR.values())} | set(UNMOVED):
         family, _, count = name.rpartition("-")
-        keys = {key: 4 if count == "idle" else int(count) for key in COUNTS if key in FAMILIES[family]}
-        models[name] = make_model(folder / name, model_type=family, **SMALL | FAMILIES[family] | keys)
+        keys = {
+            key: 4 if count == "idle" else int(count) for key in COUNTS if key in FAMILIES[family]
+        }
+        models[name] = make_model(
+            folder / name, model_type=family, **SMALL | FAMILIES[family] | keys
+        )
     path = models["mixtral-idle"] / "model.safetensors"
     tensors = load_file(path)
     routers = [name for name in tensors if name.endswith("layers.1.block_sparse_moe.gate.weight")]
     assert routers
-    tensors[routers[0]].zero_()  # ties: every token chooses the first two experts, both on the first rank
+    tensors[
+        routers[0]
+    ].zero_()  # ties: every token chooses the first two experts, both on the first rank
     save_file(tensors, path, {"format": "pt"})
     found = {}
-    for name, (model, keys) in (ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}).items():
+    for name, (model, keys) in (
+        ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}
+    ).items():
         coefficient = COEFFICIENT if model.rpartition("-")[0] in BALANCED else None
-        common = {"global_batch_size": 5, "router_aux_loss_coef": coefficient, "learning_rate": 3e-4}
+        common = {
+            "global_batch_size": 5,
+            "router_aux_loss_coef": coefficient,
+            "learning_rate": 3e-4,
+        }
         found[name] = write_recipe(folder / f"{name}.yaml", models[model], data, **common | keys)
     for model in UNMOVED:
         steps = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-46}  # 0 in fp32
-        found[f"unmoved-{model}"] = write_recipe(folder / f"unmoved-{model}.yaml", models[model], data, **steps)
+        found[f"unmoved-{model}"] = write_recipe(
+            folder / f"unmoved-{model}.yaml", models[model], data, **steps
+        )
     auxiliary = {"router_aux_loss_coef": COEFFICIENT}
-    found["split"], found["apart"] = write_split_recipes(folder, models["mixtral-4"], max_steps=SAVED, **auxiliary)
+    found["split"], found["apart"] = write_split_recipes(
+        folder, models["mixtral-4"], max_steps=SAVED, **auxiliary
+    )
     return found
 
 
@@ -122,7 +150,11 @@ def run(folder: Path, recipes: dict[str, Path], configs: dict[str, Path]) -> Cal
     """A run for `train_all`: its name, its recipe's and its file's name, and keys."""
 
     def make(name: str, recipe: str, config: str, *keys: str) -> tuple[Path, Path, list[str]]:
-        return recipes[recipe], configs.get(config, configs["whole"]), [f"output_dir={folder / 'runs' / name}", *keys]
+        return (
+            recipes[recipe],
+            configs.get(config, configs["whole"]),
+            [f"output_dir={folder / 'runs' / name}", *keys],
+        )
 
     return make
 
@@ -141,20 +173,31 @@ def runs(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def more_runs(folder: Path, run: Callable[..., Any], runs: Callable[[str], Path]) -> Callable[[str], Path]:
+def more_runs(
+    folder: Path, run: Callable[..., Any], runs: Callable[[str], Path]
+) -> Callable[[str], Path]:
     """As `runs`, of 4 ranks first, then 1, then 2, which resume what was saved before."""
 
-    def resume(name: str, start: str, step: int, config: str, *keys: str, recipe: str = "four") -> Any:
+    def resume(
+        name: str, start: str, step: int, config: str, *keys: str, recipe: str = "four"
+    ) -> Any:
         path = runs(start) / "checkpoints" / f"step-{step:08d}"
-        return run(name, recipe, config, f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys)
+        return run(
+            name, recipe, config, f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys
+        )
 
     four = [run(name, name, name, DIVIDED) for name in ON_FOUR]
     few = [DIVIDED, f"max_steps={FAMILY_STEPS}"]
     in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
-    four += [run("in memory", "four-packed", "bf16", *few), run("in files", "four-packed", "bf16", *few, *in_files)]
+    four += [
+        run("in memory", "four-packed", "bf16", *few),
+        run("in files", "four-packed", "bf16", *few, *in_files),
+    ]
     train_all(folder, [*four, resume("whole", "four", SAVED, "whole")], ranks=4, timeout=400)
     train_all(folder, [resume("single", "four", SAVED, "single")], ranks=1)
-    again = [resume(f"{start}-two", start, SAVED + 3, "whole", DIVIDED) for start in ("whole", "single")]
+    again = [
+        resume(f"{start}-two", start, SAVED + 3, "whole", DIVIDED) for start in ("whole", "single")
+    ]
     again += [resume("lora-whole", "four-lora", SAVED, "whole", recipe="four-lora")]
     again += [resume("lora-two", "lora-single", SAVED, "whole", DIVIDED, recipe="four-lora")]
     train_all(folder, again, ranks=2, timeout=400)
@@ -162,20 +205,31 @@ def more_runs(folder: Path, run: Callable[..., Any], runs: Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def replicated(folder: Path, recipes: dict[str, Path], more_runs: Callable[[str], Path]) -> Callable[[str], Path]:
+def replicated(
+    folder: Path, recipes: dict[str, Path], more_runs: Callable[[str], Path]
+) -> Callable[[str], Path]:
     """As `more_runs`, of two replicas of two ranks, which divide the experts between them."""
     hybrid = write_config(folder, "full_shard", mesh=(2, 2))
 
     def resume(name: str, start: str, config: Path, *keys: str) -> Any:
         path = more_runs(start) / "checkpoints" / f"step-{SAVED:08d}"
-        return recipes["four"], config, [f"output_dir={more_runs(name)}", f"resume_from_checkpoint={path}", *keys]
+        return (
+            recipes["four"],
+            config,
+            [f"output_dir={more_runs(name)}", f"resume_from_checkpoint={path}", *keys],
+        )
 
     four: list[Any] = [
-        (recipes[name], hybrid, [f"output_dir={more_runs(run)}", DIVIDED]) for run, name in REPLICATED.items()
+        (recipes[name], hybrid, [f"output_dir={more_runs(run)}", DIVIDED])
+        for run, name in REPLICATED.items()
     ]
     train_all(folder, [*four, resume("into-hybrid", "four", hybrid, DIVIDED)], ranks=4, timeout=400)
     train_all(folder, [resume("hybrid-single", "hybrid", write_config(folder, "single"))], ranks=1)
-    train_all(folder, [resume("hybrid-two", "hybrid", write_config(folder, "full_shard"), DIVIDED)], ranks=2)
+    train_all(
+        folder,
+        [resume("hybrid-two", "hybrid", write_config(folder, "full_shard"), DIVIDED)],
+        ranks=2,
+    )
     return more_runs
 
 
@@ -185,7 +239,9 @@ def test_replicas_of_divided_experts_train_as_one_process(
     name: str, replicated: Callable[[str], Path], recipes: dict[str, Path]
 ) -> None:
     """Their gradients are averaged over the replicas, once for each step."""
-    lines = assert_losses(replicated(name), reference.losses(recipes[PLAIN.get(REPLICATED[name], REPLICATED[name])]))
+    lines = assert_losses(
+        replicated(name), reference.losses(recipes[PLAIN.get(REPLICATED[name], REPLICATED[name])])
+    )
     # Later a large norm has drifted by 3e-5, on one rank too.
     assert len(lines) == (SAVED if name == "hybrid-split" else STEPS)
 
@@ -264,20 +320,29 @@ def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
 ) -> None:
     """Loaded, saved and exported: the same names, dtypes and values, tensor by tensor."""
     before = load_file(folder / model / "model.safetensors")
-    exported = export(runs(f"unmoved-{model}"), tmp_path / "export", verify=False, log=lambda _: None)
+    exported = export(
+        runs(f"unmoved-{model}"), tmp_path / "export", verify=False, log=lambda _: None
+    )
     after = load_file(exported / "model.safetensors")
     assert before.keys() == after.keys()
-    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+    assert all(
+        before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+        for name in before
+    )
 
 
 def test_adapters_on_every_layer_are_those_of_one_process(runs: Callable[[str], Path]) -> None:
     """Of latent attention, a dense layer and shared experts too, and the routed ones."""
     divided, alone = (steps_of(runs(name)) for name in ("all-linear", "all-linear-single"))
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in divided] == [pytest.approx(line[key], rel=1e-5) for line in alone]
+        assert [line[key] for line in divided] == [
+            pytest.approx(line[key], rel=1e-5) for line in alone
+        ]
 
 
-def test_plain_peft_opens_the_adapter_of_divided_experts(runs: Callable[[str], Path], folder: Path) -> None:
+def test_plain_peft_opens_the_adapter_of_divided_experts(
+    runs: Callable[[str], Path], folder: Path
+) -> None:
     """Whose tensors are those of a run of one process, and whose logits are those of the merged export."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -285,7 +350,9 @@ def test_plain_peft_opens_the_adapter_of_divided_experts(runs: Callable[[str], P
     for name in ("lora", "lora-single"):
         export(runs(name), runs(name) / "adapter", adapter_only=True, log=lambda _: None)
     export(runs("lora"), runs("lora") / "export", verify=False, log=lambda _: None)
-    ours, alone = (load_file(runs(n) / "adapter/adapter_model.safetensors") for n in ("lora", "lora-single"))
+    ours, alone = (
+        load_file(runs(n) / "adapter/adapter_model.safetensors") for n in ("lora", "lora-single")
+    )
     assert ours.keys() == alone.keys()
     assert all(torch.allclose(ours[key], alone[key], rtol=1e-3, atol=1e-5) for key in ours)
     ids, load = torch.arange(3, 40)[None], AutoModelForCausalLM.from_pretrained

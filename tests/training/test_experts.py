@@ -20,13 +20,35 @@ from finetune.report.run_data import read_run
 from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import launch_ranks, run_python
 from tests.training import reference
-from tests.training.layouts import assert_losses, steps_of, train_all, train_families, write_config, write_recipe
+from tests.training.layouts import (
+    assert_losses,
+    steps_of,
+    train_all,
+    train_families,
+    write_config,
+    write_recipe,
+)
 
 STEPS = 3
 COEFFICIENT = 0.2
-MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-SMALL: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.3}
-GROUPED: dict[str, Any] = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+SMALL: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "initializer_range": 0.3,
+}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen3_moe": {"num_experts": 5},
@@ -41,10 +63,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_layers": 2,
         "max_seq_len": 256,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 32,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+        },
     },
 }
-BALANCED = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss")  # by an auxiliary loss; the others by a bias
+BALANCED = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "qwen2_moe",
+    "gpt_oss",
+)  # by an auxiliary loss; the others by a bias
 VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself, which takes seconds
 QUICK_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # the others are slow
 # (family, layout, ranks)
@@ -56,7 +89,10 @@ QUICK = [
     ("mixtral", "single", 1),
     ("qwen3_moe", "full_shard", 1),
 ]
-WANTED = [*QUICK, *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES)]
+WANTED = [
+    *QUICK,
+    *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +103,12 @@ def recipes(folder: Path) -> dict[str, Path]:
     for family, keys in FAMILIES.items():
         model = make_model(folder / family / "model", model_type=family, **SMALL | keys)
         coefficient = COEFFICIENT if family in BALANCED else None
-        steps = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "router_aux_loss_coef": coefficient}
+        steps = {
+            "global_batch_size": 5,
+            "max_steps": STEPS,
+            "save_steps": 1,
+            "router_aux_loss_coef": coefficient,
+        }
         paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
     return paths
 
@@ -97,9 +138,15 @@ def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
     """The same names, shapes, dtypes and values; those of the folder are transformers' own, a tensor for each expert."""
     source = runs(family, "full_shard", 2).parent / "model"
     exported = export(source, tmp_path / "export", verify=False, log=lambda _: None)
-    before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(exported / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
-    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+    assert all(
+        before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+        for name in before
+    )
     assert family in ("gpt_oss", "dbrx") or any(".experts.4." in name for name in before)
 
 
@@ -114,15 +161,23 @@ def test_plain_transformers_opens_the_export_of_a_trained_model(
     exported = run / "export" if (family, "full_shard", 2) in VERIFIED else tmp_path / "export"
     if not exported.exists():
         export(run, exported, verify=False, log=lambda _: None)
-    found, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    found, info = AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
-    start = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(
+        run.parent / "model", dtype=torch.float32
+    ).state_dict()
     checkpoint = read_folder(run / "checkpoints" / f"step-{STEPS:08d}" / "model")
     for name, value in found.state_dict().items():
         if name in checkpoint:
             assert torch.equal(value, read(checkpoint[name])), name
-    moved = [name for name, value in found.state_dict().items() if not torch.equal(value, start[name])]
-    assert any("experts" in name for name in moved) and any("gate.weight" in name or "router" in name for name in moved)
+    moved = [
+        name for name, value in found.state_dict().items() if not torch.equal(value, start[name])
+    ]
+    assert any("experts" in name for name in moved) and any(
+        "gate.weight" in name or "router" in name for name in moved
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe"])
@@ -133,18 +188,29 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
     whole, killed = runs(family, "full_shard", 2), folder / family / "killed"
     keys = [f"output_dir={killed}"]
     listing = tmp_path / "killed.json"
-    listing.write_text(json.dumps([[str(recipes[family]), str(write_config(tmp_path, "full_shard")), keys]]))
+    listing.write_text(
+        json.dumps([[str(recipes[family]), str(write_config(tmp_path, "full_shard")), keys]])
+    )
     script = Path(__file__).with_name("runs_on_ranks.py")
     ended = launch_ranks(script, [str(listing), str(STEPS - 1)], ranks=2, timeout=120)
     assert ended.returncodes == (-signal.SIGKILL, -signal.SIGKILL)
     assert not (killed / "finished.json").exists() and len(steps_of(killed)) == STEPS - 1
-    printed = train_all(tmp_path, [(recipes[family], write_config(tmp_path, "single"), keys)], ranks=1)
+    printed = train_all(
+        tmp_path, [(recipes[family], write_config(tmp_path, "single"), keys)], ranks=1
+    )
     assert f"resumed at step {STEPS - 1}" in printed
     expected, found = steps_of(whole), steps_of(killed)
     for key in ("loss", "router_aux_loss", "grad_norm"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-4)
-    before, after = (read_folder(run / "checkpoints" / f"step-{STEPS:08d}" / "model") for run in (whole, killed))
-    assert all(torch.allclose(read(before[name]), read(after[name]), rtol=1e-3, atol=1e-5) for name in before)
+        assert [line[key] for line in found] == pytest.approx(
+            [line[key] for line in expected], rel=1e-4
+        )
+    before, after = (
+        read_folder(run / "checkpoints" / f"step-{STEPS:08d}" / "model") for run in (whole, killed)
+    )
+    assert all(
+        torch.allclose(read(before[name]), read(after[name]), rtol=1e-3, atol=1e-5)
+        for name in before
+    )
 
 
 def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Path]) -> None:
@@ -153,7 +219,9 @@ def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Pat
         ("mixtral", [("single", 1), ("full_shard", 2), ("ddp", 2)]),
         ("qwen3_moe", [("full_shard", 1), ("full_shard", 2), ("ddp", 2)]),
     ):
-        first, *others = ([line["router_aux_loss"] for line in steps_of(runs(family, *split))] for split in splits)
+        first, *others = (
+            [line["router_aux_loss"] for line in steps_of(runs(family, *split))] for split in splits
+        )
         for other in others:
             assert other == pytest.approx(first, rel=1e-5)
 
@@ -165,10 +233,17 @@ def test_idle_experts_are_seen_in_the_metrics_and_the_report(
     model = tmp_path / "model"
     shutil.copytree(runs("qwen3_moe", "full_shard", 2).parent / "model", model)
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.1.mlp.gate.weight"].zero_()  # ties: the first experts are chosen, for every token
+    tensors[
+        "model.layers.1.mlp.gate.weight"
+    ].zero_()  # ties: the first experts are chosen, for every token
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     run = tmp_path / "run"
-    keys = [f"output_dir={run}", f"model_name_or_path={model}", "max_steps=1", "export_at_end=false"]
+    keys = [
+        f"output_dir={run}",
+        f"model_name_or_path={model}",
+        "max_steps=1",
+        "export_at_end=false",
+    ]
     train_all(tmp_path, [(recipes["qwen3_moe"], write_config(tmp_path, "single"), keys)], ranks=1)
     (line,) = steps_of(run)
     assert line["idle_expert_share_by_layer"][1] == line["idle_expert_share"] == 0.6
@@ -177,7 +252,9 @@ def test_idle_experts_are_seen_in_the_metrics_and_the_report(
     assert "Idle experts" in page and "60%" in page
 
 
-def test_a_dense_model_has_no_auxiliary_loss(folder: Path, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_dense_model_has_no_auxiliary_loss(
+    folder: Path, tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     recipe = tiny_recipe(router_aux_loss_coef=0.1)
     finished = run_python(["finetune/run.py", "--recipe", str(recipe)])
     assert finished.returncode == EXIT_USER_ERROR

@@ -72,18 +72,28 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     again = run_python(same, timeout=SECONDS)
     assert again.returncode == 0, again.stderr
     diverged = re.search(
-        r"warning (the loss is \S+ at step 6, far above the \S+ of step 1): this run has diverged", again.stderr
+        r"warning (the loss is \S+ at step 6, far above the \S+ of step 1): this run has diverged",
+        again.stderr,
     )
     assert diverged is not None, again.stderr
-    assert re.search(r"^memory  \d+\.\d\d GiB seen on the first rank, \d+\.\d\d GiB planned$", again.stderr, re.M)
+    assert re.search(
+        r"^memory  \d+\.\d\d GiB seen on the first rank, \d+\.\d\d GiB planned$", again.stderr, re.M
+    )
     assert f"**This run diverged**: {diverged[1]}." in (run / "export" / "README.md").read_text()
     assert _metrics(run) == metrics, "no line is repeated"
-    assert re.search(r"^time    \S+( s)? of training; the longest phase beside it: ", again.stderr, re.M), again.stderr
+    assert re.search(
+        r"^time    \S+( s)? of training; the longest phase beside it: ", again.stderr, re.M
+    ), again.stderr
     assert (run / "samples.jsonl").read_text() == samples
-    assert json.loads((run / "export" / "config.json").read_text())["use_cache"] is True, "training's own switch"
+    assert json.loads((run / "export" / "config.json").read_text())["use_cache"] is True, (
+        "training's own switch"
+    )
     assert "local_files_only" not in (run / "export" / "tokenizer_config.json").read_text()
 
-    before = {path: path.stat().st_mtime_ns for path in [run / "metrics.jsonl", *(run / "export").iterdir()]}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in [run / "metrics.jsonl", *(run / "export").iterdir()]
+    }
     done = run_python(same, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [
@@ -108,7 +118,9 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     damaged = run_python(same, timeout=SECONDS)
     assert damaged.returncode == EXIT_USER_ERROR, damaged.stdout
-    assert "does not match its checksum" in damaged.stderr and "this run is done" not in damaged.stdout
+    assert (
+        "does not match its checksum" in damaged.stderr and "this run is done" not in damaged.stdout
+    )
 
 
 def _interrupt_export(command: list[str], run: Path, log: Path) -> str:
@@ -125,10 +137,14 @@ def _interrupt_export(command: list[str], run: Path, log: Path) -> str:
 
 def _metrics(run: Path) -> list[str]:
     """The lines of metrics.jsonl, without the seconds of phases, which every start writes."""
-    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"phase"' not in line]
+    return [
+        line for line in (run / "metrics.jsonl").read_text().splitlines() if '"phase"' not in line
+    ]
 
 
 def _evaluated(run: Path) -> dict[str, list[int]]:
     """The steps of the lines of metrics.jsonl that evaluations wrote."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {key: [line["step"] for line in lines if key in line] for key in ("eval_loss", "exact_match")}
+    return {
+        key: [line["step"] for line in lines if key in line] for key in ("eval_loss", "exact_match")
+    }

@@ -17,7 +17,9 @@ from tests.training.layouts import steps_of, train_all, write_config, write_reci
 pytest.importorskip("torchao")
 STEPS, SAVED = 6, 3
 SLACK = 0.01  # the share by which losses of FP8 and bf16 may differ after the same steps
-RUNS: dict[str, tuple[str, dict[str, object], list[str]]] = {  # name -> (layout, fp8_config, overrides)
+RUNS: dict[
+    str, tuple[str, dict[str, object], list[str]]
+] = {  # name -> (layout, fp8_config, overrides)
     "gathered in fp8": ("full_shard", {}, []),
     "gathered in bf16": ("full_shard", {"enable_fsdp_float8_all_gather": False}, []),
     "rowwise": ("full_shard", {"recipe_name": "rowwise"}, []),
@@ -33,7 +35,11 @@ def fp8_config(folder: Path, layout: str, section: dict[str, object]) -> Path:
     """The Accelerate file of `layout` with mixed_precision: fp8."""
     content = yaml.safe_load(write_config(folder, layout).read_text())
     path = folder / f"{layout}-fp8-{len(list(folder.glob('*.yaml')))}.yaml"
-    path.write_text(yaml.safe_dump(content | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"} | section}))
+    path.write_text(
+        yaml.safe_dump(
+            content | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"} | section}
+        )
+    )
     return path
 
 
@@ -59,7 +65,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     for name, (layout, section, overrides) in RUNS.items():
         if not (slow_too or name in QUICK):
             continue
-        runs.append((recipe, fp8_config(folder, layout, section), [f"output_dir={folder}/{name}", *overrides]))
+        runs.append(
+            (
+                recipe,
+                fp8_config(folder, layout, section),
+                [f"output_dir={folder}/{name}", *overrides],
+            )
+        )
     fp8 = runs[2][1]
     for name, start, config in (
         ("fp8 again", "gathered in fp8", fp8),
@@ -78,7 +90,10 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", slow_but(QUICK, RUNS))
 def test_the_losses_are_those_of_bf16_up_to_the_rounding_of_fp8(name: str, trained: Path) -> None:
-    found, bf16 = losses(trained / name), losses(trained / ("bf16 lora" if name == "lora" else "bf16"))
+    found, bf16 = (
+        losses(trained / name),
+        losses(trained / ("bf16 lora" if name == "lora" else "bf16")),
+    )
     assert found == pytest.approx(bf16, rel=SLACK)
     assert all(a != b for a, b in zip(found, bf16, strict=True)), "nothing was multiplied in FP8"
 
@@ -89,14 +104,20 @@ def test_a_run_resumes_bit_for_bit(trained: Path) -> None:
 
 def test_either_precision_resumes_from_a_checkpoint_of_the_other(trained: Path) -> None:
     assert losses(trained / "to fp8") == pytest.approx(losses(trained / "bf16")[SAVED:], rel=SLACK)
-    assert losses(trained / "to bf16") == pytest.approx(losses(trained / "gathered in fp8")[SAVED:], rel=SLACK)
+    assert losses(trained / "to bf16") == pytest.approx(
+        losses(trained / "gathered in fp8")[SAVED:], rel=SLACK
+    )
 
 
 def test_a_checkpoint_holds_the_tensors_that_one_of_bf16_holds(trained: Path) -> None:
     def tensors(run: str, part: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        files = sorted((trained / run / "checkpoints" / f"step-{STEPS:08d}" / part).glob("*.safetensors"))
+        files = sorted(
+            (trained / run / "checkpoints" / f"step-{STEPS:08d}" / part).glob("*.safetensors")
+        )
         found = [(f.name, name, tensor) for f in files for name, tensor in load_file(f).items()]
-        return {f"{file} {name}": (tensor.dtype, tuple(tensor.shape)) for file, name, tensor in found}
+        return {
+            f"{file} {name}": (tensor.dtype, tuple(tensor.shape)) for file, name, tensor in found
+        }
 
     for part in ("model", "optimizer"):
         assert tensors("gathered in fp8", part) == tensors("bf16", part)
@@ -112,7 +133,9 @@ def test_an_export_is_the_master_weights_in_full(trained: Path, tmp_path: Path) 
     export(checkpoint, tmp_path / "export", verify=False, log=lambda line: None)
     exported = load_file(tmp_path / "export" / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
-    shards = [load_file(file)[name] for file in sorted((checkpoint / "model").glob("*.safetensors"))]
+    shards = [
+        load_file(file)[name] for file in sorted((checkpoint / "model").glob("*.safetensors"))
+    ]
     assert torch.equal(exported[name], torch.cat(shards))
 
 
@@ -122,7 +145,11 @@ def widen(source: Path, folder: Path, width: int) -> Path:
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if ".mlp." in name:
-            missing = (0, width - weight.shape[1]) if "down_proj" in name else (0, 0, 0, width - weight.shape[0])
+            missing = (
+                (0, width - weight.shape[1])
+                if "down_proj" in name
+                else (0, 0, 0, width - weight.shape[0])
+            )
             weights[name] = torch.nn.functional.pad(weight, missing)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -137,10 +164,16 @@ def test_200_steps_end_within_a_percent_of_bf16(width: int, shared: Path, tmp_pa
     every layer but the first multiplies in FP8."""
     columns = {"prompt_column": "question", "completion_column": "answer"}
     source = shared / "models" / "stories260k"
-    model = {"model_name_or_path": str(source if width == 172 else widen(source, tmp_path / "model", width))}
+    model = {
+        "model_name_or_path": str(
+            source if width == 172 else widen(source, tmp_path / "model", width)
+        )
+    }
     recipe = model | {
         "datasets": [{"path": str(shared / "data" / "gsm8k_train.jsonl"), **columns}],
-        "eval_datasets": [{"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}],
+        "eval_datasets": [
+            {"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}
+        ],
         "max_length": 512,
         "global_batch_size": 4,
         "per_device_train_batch_size": 4,
@@ -154,14 +187,29 @@ def test_200_steps_end_within_a_percent_of_bf16(width: int, shared: Path, tmp_pa
     ends = {}
     for name, config_file in (
         ("bf16", write_config(tmp_path, "full_shard", "bf16")),
-        *((name, fp8_config(tmp_path, "full_shard", {"recipe_name": name})) for name in ("tensorwise", "rowwise")),
+        *(
+            (name, fp8_config(tmp_path, "full_shard", {"recipe_name": name}))
+            for name in ("tensorwise", "rowwise")
+        ),
     ):
         command = ["python", "-m", "finetune", "launch", "--recipe", str(tmp_path / "gsm8k.yaml")]
-        command += ["--config", str(config_file), "--num-processes", "1", f"output_dir={tmp_path}/{name}"]
+        command += [
+            "--config",
+            str(config_file),
+            "--num-processes",
+            "1",
+            f"output_dir={tmp_path}/{name}",
+        ]
         done = run_command(command, timeout=1500)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        ends[name] = [next(line[key] for line in reversed(lines) if key in line) for key in ("loss", "eval_loss")]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        ends[name] = [
+            next(line[key] for line in reversed(lines) if key in line)
+            for key in ("loss", "eval_loss")
+        ]
     print(width, ends)
     for name in ("tensorwise", "rowwise"):
         assert ends[name] == pytest.approx(ends["bf16"], rel=SLACK)

@@ -120,9 +120,15 @@ def mine(tmp_path: Path) -> Path:
 def read_recipe(mine: Path, **keys: Any) -> finetune.Recipe:
     """The quickstart with `keys`, in a file beside the user's, to whose folder its paths are relative."""
     recipe = mine / "mine.yaml"
-    quick = (ROOT / "recipes" / "quickstart.yaml").read_text().replace("quickstart/", f"{TRAIN.parent}/")
+    quick = (
+        (ROOT / "recipes" / "quickstart.yaml")
+        .read_text()
+        .replace("quickstart/", f"{TRAIN.parent}/")
+    )
     whole = (
-        yaml.safe_load(quick) | {"tokenizer_name_or_path": str(TRAIN.parent), "accelerate_config": "layout.yaml"} | keys
+        yaml.safe_load(quick)
+        | {"tokenizer_name_or_path": str(TRAIN.parent), "accelerate_config": "layout.yaml"}
+        | keys
     )
     (mine / "layout.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
     recipe.write_text(yaml.safe_dump(whole, sort_keys=False))
@@ -131,12 +137,18 @@ def read_recipe(mine: Path, **keys: Any) -> finetune.Recipe:
 
 def tokens_of(recipe: finetune.Recipe, steps: int = 3) -> list[list[int]]:
     def ids(batch: StepBatch) -> list[int]:
-        return [i for micro_batch in batch.micro_batches for i in micro_batch.input_ids.flatten().tolist()]
+        return [
+            i
+            for micro_batch in batch.micro_batches
+            for i in micro_batch.input_ids.flatten().tolist()
+        ]
 
     return [ids(batch) for batch in islice(finetune.prepare(recipe).train.batches(0), steps)]
 
 
-@pytest.mark.parametrize("more", [{}, {"streaming": True, "max_steps": 3}], ids=["stored", "streamed"])
+@pytest.mark.parametrize(
+    "more", [{}, {"streaming": True, "max_steps": 3}], ids=["stored", "streamed"]
+)
 def test_rows_of_a_function_are_those_of_a_file(mine: Path, more: dict[str, Any]) -> None:
     """In a mixture, with `max_samples` and `weight`."""
     common = {"dataset_cache_dir": str(mine / "cache"), **more}
@@ -145,12 +157,16 @@ def test_rows_of_a_function_are_those_of_a_file(mine: Path, more: dict[str, Any]
             [{**own, **keys}, {"path": str(TRAIN), "max_samples": 50}]
             for own in ({"function": "my_data.py:rows"}, {"path": str(TRAIN)})
         ]
-        by_function, by_file = (tokens_of(read_recipe(mine, datasets=each, **common)) for each in entries)
+        by_function, by_file = (
+            tokens_of(read_recipe(mine, datasets=each, **common)) for each in entries
+        )
         assert by_function == by_file
 
 
 def test_its_tokens_are_kept_until_the_file_changes(mine: Path) -> None:
-    recipe = read_recipe(mine, datasets=[{"function": "my_data.py:rows"}], dataset_cache_dir=str(mine / "cache"))
+    recipe = read_recipe(
+        mine, datasets=[{"function": "my_data.py:rows"}], dataset_cache_dir=str(mine / "cache")
+    )
     first = finetune.prepare(recipe).train
     assert len(list((mine / "cache").iterdir())) == 2  # with the held-out rows
     assert finetune.prepare(recipe).train.fingerprint == first.fingerprint
@@ -159,9 +175,13 @@ def test_its_tokens_are_kept_until_the_file_changes(mine: Path) -> None:
     assert len(list((mine / "cache").iterdir())) == 3
 
 
-def test_inspect_shows_them(mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_shows_them(
+    mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(mine)
-    assert main(["inspect", "my_data.py:rows", "--rows", "1", f"dataset_cache_dir={mine}/cache"]) == 0
+    assert (
+        main(["inspect", "my_data.py:rows", "--rows", "1", f"dataset_cache_dir={mine}/cache"]) == 0
+    )
     assert "my_data.py:rows: 5,000 rows read" in capsys.readouterr().out
 
 
@@ -169,31 +189,52 @@ def test_a_run_with_hooks_is_stopped_by_a_callback_and_resumes_with_its_state(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is lost: the step after which the callback has failed is saved. It is repaired, which is said, and the run continues."""
-    keys = {"datasets": [{"function": "my_data.py:rows"}], "metrics": ["my_eval.py:closeness"], "max_steps": 3}
-    keys |= {"exact_match_samples": 5, "logging_steps": 1, "output_dir": str(mine / "run"), "export_at_end": False}
+    keys = {
+        "datasets": [{"function": "my_data.py:rows"}],
+        "metrics": ["my_eval.py:closeness"],
+        "max_steps": 3,
+    }
+    keys |= {
+        "exact_match_samples": 5,
+        "logging_steps": 1,
+        "output_dir": str(mine / "run"),
+        "export_at_end": False,
+    }
     recipe = read_recipe(mine, callbacks=["my_callbacks.py:Count"], global_batch_size=2, **keys)
     with pytest.raises(finetune.UserError) as failed:
         finetune.train(recipe)
     line = CALLBACKS[: CALLBACKS.index("raise")].count("\n") + 1
     assert (
-        str(failed.value) == f"{mine}/my_callbacks.py:{line}: Count.on_step: ValueError: no network (step 2 is saved)"
+        str(failed.value)
+        == f"{mine}/my_callbacks.py:{line}: Count.on_step: ValueError: no network (step 2 is saved)"
     )
 
     (mine / "my_callbacks.py").write_text(CALLBACKS.replace("FAILS_AT", "-1"))
     own = Recorder()
     result = finetune.train(recipe, callbacks=[own])
-    assert "callbacks: the same classes are named, but their files have changed" in capsys.readouterr().out
+    assert (
+        "callbacks: the same classes are named, but their files have changed"
+        in capsys.readouterr().out
+    )
     assert (result.folder / "events.txt").read_text().splitlines() == [
         *("start 0/3 after 0", "evaluate 0 step", "evaluate 0 step", "log 1 True", "log 2 True"),
         *("start 2/3 after 2", "log 3 True", "save 3", "evaluate 3 step", "evaluate 3 step"),
     ]
     assert own.steps == [3]
 
-    samples = [line for line in read_json_lines(result.folder / "samples.jsonl") if line is not None]
+    samples = [
+        line for line in read_json_lines(result.folder / "samples.jsonl") if line is not None
+    ]
     for step in (0, 3):
-        scores = [1 / (1 + abs(len(s["answer"]) - len(s["expected"]))) for s in samples if s["step"] == step]
+        scores = [
+            1 / (1 + abs(len(s["answer"]) - len(s["expected"])))
+            for s in samples
+            if s["step"] == step
+        ]
         assert len(scores) == 5
-        logged = next(line for line in result.metrics if line["step"] == step and "exact_match" in line)
+        logged = next(
+            line for line in result.metrics if line["step"] == step and "exact_match" in line
+        )
         assert logged["metrics/closeness"] == pytest.approx(sum(scores) / 5, abs=1e-9)
 
 
@@ -253,7 +294,9 @@ def start(**keys: Any) -> Callable[[Path], object]:
         (start(metrics=["my_eval.py:word"], exact_match_samples=2), "no function or class word; did you mean words?"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_sentence(mine: Path, act: Callable[[Path], object], sentence: str) -> None:
+def test_a_mistake_is_one_sentence(
+    mine: Path, act: Callable[[Path], object], sentence: str
+) -> None:
     with pytest.raises(finetune.UserError, match=sentence) as caught:
         act(mine)
     assert "\n" not in str(caught.value)
@@ -263,7 +306,10 @@ def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> Non
     file = tmp_path / "mine.py"
     for content, sentence in (
         ("import json\ndef rows(:\n", ":2: .*mine.py: SyntaxError: invalid syntax"),
-        ("import json\nimport no_such_thing\n", ":2: .*mine.py: ModuleNotFoundError: No module named 'no_such_thing'"),
+        (
+            "import json\nimport no_such_thing\n",
+            ":2: .*mine.py: ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
         ("import json\njson.loads('{')\n", ":2: .*JSONDecodeError: Expecting property name"),
     ):
         file.write_text(content)
@@ -283,20 +329,28 @@ def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> Non
         ("[1, 2]", r"\[1, 2\]"),
     ],
 )
-def test_a_metric_that_returns_no_number_is_named_with_its_line(tmp_path: Path, returned: str, shown: str) -> None:
+def test_a_metric_that_returns_no_number_is_named_with_its_line(
+    tmp_path: Path, returned: str, shown: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"import math\n\ndef score(prompt, answer, expected):\n    return {returned}\n")
     hooks = Hooks(metrics={f"{file}:score": load(f"{file}:score")})
-    sentence = f"^{file}:3: {file}:score: returned {shown} for the prompt '2 \\+ 2'; return a number$"
+    sentence = (
+        f"^{file}:3: {file}:score: returned {shown} for the prompt '2 \\+ 2'; return a number$"
+    )
     with pytest.raises(finetune.UserError, match=sentence):
         hooks.score([("2 + 2", "4", "4")])
 
 
 def test_a_wrong_signature_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("\ndef score(prompt):\n    return 1\n\nclass Watch:\n    def on_step(self): ...\n")
+    file.write_text(
+        "\ndef score(prompt):\n    return 1\n\nclass Watch:\n    def on_step(self): ...\n"
+    )
     metric, watch = load(f"{file}:score"), load(f"{file}:Watch")
-    with pytest.raises(finetune.UserError, match=f"^{file}:2: {file}:score: TypeError: score\\(\\) takes 1"):
+    with pytest.raises(
+        finetune.UserError, match=f"^{file}:2: {file}:score: TypeError: score\\(\\) takes 1"
+    ):
         Hooks(metrics={f"{file}:score": metric}).score([("2 + 2", "4", "4")])
     with pytest.raises(finetune.UserError, match=f"^{file}:6: Watch.on_step: TypeError: "):
         Hooks(callbacks={"Watch": watch()}).call("on_step", cast("finetune.Event", None))
@@ -307,7 +361,9 @@ def test_modules_of_one_name_beside_two_files_are_two(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "my_words.py").write_text(f"WORD = {folder!r}\n")
-        (tmp_path / folder / "mine.py").write_text("import my_words\ndef word(): return my_words.WORD\n")
+        (tmp_path / folder / "mine.py").write_text(
+            "import my_words\ndef word(): return my_words.WORD\n"
+        )
     words = [load(f"{tmp_path}/{folder}/mine.py:word") for folder in ("one", "two", "one")]
     assert [word() for word in words] == ["one", "two", "one"]
 
@@ -324,11 +380,14 @@ def test_arrays_in_rows_are_lists(mine: Path) -> None:
     assert micro_batch.input_ids.flatten()[:3].tolist() == [3, 4, 5]
 
 
-def test_a_function_of_many_rows_says_how_far_it_is(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_of_many_rows_says_how_far_it_is(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One without an end would else run in silence."""
     assert sum(1 for _ in read_rows(f"{mine}/my_data.py:many")) == 100_001
     assert (
-        "my_data.py:many: 100,000 rows so far; one without an end requires streaming: true" in capsys.readouterr().err
+        "my_data.py:many: 100,000 rows so far; one without an end requires streaming: true"
+        in capsys.readouterr().err
     )
 
 
@@ -337,15 +396,23 @@ def test_what_a_callback_raises_after_a_save_says_that_the_step_is_saved(mine: P
         def on_save(self, event: finetune.Event) -> None:
             raise ConnectionError("no network")
 
-    recipe = read_recipe(mine, max_steps=1, output_dir=str(mine / "run"), exact_match_samples=0, eval_datasets=[])
-    with pytest.raises(finetune.UserError, match=r"Uploads.on_save: ConnectionError: no network \(step 1 is saved\)$"):
+    recipe = read_recipe(
+        mine, max_steps=1, output_dir=str(mine / "run"), exact_match_samples=0, eval_datasets=[]
+    )
+    with pytest.raises(
+        finetune.UserError,
+        match=r"Uploads.on_save: ConnectionError: no network \(step 1 is saved\)$",
+    ):
         finetune.train(recipe, callbacks=[Uploads()])
 
 
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({1, 2}, "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable"),
+        (
+            {1, 2},
+            "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable",
+        ),
         (10**30, "Keeps.state_dict: a whole number has more than 20 digits; keep it as text"),
     ],
 )

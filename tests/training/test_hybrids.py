@@ -17,9 +17,17 @@ from tests.training.layouts import assert_losses, train_all, write_config
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
-RUNS = {"full": ("full_shard", "packing=true"), "padded": ("ddp", "packing=false"), "lora": ("ddp", "use_peft=true")}
-MOVED = {"qwen3_next": ("down_proj", "gate_proj", "up_proj")}  # plain peft moves these onto routed experts
-NORMS = {"zaya": 3e-5}  # of gradients: of its router, transformers' own in fp32 and in fp64 are 2.5e-5 apart
+RUNS = {
+    "full": ("full_shard", "packing=true"),
+    "padded": ("ddp", "packing=false"),
+    "lora": ("ddp", "use_peft=true"),
+}
+MOVED = {
+    "qwen3_next": ("down_proj", "gate_proj", "up_proj")
+}  # plain peft moves these onto routed experts
+NORMS = {
+    "zaya": 3e-5
+}  # of gradients: of its router, transformers' own in fp32 and in fp64 are 2.5e-5 apart
 VERIFIED = re.compile(
     r"/export: .* verified: every value, and (identical logits|logits within \S+) in a separate process"
 )
@@ -58,8 +66,14 @@ def find_adapted(folder: Path, family: str) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    names = {shorten(name) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return sorted(names - {"lm_head", "head", *FAMILIES[family].unadaptable, *MOVED.get(family, ())})
+    names = {
+        shorten(name)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    return sorted(
+        names - {"lm_head", "head", *FAMILIES[family].unadaptable, *MOVED.get(family, ())}
+    )
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK, RECURRENT))

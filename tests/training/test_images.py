@@ -40,20 +40,47 @@ from tests.conftest import make_chat, make_model
 from tests.data.world import Rank
 from tests.ranks import launch_ranks
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    steps_of,
+    train_all,
+    train_families,
+    write_config,
+    write_recipe,
+)
 from tests.training.test_vision_language import open_whole
-from tests.vision import add_processor, draw_image, make_image_chat, make_vision_model, open_processor, process_row
+from tests.vision import (
+    add_processor,
+    draw_image,
+    make_image_chat,
+    make_vision_model,
+    open_processor,
+    process_row,
+)
 
 STEPS = 3
 PACKED = (
     *("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"),
-    *("llava", "llava_next", "pixtral", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe", "gemma4", "idefics3"),
+    *(
+        "llava",
+        "llava_next",
+        "pixtral",
+        "mistral3",
+        "smolvlm",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gemma4",
+        "idefics3",
+    ),
     "mistral4",  # the class of mistral3
 )
 # (family, layout, ranks); "-few": most rows have no image
 WANTED = [
     *((family, "single", 1) for family in PACKED),
-    *((f"{family}-padded", "single", 1) for family in ("qwen2_5_vl", "gemma3", "qwen3_5", "qwen3_5_moe")),
+    *(
+        (f"{family}-padded", "single", 1)
+        for family in ("qwen2_5_vl", "gemma3", "qwen3_5", "qwen3_5_moe")
+    ),
     ("qwen2_vl", "single", 1),
     *((f"{family}-lora", "single", 1) for family in ("gemma3", "qwen2_5_vl")),
     *((family, "full_shard", 2) for family in ("qwen2_5_vl", "gemma3", "llava")),
@@ -99,7 +126,12 @@ def recipes(folder: Path) -> dict[str, Path]:
     paths = {}
     for family in dict.fromkeys(name.partition("-")[0] for name, *_ in TRAINED):
         model = add_processor(make_vision_model(folder / family / "model", family), family)
-        steps: dict[str, Any] = {"global_batch_size": 3, "max_steps": STEPS, "save_steps": 1, "max_length": 128}
+        steps: dict[str, Any] = {
+            "global_batch_size": 3,
+            "max_steps": STEPS,
+            "save_steps": 1,
+            "max_length": 128,
+        }
         steps |= {"packing": True, "per_device_train_batch_size": 2}
         # An image is cut into parts, each of which is named, or never smaller than so many tokens.
         steps |= {"max_length": {"smolvlm": 256, "idefics3": 512, "gemma4": 512}.get(family, 128)}
@@ -110,7 +142,9 @@ def recipes(folder: Path) -> dict[str, Path]:
             paths[family + kind] = write_recipe(
                 folder / f"{family}{kind}.yaml",
                 model,
-                data["few" if kind == "-few" or (kind == "-tower" and family != "llava") else "all"],
+                data[
+                    "few" if kind == "-few" or (kind == "-tower" and family != "llava") else "all"
+                ],
                 **steps | keys,
             )
     return paths
@@ -123,21 +157,34 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Pa
         folder,
         recipes,
         TRAINED,
-        [each for each in TRAINED if each[0].endswith("-lora") or each == ("gemma3-tower", "single", 1)],
+        [
+            each
+            for each in TRAINED
+            if each[0].endswith("-lora") or each == ("gemma3-tower", "single", 1)
+        ],
     )
 
 
 @pytest.mark.parametrize(("name", "layout", "ranks"), WANTED)
 def test_losses_and_gradients_are_those_of_one_document_at_a_time(
-    name: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path
+    name: str,
+    layout: str,
+    ranks: int,
+    runs: Callable[..., Path],
+    recipes: dict[str, Path],
+    folder: Path,
 ) -> None:
     family = name.partition("-")[0]
     if family == "smolvlm":
-        pytest.importorskip("num2words", reason="num2words is not installed: pip install -e '.[images]'")
+        pytest.importorskip(
+            "num2words", reason="num2words is not installed: pip install -e '.[images]'"
+        )
     processor = open_processor(folder / family / "model", family)
     expected = reference.train(
         recipes[name],
-        prepare=_freeze_tower if not name.endswith("-tower") else partial(_train_parts, TOWER[family]),
+        prepare=_freeze_tower
+        if not name.endswith("-tower")
+        else partial(_train_parts, TOWER[family]),
         inputs_of=lambda place: process_row(place, processor),
     )
     for line, (loss, norm) in zip(steps_of(runs(name, layout, ranks)), expected, strict=True):
@@ -148,14 +195,18 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(
 @pytest.mark.slow
 def test_every_family_trains_on_images_on_two_ranks(folder: Path, recipes: dict[str, Path]) -> None:
     """Sharded and replicated, each in full with its tower frozen."""
-    families = [family for family in dict.fromkeys(name for name, *_ in TRAINED) if "-" not in family]
+    families = [
+        family for family in dict.fromkeys(name for name, *_ in TRAINED) if "-" not in family
+    ]
     wanted = [(family, layout, 2) for family in families for layout in ("full_shard", "ddp")]
     (folder / "two").mkdir()
     runs = train_families(folder / "two", recipes, wanted, [])
     for family in families:
         processor = open_processor(folder / family / "model", family)
         expected = reference.train(
-            recipes[family], prepare=_freeze_tower, inputs_of=partial(process_row, processor=processor)
+            recipes[family],
+            prepare=_freeze_tower,
+            inputs_of=partial(process_row, processor=processor),
         )
         for layout in ("full_shard", "ddp"):
             for line, (loss, norm) in zip(steps_of(runs(family, layout, 2)), expected, strict=True):
@@ -167,13 +218,23 @@ def test_pairs_with_images_are_compared_as_by_the_whole_class(tmp_path: Path) ->
     """DPO: the image stands in both prompts, and each answer's log-probability has seen it."""
     model = add_processor(make_vision_model(tmp_path / "model", "qwen2_5_vl"), "qwen2_5_vl")
     processor = open_processor(model, "qwen2_5_vl")
-    for other in (0, 12):  # then other images of the same sizes: the reference is not that of the first
+    for other in (
+        0,
+        12,
+    ):  # then other images of the same sizes: the reference is not that of the first
         data, flat = _write_pairs(tmp_path, other)
-        keys: dict[str, Any] = {"method": "dpo", "global_batch_size": 1, "max_steps": 2, "packing": True}
+        keys: dict[str, Any] = {
+            "method": "dpo",
+            "global_batch_size": 1,
+            "max_steps": 2,
+            "packing": True,
+        }
         run = tmp_path / f"run-{other}"
         recipe = write_recipe(tmp_path / f"{other}.yaml", model, data, **keys, output_dir=str(run))
         train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
-        expected = reference.train(recipe, prepare=_freeze_tower, inputs_of=_side_by_side(flat, processor))
+        expected = reference.train(
+            recipe, prepare=_freeze_tower, inputs_of=_side_by_side(flat, processor)
+        )
         for line, (loss, norm) in zip(steps_of(run), expected, strict=True):
             assert line["loss"] == pytest.approx(loss, rel=1e-5)
             assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -185,8 +246,14 @@ def _write_pairs(folder: Path, other: int) -> tuple[Path, Path]:
     for row in range(4):
         part = {"type": "image", "path": draw_image(folder / f"{row}.png", row + other).name}
         asked = {"role": "user", "content": [part, {"type": "text", "text": f"What is {row}?"}]}
-        answers = [[asked, {"role": "assistant", "content": text}] for text in (f"It is {row}.", "No idea.")]
-        lines.append(json.dumps({"prompt": [asked], "chosen": answers[0][1:], "rejected": answers[1][1:]}) + "\n")
+        answers = [
+            [asked, {"role": "assistant", "content": text}]
+            for text in (f"It is {row}.", "No idea.")
+        ]
+        lines.append(
+            json.dumps({"prompt": [asked], "chosen": answers[0][1:], "rejected": answers[1][1:]})
+            + "\n"
+        )
         sides += [json.dumps({"messages": messages}) + "\n" for messages in answers]
     data, flat = folder / "pairs.jsonl", folder / "sides.jsonl"
     data.write_text("".join(lines))
@@ -199,7 +266,9 @@ def _side_by_side(flat: Path, processor: Any) -> Callable[[str], dict[str, Any]]
     asked = itertools.count()
 
     def inputs_of(place: str) -> dict[str, Any]:
-        return process_row(f"{flat}:{2 * int(place.rpartition(':')[2]) - 1 + next(asked) % 2}", processor)
+        return process_row(
+            f"{flat}:{2 * int(place.rpartition(':')[2]) - 1 + next(asked) % 2}", processor
+        )
 
     return inputs_of
 
@@ -226,32 +295,45 @@ def test_a_trained_tower_is_exported(runs: Callable[..., Path], folder: Path) ->
 
 
 @pytest.mark.parametrize("family", sorted({*PACKED, "qwen2_vl"}))
-def test_what_no_image_reaches_is_what_gets_no_gradient_in_transformers(family: str, tmp_path: Path) -> None:
+def test_what_no_image_reaches_is_what_gets_no_gradient_in_transformers(
+    family: str, tmp_path: Path
+) -> None:
     """Found on meta before the weights are read, held against a whole backward of transformers' own class."""
     if family == "smolvlm":
-        pytest.importorskip("num2words", reason="num2words is not installed: pip install -e '.[images]'")
-    keys = Model(model_name_or_path=str(add_processor(make_vision_model(tmp_path / "model", family), family)))
+        pytest.importorskip(
+            "num2words", reason="num2words is not installed: pip install -e '.[images]'"
+        )
+    keys = Model(
+        model_name_or_path=str(add_processor(make_vision_model(tmp_path / "model", family), family))
+    )
     tokenizer = load_tokenizer(keys, Data())
     built = build_on_meta(trained_config(load_config(keys), keys), torch.float32)
     built.requires_grad_(True)
     ids, images = tokenizer.images.make_blank_document()
     unreached = freeze_unreached(built, lambda: (ids, images))
     assert all(
-        built.get_parameter(name).requires_grad == (name not in unreached) for name, _ in built.named_parameters()
+        built.get_parameter(name).requires_grad == (name not in unreached)
+        for name, _ in built.named_parameters()
     )
     whole: Any = open_whole(tmp_path / "model")
     types = (ids == whole.config.image_token_id).int()
     named = {"token_type_ids": types.long(), "mm_token_type_ids": types}
     accepted = inspect.signature(whole.forward).parameters
     given = {name: value for name, value in named.items() if name in accepted}
-    whole(input_ids=ids, attention_mask=torch.ones_like(ids), **images, **given).logits.logsumexp(-1).sum().backward()
-    beside = {name: p for name, p in whole.named_parameters() if not name.startswith(text_names(whole))}
+    whole(input_ids=ids, attention_mask=torch.ones_like(ids), **images, **given).logits.logsumexp(
+        -1
+    ).sum().backward()
+    beside = {
+        name: p for name, p in whole.named_parameters() if not name.startswith(text_names(whole))
+    }
     assert list(unreached) == [name for name, parameter in beside.items() if parameter.grad is None]
     is_cut = family.startswith("llava")  # its projector reads the last but one of two layers
     assert any("layers.1.mlp" in name for name in unreached) == is_cut == bool(unreached)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("full_shard", 2), ("FULL_SHARD", 2), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("single", 1), ("full_shard", 2), ("FULL_SHARD", 2), ("ddp", 2)]
+)
 def test_a_tower_of_which_no_image_reaches_a_part_is_resumed(
     layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -264,18 +346,24 @@ def test_a_tower_of_which_no_image_reaches_a_part_is_resumed(
     said = train_all(tmp_path, [(recipes["llava-tower"], config, overrides)], ranks=ranks)
     assert f"resumed at step {STEPS - 1}" in said
     assert re.search(
-        r"not trained: model\.vision_tower\.\S*layers\.1\..* and 6 more: the language model reads nothing", said
+        r"not trained: model\.vision_tower\.\S*layers\.1\..* and 6 more: the language model reads nothing",
+        said,
     )
     assert_bit_equal(whole, stopped, STEPS)
     trained = read_folder(step_folder(stopped, STEPS) / "optimizer")
-    assert any("layers.0.mlp" in name for name in trained) and not any("post_layernorm" in name for name in trained)
+    assert any("layers.0.mlp" in name for name in trained) and not any(
+        "post_layernorm" in name for name in trained
+    )
 
 
 def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_path: Path) -> None:
     data = make_chat(tmp_path / "chat.jsonl", rows=8)
     keys = [f"datasets=[{{path: {data}}}]", f"output_dir={tmp_path}"]
     recipe = read_recipe(str(recipes["gemma3-tower"]), keys)
-    with pytest.raises(UserError, match="only images reach, and no row holds one"), Session(recipe) as session:
+    with (
+        pytest.raises(UserError, match="only images reach, and no row holds one"),
+        Session(recipe) as session,
+    ):
         session.model.train()
 
 
@@ -283,12 +371,18 @@ def test_a_killed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
     """SIGKILL after the first step that was saved, then the same command again."""
-    whole, killed, config = runs("gemma3", "single", 1), tmp_path / "killed", write_config(tmp_path, "single")
+    whole, killed, config = (
+        runs("gemma3", "single", 1),
+        tmp_path / "killed",
+        write_config(tmp_path, "single"),
+    )
     begin = ["--recipe", str(recipes["gemma3"]), "--config", str(config)]
     begin += [f"output_dir={killed}", "export_at_end=False"]
     kill_after(1, killed, begin, ranks=1)
     again = launch_ranks(RUN, begin, ranks=1).check()
-    assert "resumed at step" in again.outputs[0] and f"resumed at step {STEPS}" not in again.outputs[0]
+    assert (
+        "resumed at step" in again.outputs[0] and f"resumed at step {STEPS}" not in again.outputs[0]
+    )
     assert_bit_equal(whole, killed, STEPS)
 
 
@@ -314,7 +408,9 @@ def test_held_out_images_are_answered_as_by_the_exported_model(
             for name, value in inputs.items()
         }
         with torch.no_grad():
-            ids = model.generate(**asked, max_new_tokens=24, do_sample=False, eos_token_id=stop, pad_token_id=pad)
+            ids = model.generate(
+                **asked, max_new_tokens=24, do_sample=False, eos_token_id=stop, pad_token_id=pad
+            )
         own = processor.tokenizer.decode(ids[0, end:], skip_special_tokens=True).strip()
         assert own.startswith(line["answer"])
     assert any(line["answer"] for line in found)
@@ -322,7 +418,10 @@ def test_held_out_images_are_answered_as_by_the_exported_model(
 
 @pytest.mark.parametrize("part", ["export", "adapter", "checkpoints/step-00000003"])
 def test_chat_answers_about_images_as_the_run_does(
-    part: str, runs: Callable[..., Path], recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    part: str,
+    runs: Callable[..., Path],
+    recipes: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = runs("qwen2_5_vl-lora", "single", 1)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()][-3:]
@@ -336,8 +435,13 @@ def test_chat_answers_about_images_as_the_run_does(
     asked.write_text("".join(row + "\n" for row in rows))
     chat = ["chat", str(run / part), "--temperature", "0", "--max-new-tokens", "30", "--json"]
     assert main([*chat, "--prompts", str(asked)]) == 0
-    answers = [json.loads(line)["answers"][0]["answer"].strip() for line in capsys.readouterr().out.splitlines()]
-    assert [answer.startswith(sample["answer"]) for answer, sample in zip(answers, samples, strict=True)] == [True] * 3
+    answers = [
+        json.loads(line)["answers"][0]["answer"].strip()
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert [
+        answer.startswith(sample["answer"]) for answer, sample in zip(answers, samples, strict=True)
+    ] == [True] * 3
     first = json.loads(rows[0])["messages"][0]["content"]
     images = [data.with_name(part["path"]) for part in first if part["type"] == "image"]
     text = next(part["text"] for part in first if part["type"] == "text")
@@ -346,7 +450,9 @@ def test_chat_answers_about_images_as_the_run_does(
         assert main([*chat, "--prompt", text, *named]) == 0
         assert json.loads(capsys.readouterr().out)["answers"][0]["answer"].strip() == answers[0]
         # A row with a text for its prompt and a column of images asks the same.
-        asked.write_text(json.dumps({"prompt": text, "images": [part.name for part in images]}) + "\n")
+        asked.write_text(
+            json.dumps({"prompt": text, "images": [part.name for part in images]}) + "\n"
+        )
         assert main([*chat, "--prompts", str(asked)]) == 0
         assert json.loads(capsys.readouterr().out)["answers"][0]["answer"].strip() == answers[0]
 
@@ -356,15 +462,23 @@ def test_an_image_that_cannot_be_asked_about_is_one_sentence(
 ) -> None:
     chat = ["chat", str(runs("qwen2_5_vl-lora", "single", 1) / "export"), "--prompt", "What is it?"]
     (tmp_path / "text.png").write_text("no image")
-    for path, error in ((tmp_path / "none.png", "no such file"), (tmp_path / "text.png", "cannot be read as an image")):
+    for path, error in (
+        (tmp_path / "none.png", "no such file"),
+        (tmp_path / "text.png", "cannot be read as an image"),
+    ):
         assert main([*chat, "--image", str(path)]) == 2
         assert f"image: {path}: {error}" in capsys.readouterr().err
         rows = tmp_path / "rows.jsonl"
         rows.write_text(json.dumps({"prompt": "What is it?", "images": [path.name]}) + "\n")
         assert main([*chat[:2], "--prompts", str(rows)]) == 2
         said = capsys.readouterr().err
-        assert f"{rows}:1: image: {path}: {error}" in said and "model " not in said, "before the model is loaded"
-    assert main([*chat, "--image", str(draw_image(tmp_path / "one.png", 1)), "--no-chat-template"]) == 2
+        assert f"{rows}:1: image: {path}: {error}" in said and "model " not in said, (
+            "before the model is loaded"
+        )
+    assert (
+        main([*chat, "--image", str(draw_image(tmp_path / "one.png", 1)), "--no-chat-template"])
+        == 2
+    )
     assert "name one with --chat-template" in capsys.readouterr().err
     assert main(["chat", str(make_model(tmp_path / "text")), "--prompt", "What?", "--chat-template", "chatml",
                  "--image", str(tmp_path / "one.png")]) == 2  # fmt: skip

@@ -29,7 +29,10 @@ TIMEOUT_SECONDS = 120
 
 FSDP1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
 FSDP2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
-MESH = {"parallelism_config_dp_replicate_size": NODES, "parallelism_config_dp_shard_size": RANKS // NODES}
+MESH = {
+    "parallelism_config_dp_replicate_size": NODES,
+    "parallelism_config_dp_shard_size": RANKS // NODES,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +60,42 @@ def outputs(folder: Path, recipe: Path) -> list[str]:
         config.write_text(yaml.safe_dump(content))
         runs.append([str(recipe), str(config), [f"output_dir={folder}/{name}"]])
     (folder / "runs.json").write_text(json.dumps(runs))
-    return launch_nodes(folder, [str(Path(__file__).with_name("nodes_on_ranks.py")), str(folder / "runs.json")])
+    return launch_nodes(
+        folder, [str(Path(__file__).with_name("nodes_on_ranks.py")), str(folder / "runs.json")]
+    )
 
 
 def launch_nodes(folder: Path, script: list[str]) -> list[str]:
     """Runs `script` under one `accelerate launch` for each node, as a cluster would, and waits for all of them."""
     port = free_port()
     command = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml")]
-    command += ["--num_machines", str(NODES), "--num_processes", str(RANKS), "--rdzv_backend", "c10d"]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "2"]
+    command += [
+        "--num_machines",
+        str(NODES),
+        "--num_processes",
+        str(RANKS),
+        "--rdzv_backend",
+        "c10d",
+    ]
+    command += [
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+        "--max_restarts",
+        "2",
+    ]
     logs = [folder / f"node{node}.log" for node in range(NODES)]
     environ = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/clusters.md
     # On loopback each launcher takes itself for the host of the rendezvous, unless it is named.
-    ranks = [["--machine_rank", str(node), "--rdzv_conf", f"is_host={int(node == 0)}"] for node in range(NODES)]
-    nodes = [WarmProcess([*command, *rank, *script], environ, log, log) for rank, log in zip(ranks, logs, strict=True)]
+    ranks = [
+        ["--machine_rank", str(node), "--rdzv_conf", f"is_host={int(node == 0)}"]
+        for node in range(NODES)
+    ]
+    nodes = [
+        WarmProcess([*command, *rank, *script], environ, log, log)
+        for rank, log in zip(ranks, logs, strict=True)
+    ]
     deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and not any(node.poll() for node in nodes):
@@ -80,7 +105,9 @@ def launch_nodes(folder: Path, script: list[str]) -> list[str]:
     finally:
         for node in nodes:
             with suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGTERM)  # the launcher ends its ranks, which lead groups of their own
+                os.killpg(
+                    node.pid, signal.SIGTERM
+                )  # the launcher ends its ranks, which lead groups of their own
             node.wait(60)
     texts = [log.read_text(errors="replace") for log in logs]
     assert [node.poll() for node in nodes] == [0] * NODES, "\n".join(text[-6000:] for text in texts)
@@ -91,13 +118,17 @@ def launch_nodes(folder: Path, script: list[str]) -> list[str]:
 def test_shards_within_and_replicas_across_nodes_give_the_losses_of_one_process(
     name: str, folder: Path, recipe: Path, outputs: list[str]
 ) -> None:
-    last = {line["step"]: line for line in steps_of(folder / name)}  # a step done again is logged again
+    last = {
+        line["step"]: line for line in steps_of(folder / name)
+    }  # a step done again is logged again
     for step, (loss, norm) in enumerate(reference.losses(recipe), start=1):
         assert last[step]["loss"] == pytest.approx(loss, rel=1e-5)
         assert last[step]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_after_a_killed_rank_the_run_goes_on_from_its_last_checkpoint(folder: Path, outputs: list[str]) -> None:
+def test_after_a_killed_rank_the_run_goes_on_from_its_last_checkpoint(
+    folder: Path, outputs: list[str]
+) -> None:
     saved = KILLED_AT_STEP // SAVE_STEPS * SAVE_STEPS
     assert f"resumed at step {saved}" in outputs[0]
     steps = [line["step"] for line in steps_of(folder / "fsdp2")]

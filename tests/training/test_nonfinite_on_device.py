@@ -40,7 +40,9 @@ def test_from_the_first_bad_step_on_nothing_moves_and_the_step_is_named(
     values = []
     for step in range(5):
         weight.grad = torch.full_like(weight, bad if step == 2 else 1.0)
-        assert not guard.must_skip(StepCheck.of(step_batch(step), torch.tensor(1.0), weight.grad.norm()))
+        assert not guard.must_skip(
+            StepCheck.of(step_batch(step), torch.tensor(1.0), weight.grad.norm())
+        )
         optimizer.step()
         values.append(weight.detach().clone())
         if step == 1:
@@ -66,7 +68,9 @@ def test_where_the_update_runs_on_the_host_the_host_looks_at_every_step(layout: 
     """Under CPU offload the parameters, and with them the update, are on the host; the flag would be on the GPU."""
     accelerator: Any = SimpleNamespace(scaler=None)
     sharding = Sharding(layout=layout, cpu_offload=True)
-    on_gpu = replace(alone(), device=torch.device("cuda"), sharding=sharding, accelerator=accelerator)
+    on_gpu = replace(
+        alone(), device=torch.device("cuda"), sharding=sharding, accelerator=accelerator
+    )
     optimizer = AdamWBf16Moments([torch.nn.Parameter(torch.zeros(1))])
     guard = make_guard(optimizer, Optimization(optim="adamw_bf16_moments"), on_gpu)
     assert isinstance(guard, HostGuard) and optimizer.found_inf is None

@@ -61,10 +61,24 @@ MODES: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-3,  # so that the model leaves its reference: fp32 resolves a divergence of 0.003 to 1e-5
     },
     # With the default seed one random number lies 3e-8 from a border between two tokens, less than fp32 resolves.
-    "dynamic": {"seed": 7, "rewards": ["my_rewards.py:rare"], "reward_weights": [1.0], "max_num_gen_batches": 9},
-    "taught": {"method": "on_policy_distill", "teacher_model_name_or_path": "teacher", "num_generations": GENERATIONS},
+    "dynamic": {
+        "seed": 7,
+        "rewards": ["my_rewards.py:rare"],
+        "reward_weights": [1.0],
+        "max_num_gen_batches": 9,
+    },
+    "taught": {
+        "method": "on_policy_distill",
+        "teacher_model_name_or_path": "teacher",
+        "num_generations": GENERATIONS,
+    },
 }
-SHARING = ["packed", "reference", "adapters", "taught"]  # the prompt between the completions of a group
+SHARING = [
+    "packed",
+    "reference",
+    "adapters",
+    "taught",
+]  # the prompt between the completions of a group
 MODES |= {f"{mode}-apart": MODES[mode] | {"packing": False} for mode in SHARING}
 EVERY = [
     (1, "single", "packed"),
@@ -121,7 +135,10 @@ def recipes(folder: Path) -> dict[str, Path]:
     }
     paths = {mode: folder / f"{mode}.yaml" for mode in MODES}
     for mode, path in paths.items():
-        own = {key: str(folder / value) if value == "teacher" else value for key, value in MODES[mode].items()}
+        own = {
+            key: str(folder / value) if value == "teacher" else value
+            for key, value in MODES[mode].items()
+        }
         path.write_text(yaml.safe_dump(common | own))
     return paths
 
@@ -139,7 +156,10 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[...
             (
                 recipes[mode],
                 configs[layout],
-                [f"output_dir={folder}/{count}-{layout}-{mode}", *(pipeline if layout == "pipeline" else [])],
+                [
+                    f"output_dir={folder}/{count}-{layout}-{mode}",
+                    *(pipeline if layout == "pipeline" else []),
+                ],
             )
             for count, layout, mode in wanted
             if count == ranks
@@ -153,7 +173,9 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def slow_ranks(cases: list[tuple[int, str, str]]) -> list[Any]:
-    return [each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in cases]
+    return [
+        each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in cases
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "layout", "mode"), slow_ranks(EVERY))
@@ -172,13 +194,24 @@ def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
     assert len({tuple(line["token_ids"]) for line in mine}) > 0.9 * len(mine)
     assert {line["ended"] for line in mine} == {"stopped", "cut"}
     for line, truth in zip(steps_of(run), steps_of(one), strict=True):
-        names = ["kl"] if "kl" in truth and line["step"] > 1 else []  # before the first step the reference is the model
-        for name in (*names, "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length"):
+        names = (
+            ["kl"] if "kl" in truth and line["step"] > 1 else []
+        )  # before the first step the reference is the model
+        for name in (
+            *names,
+            "grad_norm",
+            "reward",
+            "reward_std",
+            "entropy",
+            "completions/mean_length",
+        ):
             assert line[name] == pytest.approx(truth[name], rel=1e-5), (line["step"], name)
         # Advantages of about 1 cancel in the loss, so that its own size says nothing.
         assert line["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
     held_out = [[line for line in read(each) if "eval_reward" in line] for each in (run, one)]
-    assert [line["eval_reward"] for line in held_out[0]] == pytest.approx([line["eval_reward"] for line in held_out[1]])
+    assert [line["eval_reward"] for line in held_out[0]] == pytest.approx(
+        [line["eval_reward"] for line in held_out[1]]
+    )
     assert held_out[0][0]["eval_loss"] == pytest.approx(-held_out[0][0]["eval_reward"])
 
 
@@ -186,11 +219,16 @@ def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
 def test_the_first_screen_names_the_other_model(runs: Callable[..., Path], folder: Path) -> None:
     """The teacher, or the reference where the base is trained; each is counted in mfu by the same objective."""
     runs(1, "single", "taught")
-    others = [mode for _, _, mode in (each for each in EVERY if each[0] == 1) if mode[:6] in ("taught", "refere")]
+    others = [
+        mode
+        for _, _, mode in (each for each in EVERY if each[0] == 1)
+        if mode[:6] in ("taught", "refere")
+    ]
     said = (folder / "said-1").read_text()
     assert (
         len(others) == 4
-        and len(re.findall(r"\nteacher LlamaForCausalLM, [\d,]+ parameters, frozen in fp32", said)) == 4
+        and len(re.findall(r"\nteacher LlamaForCausalLM, [\d,]+ parameters, frozen in fp32", said))
+        == 4
     )
 
 
@@ -201,7 +239,10 @@ def test_the_ratio_between_sampler_and_trainer_is_one(
     for line in steps_of(runs(ranks, layout, mode)):
         assert 0 < line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
         assert line["log_ratio/max"] >= line["log_ratio/mean"]
-        assert line["ratio/effective_sample_size"] == pytest.approx(1, abs=1e-6) and line["clip_ratio"] == 0
+        assert (
+            line["ratio/effective_sample_size"] == pytest.approx(1, abs=1e-6)
+            and line["clip_ratio"] == 0
+        )
         assert line["ratio/share/0.999-1.001"] == 1 and line["ratio/outside"] == 0
 
 
@@ -215,7 +256,9 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
     rewards = [line["rewards"]["even"] + 0.5 * line["rewards"]["length"] for line in lines]
     for line in lines:
         ids = line["token_ids"]
-        assert line["rewards"]["even"] == pytest.approx(sum(token % 2 == 0 for token in ids) / len(ids))
+        assert line["rewards"]["even"] == pytest.approx(
+            sum(token % 2 == 0 for token in ids) / len(ids)
+        )
         assert line["rewards"]["length"] == pytest.approx(1 - len(ids) / MOST)
         assert line["ended"] == ("stopped" if ids[-1] in STOPS else "cut") and len(ids) <= MOST
     loss_type = MODES[mode]["loss_type"]
@@ -227,7 +270,9 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
 
     tokenizer = AutoTokenizer.from_pretrained(recipes[mode].parent / "model")
     new = []
-    learned = [i for i, line in enumerate(lines) if loss_type == "dapo" or line["ended"] == "stopped"]
+    learned = [
+        i for i, line in enumerate(lines) if loss_type == "dapo" or line["ended"] == "stopped"
+    ]
     for line in (lines[i] for i in learned):
         prompt = tokenizer(line["prompt"], add_special_tokens=False).input_ids
         ids = torch.tensor([prompt + line["token_ids"]])
@@ -236,8 +281,12 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_a_plain_loop(
     old = [each.detach() for each in new]
     level = MODES[mode].get("importance_sampling_level", "token")
     of_learned = [advantages[i] for i in learned]
-    loss = online_papers.paper(loss_type, new, old, of_learned, low=0.2, high=0.2, budget=MOST, level=level)
-    loss = loss * (len(learned) / len(lines) if loss_type == "grpo" else 1)  # those that are cut count, with nothing
+    loss = online_papers.paper(
+        loss_type, new, old, of_learned, low=0.2, high=0.2, budget=MOST, level=level
+    )
+    loss = loss * (
+        len(learned) / len(lines) if loss_type == "grpo" else 1
+    )  # those that are cut count, with nothing
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     first = steps_of(run)[0]
@@ -252,12 +301,18 @@ def test_groups_without_signal_are_replaced_by_other_prompts(runs: Callable[...,
     assert len(groups) == STEPS * PROMPTS
     for group in groups:
         assert len({line["prompt"] for line in group}) == 1
-        assert {line["rewards"]["rare"] for line in group} == {0.0, 1.0} and any(line["advantage"] for line in group)
+        assert {line["rewards"]["rare"] for line in group} == {0.0, 1.0} and any(
+            line["advantage"] for line in group
+        )
     for step in range(STEPS):
-        assert len({group[0]["prompt"] for group in groups[step * PROMPTS : (step + 1) * PROMPTS]}) > 1
+        assert (
+            len({group[0]["prompt"] for group in groups[step * PROMPTS : (step + 1) * PROMPTS]}) > 1
+        )
     assert max(step["sampled_groups"] for step in steps) > PROMPTS
     for step in steps:  # dropped are those without signal, and what a last draw had too many of
-        assert step["frac_reward_zero_std"] * step["sampled_groups"] == pytest.approx(step["sampled_groups"] - PROMPTS)
+        assert step["frac_reward_zero_std"] * step["sampled_groups"] == pytest.approx(
+            step["sampled_groups"] - PROMPTS
+        )
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -266,18 +321,35 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 KILLED_QUICKLY = {("once", "sampling"), ("again", "rewards"), ("again-fsdp2", "step")}
 KILLED = Path(__file__).with_name("killed_while_sampling.py")
-DEATHS = {"sampling": 16, "rewards": 7, "step": 2, "save": 2}  # calls, of which the last is in the second step
+DEATHS = {
+    "sampling": 16,
+    "rewards": 7,
+    "step": 2,
+    "save": 2,
+}  # calls, of which the last is in the second step
 # Four steps on the completions of the first two, then two on those of the next: the first rank dies in the third step, between
 # two updates on the same completions, and where the second lot is sampled and rewarded.
-AGAIN = ["num_iterations=2", "steps_per_generation=2", "importance_sampling_correction=token_truncate", "max_steps=6"]
+AGAIN = [
+    "num_iterations=2",
+    "steps_per_generation=2",
+    "importance_sampling_correction=token_truncate",
+    "max_steps=6",
+]
 LATER_DEATHS = {"sampling": 27, "rewards": 8, "step": 3, "save": 3}
-LAYOUTS = {"once": (1, "single"), "again": (1, "single"), "again-ddp": (2, "ddp"), "again-fsdp2": (2, "full_shard")}
+LAYOUTS = {
+    "once": (1, "single"),
+    "again": (1, "single"),
+    "again-ddp": (2, "ddp"),
+    "again-fsdp2": (2, "full_shard"),
+}
 
 
 @pytest.mark.parametrize(
     ("case", "place"),
     [
-        pytest.param(case, place, marks=[] if (case, place) in KILLED_QUICKLY else [pytest.mark.slow])
+        pytest.param(
+            case, place, marks=[] if (case, place) in KILLED_QUICKLY else [pytest.mark.slow]
+        )
         for case in LAYOUTS
         for place in DEATHS
     ],
@@ -288,14 +360,25 @@ def test_a_run_that_is_killed_anywhere_ends_as_if_nobody_had(
     """SIGKILL between two tokens, while rewards are computed, before the update, before the checkpoint is published. The same
     command then ends with the weights, losses and completions of the run that nobody killed."""
     ranks, layout = LAYOUTS[case]
-    keys = ["save_steps=1", "save_total_limit=9", "eval_datasets=[]", "per_device_generation_batch_size=64"]
+    keys = [
+        "save_steps=1",
+        "save_total_limit=9",
+        "eval_datasets=[]",
+        "per_device_generation_batch_size=64",
+    ]
     keys += [] if case == "once" else AGAIN
     calls, steps = (DEATHS, STEPS) if case == "once" else (LATER_DEATHS, 6)
     whole, run = folder / f"unkilled-{case}", folder / f"killed-{case}-{place}"
     config = write_config(folder, layout)
 
     def live(where: str, output: Path) -> int:
-        arguments = [f"{where},{calls.get(where)}", str(recipes["packed"]), str(config), *keys, f"output_dir={output}"]
+        arguments = [
+            f"{where},{calls.get(where)}",
+            str(recipes["packed"]),
+            str(config),
+            *keys,
+            f"output_dir={output}",
+        ]
         finished = launch_ranks(KILLED, arguments, ranks=ranks)
         assert finished.returncodes[0] in (0, -signal.SIGKILL), finished.outputs[0][-3000:]
         return finished.returncodes[0]
@@ -318,13 +401,26 @@ def test_a_run_that_is_killed_anywhere_ends_as_if_nobody_had(
 @pytest.fixture(scope="module")
 def again(folder: Path, recipes: dict[str, Path]) -> Path:
     """A run of three steps on the same completions, without clipping and warm-up."""
-    keys = ["num_iterations=3", "save_steps=1", "save_total_limit=9", "eval_datasets=[]", "max_grad_norm=null"]
-    keys += ["lr_scheduler_type=constant", "warmup_ratio=0", f"output_dir={folder}/again", "learning_rate=3e-3"]
+    keys = [
+        "num_iterations=3",
+        "save_steps=1",
+        "save_total_limit=9",
+        "eval_datasets=[]",
+        "max_grad_norm=null",
+    ]
+    keys += [
+        "lr_scheduler_type=constant",
+        "warmup_ratio=0",
+        f"output_dir={folder}/again",
+        "learning_rate=3e-3",
+    ]
     train_all(folder, [(recipes["packed"], write_config(folder, "single"), keys)], ranks=1)
     return folder / "again"
 
 
-def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: Path, recipes: dict[str, Path]) -> None:
+def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(
+    again: Path, recipes: dict[str, Path]
+) -> None:
     """The ratio leaves 1 as the model moves, and its bound bites: losses and gradients by transformers, AdamW and the paper."""
     from transformers import AutoTokenizer
 
@@ -369,16 +465,31 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(again: 
     )
 
 
-def test_a_run_whose_rewards_never_differ_says_that_it_learned_nothing(again: Path, tmp_path: Path) -> None:
+def test_a_run_whose_rewards_never_differ_says_that_it_learned_nothing(
+    again: Path, tmp_path: Path
+) -> None:
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(line | {'frac_reward_zero_std': 1.0, 'grad_norm': 0.0})}\n" for line in steps_of(again))
+        "".join(
+            f"{json.dumps(line | {'frac_reward_zero_std': 1.0, 'grad_norm': 0.0})}\n"
+            for line in steps_of(again)
+        )
     )
     assert "nothing was learned" in last_screen(tmp_path, 3)[0]
 
 
-def test_inspect_reads_the_completions_of_a_checkpoint(again: Path, recipes: dict[str, Path]) -> None:
+def test_inspect_reads_the_completions_of_a_checkpoint(
+    again: Path, recipes: dict[str, Path]
+) -> None:
     stored = again / "checkpoints" / "step-00000002" / "rollouts.jsonl"
-    command = ["-m", "finetune", "inspect", str(stored), "--model", str(recipes["packed"].parent / "model"), "--json"]
+    command = [
+        "-m",
+        "finetune",
+        "inspect",
+        str(stored),
+        "--model",
+        str(recipes["packed"].parent / "model"),
+        "--json",
+    ]
     done = run_python([*command, "--rows", "99"])
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)["rows"]
@@ -403,7 +514,10 @@ def test_another_num_iterations_cannot_train_on_half_of_the_completions(
         "eval_datasets=[]",
         "allow_changed_recipe=true",
     ]
-    keys += [f"resume_from_checkpoint={again}/checkpoints/step-00000003", f"output_dir={folder}/changed"]
+    keys += [
+        f"resume_from_checkpoint={again}/checkpoints/step-00000003",
+        f"output_dir={folder}/changed",
+    ]
     arguments = [
         "nowhere,1", str(recipes["packed"]), str(write_config(folder, "single")), *keys,
     ]  # fmt: skip
@@ -415,16 +529,22 @@ def test_another_num_iterations_cannot_train_on_half_of_the_completions(
     )
 
 
-def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_report_shows_what_was_sampled_and_its_rewards(
+    runs: Callable[..., Path], tmp_path: Path
+) -> None:
     run = runs(1, "single", "packed")
-    done = run_python(["-m", "finetune", "report", str(run), "--output", str(tmp_path / "report.html")])
+    done = run_python(
+        ["-m", "finetune", "report", str(run), "--output", str(tmp_path / "report.html")]
+    )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "report.html").read_text()
     of_size = page[page.index("Effective sample size") :]
     labels = re.findall(r">([\d.]+)</span>", of_size[: of_size.index("</figure>")])
     assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
     of_ratios = page[page.index("Probability ratios <small>") :]
-    shares = re.findall(r'<i style="width:([\d.]+)%"></i>', of_ratios[: of_ratios.index("</table>")])
+    shares = re.findall(
+        r'<i style="width:([\d.]+)%"></i>', of_ratios[: of_ratios.index("</table>")]
+    )
     assert len(shares) == 3 * len(RATIO_SHARES) and shares.count("100.0") == 3, shares
     for title in (
         "Reward",
@@ -442,8 +562,14 @@ def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., P
     )
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], float, float]] = {  # with the bounds of the mean and of the largest log-ratio
-    "gemma3_text": ({"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, 5e-6, 5e-5),
+FAMILIES: dict[
+    str, tuple[dict[str, Any], float, float]
+] = {  # with the bounds of the mean and of the largest log-ratio
+    "gemma3_text": (
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        5e-6,
+        5e-5,
+    ),
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, 5e-6, 5e-5),
     # One token at a time is another computation of a recurrence than a chunk of them.
     "qwen3_5_text": (
@@ -466,8 +592,15 @@ def test_windows_experts_and_recurrent_layers_are_sampled_as_they_are_trained(
 ) -> None:
     listed = []
     for family, (config, _, _) in FAMILIES.items():
-        model = make_model(folder / f"model-{family}", model_type=family, initializer_range=0.3, **config)
-        keys = [f"model_name_or_path={model}", f"output_dir={folder}/of-{family}", "packing=false", "eval_datasets=[]"]
+        model = make_model(
+            folder / f"model-{family}", model_type=family, initializer_range=0.3, **config
+        )
+        keys = [
+            f"model_name_or_path={model}",
+            f"output_dir={folder}/of-{family}",
+            "packing=false",
+            "eval_datasets=[]",
+        ]
         listed.append((recipes["packed"], write_config(folder, "single"), keys))
     train_all(folder, listed, ranks=1)
     for family, (_, mean, largest) in FAMILIES.items():
@@ -479,7 +612,9 @@ def test_windows_experts_and_recurrent_layers_are_sampled_as_they_are_trained(
 def test_a_real_model_learns_a_format_on_gsm8k(shared: Path, tmp_path: Path) -> None:
     """A mechanical test: stories260k, which cannot calculate, learns to end what it writes after a question as a sentence ends."""
     for split, rows in (("train", 256), ("test", 64)):
-        lines = (shared / "data" / f"gsm8k_{split}.jsonl").read_text().splitlines(keepends=True)[:rows]
+        lines = (
+            (shared / "data" / f"gsm8k_{split}.jsonl").read_text().splitlines(keepends=True)[:rows]
+        )
         (tmp_path / f"{split}.jsonl").write_text("".join(lines))
     (tmp_path / "my_rewards.py").write_text(
         "def sentence(completions, **_):\n    return [float(text.rstrip().endswith(('.', '!', '\"'))) for text in completions]\n"
@@ -503,10 +638,17 @@ def test_a_real_model_learns_a_format_on_gsm8k(shared: Path, tmp_path: Path) -> 
     }
     (tmp_path / "gsm8k.yaml").write_text(yaml.safe_dump(keys))
     overrides = [f"output_dir={tmp_path / 'run'}"]
-    train_all(tmp_path, [(tmp_path / "gsm8k.yaml", write_config(tmp_path, "single"), overrides)], ranks=1)
-    before, after = (line["eval_reward"] for line in read(tmp_path / "run") if "eval_reward" in line)
+    train_all(
+        tmp_path, [(tmp_path / "gsm8k.yaml", write_config(tmp_path, "single"), overrides)], ranks=1
+    )
+    before, after = (
+        line["eval_reward"] for line in read(tmp_path / "run") if "eval_reward" in line
+    )
     assert before < 0.4 and after > 0.9
-    assert all(line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5 for line in steps_of(tmp_path / "run"))
+    assert all(
+        line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
+        for line in steps_of(tmp_path / "run")
+    )
 
 
 BAD = """
@@ -537,9 +679,17 @@ def test_rewards_are_compared_with_the_data_before_the_model_is_loaded(
         "tool": ([f"rewards=[{mine}:fine]", f"tools=[{mine}:multiplied]"], "mine.py: no function or class multiplied"),
         "answer": (["rewards=[number]", of_prompts, "eval_datasets=[]"], r"number: takes answer, and the data have no such column \(they have level\)"),
     }[kind]  # fmt: skip
-    keys += ["reward_weights=[1]", f"model_name_or_path={tmp_path}/model", f"output_dir={tmp_path}/run"]
+    keys += [
+        "reward_weights=[1]",
+        f"model_name_or_path={tmp_path}/model",
+        f"output_dir={tmp_path}/run",
+    ]
     with pytest.raises(UserError, match=sentence) as error:
-        fine_tune(read_recipe(str(recipes["packed"]), keys), read_sharding("single", None, {}), dry_run=dry_run)
+        fine_tune(
+            read_recipe(str(recipes["packed"]), keys),
+            read_sharding("single", None, {}),
+            dry_run=dry_run,
+        )
     assert "\n" not in str(error.value)
 
 
@@ -560,7 +710,11 @@ def test_a_dry_run_asks_the_rewards_and_the_server(
     (tmp_path / "bad.py").write_text(BAD)
 
     def dry_run(*keys: str) -> None:
-        fine_tune(read_recipe(str(recipes["packed"]), list(keys)), read_sharding("single", None, {}), dry_run=True)
+        fine_tune(
+            read_recipe(str(recipes["packed"]), list(keys)),
+            read_sharding("single", None, {}),
+            dry_run=True,
+        )
 
     dry_run()
     assert re.search(r"data +\d+ examples, [\d,]+ tokens of prompts\n", capsys.readouterr().out)
@@ -569,7 +723,9 @@ def test_a_dry_run_asks_the_rewards_and_the_server(
     with pytest.raises(UserError, match=r"says_nan: returned nan for the completion"):
         dry_run(f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
     with serving(recipes["packed"].parent / "teacher") as server:
-        with pytest.raises(UserError, match=r"vllm_server_base_url: .*: serves .*teacher, but .*model is trained"):
+        with pytest.raises(
+            UserError, match=r"vllm_server_base_url: .*: serves .*teacher, but .*model is trained"
+        ):
             dry_run(f"vllm_server_base_url={server.url}")
         url = server.url
     with pytest.raises(UserError, match=r"start vLLM 0\.32 with"):

@@ -29,7 +29,11 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
     """A run of two steps for each case."""
     keys = ["max_steps=2", "eval_datasets=[]", "lr_scheduler_type=constant", "warmup_ratio=0"]
     listed = [
-        (recipes["packed"], write_config(folder, "single"), [*keys, *own, f"output_dir={folder}/{name}"])
+        (
+            recipes["packed"],
+            write_config(folder, "single"),
+            [*keys, *own, f"output_dir={folder}/{name}"],
+        )
         for name, own in CASES.items()
     ]
     train_all(folder, listed, ranks=1)
@@ -37,7 +41,9 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trl_computes_the_same_loss_and_gradient_from_the_same_rollouts(case: str, runs: Path) -> None:
+def test_trl_computes_the_same_loss_and_gradient_from_the_same_rollouts(
+    case: str, runs: Path
+) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -62,7 +68,11 @@ def test_trl_computes_the_same_loss_and_gradient_from_the_same_rollouts(case: st
     )
     data = Dataset.from_list([{"prompt": "a"}] * 4)
     trainer = GRPOTrainer(
-        str(runs / "model"), lambda **_: [0.0], args=args, train_dataset=data, processing_class=tokenizer
+        str(runs / "model"),
+        lambda **_: [0.0],
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer,
     )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -112,7 +122,9 @@ def test_trl_computes_the_same_loss_and_gradient_from_the_same_rollouts(case: st
         optimizer.zero_grad()
         loss = trainer._compute_loss(trainer.model, inputs)
         loss.backward()
-        norm = torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm()
+        norm = torch.stack(
+            [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+        ).norm()
         close = (
             1e-5 if step["step"] == 1 else 1e-4
         )  # AdamW's first update is the gradient's sign, also where that rounds
@@ -122,8 +134,12 @@ def test_trl_computes_the_same_loss_and_gradient_from_the_same_rollouts(case: st
     assert case != "again" or step["clip_ratio"] > 0.02
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(mode: str, runs: Path) -> None:
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(
+    mode: str, runs: Path
+) -> None:
     """TRL's own correction, as it is for vLLM, where its sampler's log-probabilities are off by up to a third of a nat."""
     from types import SimpleNamespace
 
@@ -132,7 +148,11 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(mod
     from trl import GRPOConfig, GRPOTrainer
 
     from finetune.config.reader import read_recipe
-    from finetune.training.objectives.policy_losses import Completions, bound_sampling_ratios, compute_sampling_ratios
+    from finetune.training.objectives.policy_losses import (
+        Completions,
+        bound_sampling_ratios,
+        compute_sampling_ratios,
+    )
 
     lines = [line for line in lines_of(runs / "dapo") if line["step"] == 1]
     tokenizer = AutoTokenizer.from_pretrained(runs / "model")
@@ -173,7 +193,9 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(mod
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
     lengths = [len(ids) for ids in completions]
     of = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    trained = torch.cat([row[:n] for row, n in zip(found["old_per_token_logps"], lengths, strict=True)])
+    trained = torch.cat(
+        [row[:n] for row, n in zip(found["old_per_token_logps"], lengths, strict=True)]
+    )
     log_ratios = (trained - torch.cat([torch.tensor(each) for each in sampled])).double()
     ratios = compute_sampling_ratios(
         log_ratios, Completions(of, torch.ones_like(of, dtype=torch.bool), len(lines)), recipe

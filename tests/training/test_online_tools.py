@@ -47,14 +47,20 @@ AGAIN = ["num_iterations=2", "importance_sampling_correction=token_truncate", "m
 def recipe(folder: Path) -> Path:
     """The recipe of a run whose model has seen the quickstart of tools for some steps."""
     sft = RECIPES / "quickstart_tools_sft.yaml"
-    keys = ["max_steps=150", f"output_dir={folder / 'sft'}", f"dataset_cache_dir={folder / 'cache'}"]
+    keys = [
+        "max_steps=150",
+        f"output_dir={folder / 'sft'}",
+        f"dataset_cache_dir={folder / 'cache'}",
+    ]
     train_all(folder, [(sft, write_config(folder, "single"), keys)], ranks=1)
     (folder / "my_tools.py").write_text(TOOLS)
     own = {
         "method": "grpo",
         "model_name_or_path": str(folder / "sft" / "export"),
         "datasets": [{"path": str(RECIPES / "quickstart" / "products_train.jsonl")}],
-        "eval_datasets": [{"path": str(RECIPES / "quickstart" / "products_heldout.jsonl"), "max_samples": 7}],
+        "eval_datasets": [
+            {"path": str(RECIPES / "quickstart" / "products_heldout.jsonl"), "max_samples": 7}
+        ],
         "dataset_cache_dir": str(folder / "cache"),
         "rewards": ["my_tools.py:even"],
         "tools": ["my_tools.py:multiply"],
@@ -86,22 +92,35 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     configs["tp"] = write_config(folder, "full_shard", sizes={"tp_size": 2})
     wanted = EVERY if slow_too else EVERY[:2]
     for ranks in sorted({each[0] for each in wanted}):
-        listed = [(recipe, configs[at], [f"output_dir={folder}/{n}-{at}"]) for n, at in wanted if n == ranks]
+        listed = [
+            (recipe, configs[at], [f"output_dir={folder}/{n}-{at}"])
+            for n, at in wanted
+            if n == ranks
+        ]
         train_all(folder, listed, ranks=ranks)
     return lambda ranks, layout: folder / f"{ranks}-{layout}"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [each if each in EVERY[:2] else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY]
+    ("ranks", "layout"),
+    [each if each in EVERY[:2] else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY],
 )
-def test_every_layout_has_the_same_turns_and_losses(ranks: int, layout: str, runs: Callable[..., Path]) -> None:
+def test_every_layout_has_the_same_turns_and_losses(
+    ranks: int, layout: str, runs: Callable[..., Path]
+) -> None:
     one, run = runs(1, "single"), runs(ranks, layout)
     mine, theirs = lines_of(run), lines_of(one)
     assert len(mine) == STEPS * PROMPTS * GENERATIONS
     for name in ("token_ids", "tool_mask", "parts", "rewards", "ended"):
         assert [line.get(name) for line in mine] == [line.get(name) for line in theirs], name
     for line, truth in zip(steps_of(run), steps_of(one), strict=True):
-        for name in ("grad_norm", "reward", "entropy", "completions/mean_length", "tools/call_frequency"):
+        for name in (
+            "grad_norm",
+            "reward",
+            "entropy",
+            "completions/mean_length",
+            "tools/call_frequency",
+        ):
             assert line[name] == pytest.approx(truth[name], rel=1e-5), (line["step"], name)
         assert line["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-6)
         assert 0 < line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
@@ -115,31 +134,53 @@ def test_what_tools_say_is_counted_and_not_trained_on(runs: Callable[..., Path])
     assert called and len(called) < len(lines), "some call the tool and some guess"
     for line in called:
         asked, said = line["parts"][:2]
-        assert asked.startswith('<tool_call>{"name": "multiply"') and asked.endswith("</tool_call><|end_of_turn|>")
-        a, b = json.loads(asked[len("<tool_call>") : asked.index("</tool_call>")])["arguments"].values()
+        assert asked.startswith('<tool_call>{"name": "multiply"') and asked.endswith(
+            "</tool_call><|end_of_turn|>"
+        )
+        a, b = json.loads(asked[len("<tool_call>") : asked.index("</tool_call>")])[
+            "arguments"
+        ].values()
         result = str({"error": "an odd number"}) if a % 2 else str(a * b)
         assert said == f"<|tool|>{result}<|end_of_turn|><|assistant|>"
-        assert "".join(line["parts"]) == line["completion"] and len(line["tool_mask"]) == len(line["token_ids"]) <= MOST
+        assert (
+            "".join(line["parts"]) == line["completion"]
+            and len(line["tool_mask"]) == len(line["token_ids"]) <= MOST
+        )
     masks = [line.get("tool_mask", [1] * len(line["token_ids"])) for line in lines]
     results = [part for line in called for part in line["parts"][1::2]]
     first = steps_of(run)[0]
     assert first["completions/mean_length"] == pytest.approx(sum(map(sum, masks)) / len(lines))
     assert first["tools/call_frequency"] == pytest.approx(len(results) / len(lines))
-    assert first["tools/failure_frequency"] == pytest.approx(sum("error" in each for each in results) / len(results))
+    assert first["tools/failure_frequency"] == pytest.approx(
+        sum("error" in each for each in results) / len(results)
+    )
     assert 0 < first["tools/failure_frequency"] < 1
 
-    rewards = [sum(token % 2 == 0 for token in line["token_ids"]) / len(line["token_ids"]) for line in lines]
+    rewards = [
+        sum(token % 2 == 0 for token in line["token_ids"]) / len(line["token_ids"])
+        for line in lines
+    ]
     assert [line["rewards"]["even"] for line in lines] == pytest.approx(rewards)
     advantages = online_papers.advantages(rewards, GENERATIONS, "dapo", "group")
     folder = Path(yaml.safe_load((run / "recipe.yaml").read_text())["model_name_or_path"])
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     new = []
     for line, mask in zip(lines, masks, strict=True):
         prompt = tokenizer(line["prompt"], add_special_tokens=False).input_ids
         ids = torch.tensor([prompt + line["token_ids"]])
-        logs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        logs = (
+            model(ids)
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+            .gather(1, ids[0, len(prompt) :, None])[:, 0]
+        )
         new.append(logs[torch.tensor(mask) == 1])
-    loss = online_papers.paper("dapo", new, [each.detach() for each in new], advantages, low=0.2, high=0.2, budget=MOST)
+    loss = online_papers.paper(
+        "dapo", new, [each.detach() for each in new], advantages, low=0.2, high=0.2, budget=MOST
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
@@ -150,17 +191,33 @@ DEATHS = {("once", "tools"): 2, ("again", "tools"): 2, ("again", "step"): 2}
 
 
 @pytest.mark.parametrize(
-    ("case", "place"), [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "once" else []) for each in DEATHS]
+    ("case", "place"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "once" else []) for each in DEATHS],
 )
 def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     case: str, place: str, recipe: Path, folder: Path
 ) -> None:
     """Also between two updates on the same completions, whose mask is in the checkpoint."""
-    keys = ["save_steps=1", "save_total_limit=9", "eval_datasets=[]", *(AGAIN if case == "again" else [])]
-    whole, run, config = folder / f"unkilled-{case}", folder / f"killed-{case}-{place}", write_config(folder, "single")
+    keys = [
+        "save_steps=1",
+        "save_total_limit=9",
+        "eval_datasets=[]",
+        *(AGAIN if case == "again" else []),
+    ]
+    whole, run, config = (
+        folder / f"unkilled-{case}",
+        folder / f"killed-{case}-{place}",
+        write_config(folder, "single"),
+    )
 
     def live(where: str, output: Path) -> int:
-        arguments = [f"{where},{DEATHS.get((case, where))}", str(recipe), str(config), *keys, f"output_dir={output}"]
+        arguments = [
+            f"{where},{DEATHS.get((case, where))}",
+            str(recipe),
+            str(config),
+            *keys,
+            f"output_dir={output}",
+        ]
         finished = launch_ranks(KILLED, arguments, ranks=1)
         assert finished.returncodes[0] in (0, -signal.SIGKILL), finished.outputs[0][-3000:]
         return finished.returncodes[0]
@@ -171,7 +228,9 @@ def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     kept = newest / "rollouts.jsonl"
     assert kept.exists() == (place == "step")
-    assert not kept.exists() or any(json.loads(line)["sampled"]["tool_mask"] for line in kept.read_text().splitlines())
+    assert not kept.exists() or any(
+        json.loads(line)["sampled"]["tool_mask"] for line in kept.read_text().splitlines()
+    )
     assert live("nowhere", run) == 0
     assert_bit_equal(run, whole, STEPS if case == "once" else 4)
     assert lines_of(run) == lines_of(whole)
@@ -181,11 +240,19 @@ def test_a_server_samples_turns_as_the_model_itself_does(recipe: Path, folder: P
     """Greedy answers to held-out prompts are the same; of what is drawn the server sees each turn as a longer prompt."""
     model = folder / "sft" / "export"
     with serving(model) as server:
-        keys = [f"vllm_server_base_url={server.url}", f"output_dir={folder / 'server'}", "max_steps=1"]
+        keys = [
+            f"vllm_server_base_url={server.url}",
+            f"output_dir={folder / 'server'}",
+            "max_steps=1",
+        ]
         train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
         asked = [body["prompt"] for body, _ in server.asked]
     line, own = steps_of(folder / "server")[0], steps_of(folder / "1-single")[0]
-    assert line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5 and line["tools/call_frequency"] > 0
+    assert (
+        line["log_ratio/mean"] < 5e-6
+        and line["log_ratio/max"] < 5e-5
+        and line["tools/call_frequency"] > 0
+    )
     assert own["step"] == line["step"] == 1
     called = [each for each in lines_of(folder / "server") if "parts" in each]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

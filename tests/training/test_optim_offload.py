@@ -16,7 +16,13 @@ from tests.training.layouts import assert_bit_equal, write_config, write_recipe
 
 STEPS, SAVED_AT = 20, 10
 Cases = dict[str, dict[str, Any]]
-LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "max_steps": 4, "save_steps": 2, "optim": "adamw_torch"}
+LORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "max_steps": 4,
+    "save_steps": 2,
+    "optim": "adamw_torch",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +42,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     offload_dir = folder / "scratch"
 
     def case(
-        name: str, ranks: int, *, nvme: bool, output: str | None = None, fault: str = "", **keys: Any
+        name: str,
+        ranks: int,
+        *,
+        nvme: bool,
+        output: str | None = None,
+        fault: str = "",
+        **keys: Any,
     ) -> dict[str, Any]:
         where = {"optim_offload": "nvme", "offload_dir": str(offload_dir)} if nvme else {}
         recipe = write_recipe(
             folder / f"{name}.yaml", model, folder / "chat.jsonl", **common | keys | where, save_total_limit=None,
             attention_dropout=0.1, output_dir=str(folder / (output or name)),
         )  # fmt: skip
-        found = {"recipe": str(recipe), "config": str(config), "overrides": [], "ranks": ranks, "fault": fault}
+        found = {
+            "recipe": str(recipe),
+            "config": str(config),
+            "overrides": [],
+            "ranks": ranks,
+            "fault": fault,
+        }
         return found | {
             "log": str(folder / f"{name}.log"),
             "offload_dir": str(offload_dir),
@@ -56,17 +74,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         "memory": case("memory", 2, nvme=False),
         "killed": case("killed", 2, nvme=True, fault="killed"),
         "resumed": case("resumed", 2, nvme=True, output="killed"),
-        "back": case("back", 2, nvme=False, resume_from_checkpoint=str(step_folder(folder / "killed", SAVED_AT))),
+        "back": case(
+            "back",
+            2,
+            nvme=False,
+            resume_from_checkpoint=str(step_folder(folder / "killed", SAVED_AT)),
+        ),
         "one in memory": case("one in memory", 1, nvme=False, **bf16),
         "one": case("one", 1, nvme=True, **bf16),
         "lora in memory": case("lora in memory", 1, nvme=False, **LORA),
         "lora": case(
-            "lora", 1, nvme=True, **LORA, resume_from_checkpoint=str(step_folder(folder / "lora in memory", 2))
+            "lora",
+            1,
+            nvme=True,
+            **LORA,
+            resume_from_checkpoint=str(step_folder(folder / "lora in memory", 2)),
         ),
         "failing": case("failing", 2, nvme=True, fault="full", save_steps=None),
     }
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
-    done = run_python([str(Path(__file__).with_name("offloads_on_ranks.py")), str(folder / "cases.json")], timeout=300)
+    done = run_python(
+        [str(Path(__file__).with_name("offloads_on_ranks.py")), str(folder / "cases.json")],
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
     return {
@@ -78,18 +108,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        (["optim_offload=nvme"], "optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node"),
-        (["optim_offload=nvme", "offload_dir=''"], "command line: offload_dir: empty text is no folder"),
-        (["optim_offload=nvme", "offload_dir=off"], "command line: offload_dir: false does not fit; text is expected"),
+        (
+            ["optim_offload=nvme"],
+            "optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
+        ),
+        (
+            ["optim_offload=nvme", "offload_dir=''"],
+            "command line: offload_dir: empty text is no folder",
+        ),
+        (
+            ["optim_offload=nvme", "offload_dir=off"],
+            "command line: offload_dir: false does not fit; text is expected",
+        ),
         (["offload_dir=/nvme"], "offload_dir has no effect without optim_offload: nvme"),
         (
             ["optim_offload=nvme", "offload_dir=/nvme", "optim=adamw_8bit"],
             "adamw_8bit cannot be combined with optim_offload: nvme",
         ),
-        (["optim_offload=nvme", "offload_dir=/nvme", "async_save=true"], "async_save copies the state to host memory"),
+        (
+            ["optim_offload=nvme", "offload_dir=/nvme", "async_save=true"],
+            "async_save copies the state to host memory",
+        ),
     ],
 )
-def test_keys_that_contradict_each_other_are_named(tmp_path: Path, keys: list[str], sentence: str) -> None:
+def test_keys_that_contradict_each_other_are_named(
+    tmp_path: Path, keys: list[str], sentence: str
+) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", Path("some/model"), Path("some/data"))
     with pytest.raises(UserError, match=re.escape(sentence)) as error:
         read_recipe(str(recipe), keys)

@@ -50,14 +50,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     data = make_chat(folder / "chat.jsonl", rows=20)
     sizes: dict[str, Any] = {"hidden_size": 72, "vocab_size": 509, "num_hidden_layers": 3}
-    models = {tied: make_model(folder / f"model-{tied}", tie_word_embeddings=tied, **sizes) for tied in (True, False)}
+    models = {
+        tied: make_model(folder / f"model-{tied}", tie_word_embeddings=tied, **sizes)
+        for tied in (True, False)
+    }
     runs = []
     for mode, given in MODES.items():
-        model, keys = models[given.get("tied", False)], {key: value for key, value in given.items() if key != "tied"}
+        model, keys = (
+            models[given.get("tied", False)],
+            {key: value for key, value in given.items() if key != "tied"},
+        )
         keys = {"global_batch_size": 6, "max_steps": STEPS, "save_steps": 3} | keys
         recipe = write_recipe(folder / f"{mode}.yaml", model, data, **keys)
         runs += [
-            (recipe, write_config(folder, layout), [f"output_dir={folder / f'{layout}-{mode}'}"]) for layout in LAYOUTS
+            (recipe, write_config(folder, layout), [f"output_dir={folder / f'{layout}-{mode}'}"])
+            for layout in LAYOUTS
         ]
     for mode, (before, after) in RESUMED.items():
         start = folder / f"{before}-{mode}" / "checkpoints" / "step-00000003"
@@ -75,7 +82,9 @@ def expected(folder: Path) -> Callable[[str], list[tuple[float, float]]]:
     def prepare(mode: str) -> Callable[[Any], None]:
         def freeze(model: Any) -> None:
             if mode == "whole-tied":  # peft would give the head a copy of its own
-                model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()
+                model.get_input_embeddings().weight.data = (
+                    model.get_input_embeddings().weight.data.clone()
+                )
                 model.get_input_embeddings().weight.requires_grad_(True)
             elif mode != "whole":
                 for name, parameter in model.named_parameters():
@@ -118,15 +127,27 @@ def test_a_checkpoint_holds_what_changed_and_the_rest_as_it_was(mode: str, folde
     assert changed == {name for name in base if re.fullmatch(TRAINED[mode], name)}
     if mode == "whole":
         ranks = {
-            name.split("layers.")[1].split(".lora_A")[0]: t.shape[0] for name, t in saved.items() if "lora_A" in name
+            name.split("layers.")[1].split(".lora_A")[0]: t.shape[0]
+            for name, t in saved.items()
+            if "lora_A" in name
         }
-        assert (ranks["0.self_attn.q_proj"], ranks["1.mlp.up_proj"], ranks["0.mlp.up_proj"]) == (2, 5, 4)
-    numbers = sum(tensor.numel() for name, tensor in saved.items() if ".lora_" in name or name in changed)
+        assert (ranks["0.self_attn.q_proj"], ranks["1.mlp.up_proj"], ranks["0.mlp.up_proj"]) == (
+            2,
+            5,
+            4,
+        )
+    numbers = sum(
+        tensor.numel() for name, tensor in saved.items() if ".lora_" in name or name in changed
+    )
     assert f", {numbers:,} trained (" in (folder / "printed.txt").read_text()
 
 
 def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in (checkpoint / "model").glob("*.safetensors") for name, t in load_file(file).items()}
+    return {
+        name: t
+        for file in (checkpoint / "model").glob("*.safetensors")
+        for name, t in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("mode", RESUMED)
@@ -141,7 +162,10 @@ def test_the_export_is_the_model_that_peft_opens(mode: str, folder: Path) -> Non
     run, out = folder / f"full_shard-{mode}", folder / f"export-{mode}"
     assert main(["export", str(run), "--output", str(out)]) == 0
     base = yaml.safe_load((folder / f"{mode}.yaml").read_text())["model_name_or_path"]
-    merged, theirs = AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(base)
+    merged, theirs = (
+        AutoModelForCausalLM.from_pretrained(out),
+        AutoModelForCausalLM.from_pretrained(base),
+    )
     adapted = PeftModel.from_pretrained(theirs, out / "adapter")
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

@@ -37,7 +37,9 @@ def test_each_start_writes_the_seconds_of_its_phases_on_every_layout(
 ) -> None:
     """Two ranks train; then one resumes from the middle, and keeps what the first start wrote up to there."""
     run = tmp_path / "run"
-    recipe = tiny_recipe(save_steps=2, eval_split_size=4, eval_steps=2, eval_strategy="steps", async_save=True)
+    recipe = tiny_recipe(
+        save_steps=2, eval_split_size=4, eval_steps=2, eval_strategy="steps", async_save=True
+    )
     said, wall = _train(recipe, "fsdp_full_shard", 2)
     first = _lines(run)
     assert [line["phase"] for line in first[:3]] == BEFORE
@@ -48,13 +50,18 @@ def test_each_start_writes_the_seconds_of_its_phases_on_every_layout(
     assert {line["step"] for line in first if line["phase"] == "publication"} == {2, 4}
     assert {line["step"] for line in first if line["phase"] == "save"} >= {2, 4}
     assert {line["step"] for line in first if line["phase"] == "evaluation"} == {0, 2, 4}
-    assert {line["step"] for line in first if line["phase"] in ("training", "export", "check")} == {4}
+    assert {line["step"] for line in first if line["phase"] in ("training", "export", "check")} == {
+        4
+    }
     assert all(line["seconds"] > 0 for line in first)
     assert sum(line["seconds"] for line in first if line["phase"] not in OVERLAPPING) <= wall
     (shown,) = [line for line in said.splitlines() if line.startswith("time    ")]
     others = {phase: sum(of.values()) for phase, of in seconds_by_phase(first)[1].items()}
     del others["training"], others["publication"]
-    assert f"; the longest phase beside it: {PHASES[max(others, key=lambda phase: others[phase])]}, " in shown
+    assert (
+        f"; the longest phase beside it: {PHASES[max(others, key=lambda phase: others[phase])]}, "
+        in shown
+    )
 
     shutil.rmtree(step_folder(run, 4))
     (run / "finished.json").unlink()
@@ -79,7 +86,9 @@ def test_each_start_writes_the_seconds_of_its_phases_on_every_layout(
     ]
 
 
-def test_what_is_compiled_is_a_part_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_a_part_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a counter in place of torch's, which takes a compiler."""
     from finetune.training import loop
     from finetune.training.metrics import Compilation

@@ -14,7 +14,14 @@ from finetune.config.families import FAMILIES
 from tests.conftest import make_chat, make_model
 from tests.ranks import start_ranks
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    assert_losses,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
 from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import COEFFICIENT, SMALL
 from tests.training.test_experts import FAMILIES as MIXTURES
@@ -26,7 +33,12 @@ INTERLEAVED = "pipeline_schedule=interleaved_1f1b"
 PACKED = {"packing": True, "max_length": 160}
 LORA = {"use_peft": True, "lora_r": 4}
 SHORT = {"max_steps": 3}
-ASKED = {"eval_split_size": 5, "eval_steps": 2, "sample_prompts": ["What is 2 plus 3?"], "run_name": "asked"}
+ASKED = {
+    "eval_split_size": 5,
+    "eval_steps": 2,
+    "sample_prompts": ["What is 2 plus 3?"],
+    "run_name": "asked",
+}
 # A mode -> the model, and keys. Models have four layers.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
@@ -57,7 +69,11 @@ ON_FOUR: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "matrices-lora": ("lora", "matrices", (PP,)),
     "tokens": ("lora", "tokens", (PP,)),
     "experts": ("four-experts", "full_shard", (PP, "expert_parallel_size=2")),
-    "experts-interleaved": ("four-experts", "full_shard", (PP, INTERLEAVED, "expert_parallel_size=2")),
+    "experts-interleaved": (
+        "four-experts",
+        "full_shard",
+        (PP, INTERLEAVED, "expert_parallel_size=2"),
+    ),
     "replicas": ("full", "replicas", (PP, INTERLEAVED, "max_steps=3")),
     "four": ("packed", "full_shard", ("pipeline_parallel_size=4", "export_at_end=False")),
 }
@@ -72,14 +88,26 @@ def recipes(folder: Path) -> dict[str, Path]:
         "tied": make_model(folder / "tied", num_hidden_layers=4, tie_word_embeddings=True),
         "gemma": make_model(folder / "gemma", model_type="gemma", num_hidden_layers=4),
         "mixtral": make_model(
-            folder / "mixtral", model_type="mixtral", **SMALL | MIXTURES["mixtral"] | {"num_hidden_layers": 4}
+            folder / "mixtral",
+            model_type="mixtral",
+            **SMALL | MIXTURES["mixtral"] | {"num_hidden_layers": 4},
         ),
     }
     mixture = SMALL | MIXTURES["mixtral"] | {"num_local_experts": 4, "num_hidden_layers": 4}
     models["mixtral-4"] = make_model(folder / "mixtral-4", model_type="mixtral", **mixture)
-    common = {"global_batch_size": 4, "max_steps": STEPS, "save_steps": SAVED_AT, "save_total_limit": None}
+    common = {
+        "global_batch_size": 4,
+        "max_steps": STEPS,
+        "save_steps": SAVED_AT,
+        "save_total_limit": None,
+    }
     return {
-        mode: write_recipe(folder / f"{mode}.yaml", models[model], pairs if "method" in keys else data, **common | keys)
+        mode: write_recipe(
+            folder / f"{mode}.yaml",
+            models[model],
+            pairs if "method" in keys else data,
+            **common | keys,
+        )
         for mode, (model, keys) in MODES.items()
     }
 
@@ -94,7 +122,9 @@ def run(folder: Path, recipes: dict[str, Path]) -> Callable[..., Any]:
         "single": write_config(folder, "single"),
         "tokens": write_config(folder, "full_shard", sizes={"cp_size": 2}),
         "matrices": write_config(folder, "full_shard", sizes={"tp_size": 2}),
-        "replicas": write_config(folder, "full_shard", sizes={"dp_replicate_size": 2, "dp_shard_size": 1}),
+        "replicas": write_config(
+            folder, "full_shard", sizes={"dp_replicate_size": 2, "dp_shard_size": 1}
+        ),
     }
 
     def make(name: str, mode: str, layout: str, *keys: str) -> tuple[Path, Path, list[str]]:
@@ -125,20 +155,43 @@ def alone(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def more(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
     """The folder of a run of two ranks that no quick test reads."""
-    runs = [run(name, mode, layout, *keys) for name, (mode, layout, keys) in ON_TWO.items() if name not in QUICK]
+    runs = [
+        run(name, mode, layout, *keys)
+        for name, (mode, layout, keys) in ON_TWO.items()
+        if name not in QUICK
+    ]
     train_all(folder, runs, ranks=2, timeout=500)
     return lambda name: folder / "runs" / name
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, run: Callable[..., Any], alone: Callable[[str], Path]) -> Callable[[str], Path]:
+def two(
+    folder: Path, run: Callable[..., Any], alone: Callable[[str], Path]
+) -> Callable[[str], Path]:
     """The folder of a run of two ranks."""
     alone("packed")
     runs = [run(name, *ON_TWO[name][:2], *ON_TWO[name][2]) for name in QUICK]
     runs += [
-        run("again", "packed", "full_shard", PP, f"resume_from_checkpoint={checkpoint(folder, 'packed')}"),
-        run("from-alone", "packed", "full_shard", PP, f"resume_from_checkpoint={checkpoint(folder, 'alone-packed')}"),
-        run("to-shards", "packed", "full_shard", f"resume_from_checkpoint={checkpoint(folder, 'interleaved')}"),
+        run(
+            "again",
+            "packed",
+            "full_shard",
+            PP,
+            f"resume_from_checkpoint={checkpoint(folder, 'packed')}",
+        ),
+        run(
+            "from-alone",
+            "packed",
+            "full_shard",
+            PP,
+            f"resume_from_checkpoint={checkpoint(folder, 'alone-packed')}",
+        ),
+        run(
+            "to-shards",
+            "packed",
+            "full_shard",
+            f"resume_from_checkpoint={checkpoint(folder, 'interleaved')}",
+        ),
     ]
     train_all(folder, runs, ranks=2, timeout=500)
     return lambda name: folder / "runs" / name
@@ -148,20 +201,28 @@ def compare(ours: Path, theirs: Path, *, after: int = 0) -> None:
     lines, expected = steps_of(ours), [line for line in steps_of(theirs) if line["step"] > after]
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, other in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), f"{ours}, step {line['step']}"
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), f"{ours}, step {line['step']}"
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), (
+            f"{ours}, step {line['step']}"
+        )
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), (
+            f"{ours}, step {line['step']}"
+        )
         if "router_aux_loss" in other:
             assert line["router_aux_loss"] == pytest.approx(other["router_aux_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_two_ranks_train_as_one_process(name: str, two: Callable[[str], Path], alone: Callable[[str], Path]) -> None:
+def test_two_ranks_train_as_one_process(
+    name: str, two: Callable[[str], Path], alone: Callable[[str], Path]
+) -> None:
     compare(two(name), alone(ON_TWO[name][0]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ON_TWO if name not in QUICK])
-def test_other_modes_train_as_one_process(name: str, more: Callable[[str], Path], alone: Callable[[str], Path]) -> None:
+def test_other_modes_train_as_one_process(
+    name: str, more: Callable[[str], Path], alone: Callable[[str], Path]
+) -> None:
     compare(more(name), alone(ON_TWO[name][0]))
 
 
@@ -178,21 +239,29 @@ def test_held_out_losses_and_answers_are_those_of_one_process(
             [json.loads(line) for line in (run / file).read_text().splitlines()]
             for run in (more("asked"), alone("asked"))
         )
-        held_out, expected = ([line["eval_loss"] for line in of if "eval_loss" in line] for of in (ours, theirs))
+        held_out, expected = (
+            [line["eval_loss"] for line in of if "eval_loss" in line] for of in (ours, theirs)
+        )
         assert held_out == pytest.approx(expected, rel=1e-5)
         assert [line["answer"] for line in ours if "answer" in line] == [
             line["answer"] for line in theirs if "answer" in line
         ]
 
 
-def test_checkpoints_know_no_pipeline(two: Callable[[str], Path], alone: Callable[[str], Path]) -> None:
+def test_checkpoints_know_no_pipeline(
+    two: Callable[[str], Path], alone: Callable[[str], Path]
+) -> None:
     assert_bit_equal(two("packed"), two("again"), STEPS, SAVED_AT)
     for resumed in ("from-alone", "to-shards"):
         compare(two(resumed), alone("packed"), after=SAVED_AT)
 
 
-def test_the_export_is_that_of_one_process(two: Callable[[str], Path], alone: Callable[[str], Path]) -> None:
-    ours, theirs = (load_file(run / "export" / "model.safetensors") for run in (two("packed"), alone("packed")))
+def test_the_export_is_that_of_one_process(
+    two: Callable[[str], Path], alone: Callable[[str], Path]
+) -> None:
+    ours, theirs = (
+        load_file(run / "export" / "model.safetensors") for run in (two("packed"), alone("packed"))
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name].float(), tensor.float(), rtol=1e-4, atol=1e-6)
@@ -201,9 +270,13 @@ def test_the_export_is_that_of_one_process(two: Callable[[str], Path], alone: Ca
 def test_a_stage_that_is_killed_in_a_schedule_ends_the_run_which_resumes_elsewhere(
     folder: Path, run: Callable[..., Any], alone: Callable[[str], Path]
 ) -> None:
-    recipe, config, keys = run("killed", "packed", "full_shard", PP, "timeout_seconds=5", "export_at_end=False")
+    recipe, config, keys = run(
+        "killed", "packed", "full_shard", PP, "timeout_seconds=5", "export_at_end=False"
+    )
     script = Path(__file__).with_name("killed_in_pipeline.py")
-    calls = 4 * (SAVED_AT + 1) + 2  # the second of four micro-batches, in the second step after a save
+    calls = (
+        4 * (SAVED_AT + 1) + 2
+    )  # the second of four micro-batches, in the second step after a save
     began = time.monotonic()
     started = start_ranks(script, [str(calls), str(recipe), str(config), *keys])
     try:
@@ -213,7 +286,9 @@ def test_a_stage_that_is_killed_in_a_schedule_ends_the_run_which_resumes_elsewhe
     finally:
         started.kill()
     assert ended == 1, started.output(0)
-    assert "rank 0: another rank ended; " in started.output(0) and "Traceback" not in started.output(0)
+    assert "rank 0: another rank ended; " in started.output(
+        0
+    ) and "Traceback" not in started.output(0)
     train_all(folder, [run("killed", "packed", "single", "export_at_end=False")], ranks=1)
     assert json.loads((folder / "runs" / "killed" / "finished.json").read_text())
     compare(folder / "runs" / "killed", alone("packed"))
@@ -229,11 +304,17 @@ def four(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR)
-def test_four_ranks_train_as_one_process(name: str, four: Callable[[str], Path], alone: Callable[[str], Path]) -> None:
+def test_four_ranks_train_as_one_process(
+    name: str, four: Callable[[str], Path], alone: Callable[[str], Path]
+) -> None:
     lines = steps_of(four(name))
     for line, other in zip(lines, steps_of(alone(ON_FOUR[name][0])), strict=False):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), f"{name}, step {line['step']}"
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), f"{name}, step {line['step']}"
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), (
+            f"{name}, step {line['step']}"
+        )
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5), (
+            f"{name}, step {line['step']}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -249,12 +330,19 @@ def families(folder: Path) -> Callable[[str, int], Path]:
             runs.append((family, write_recipe(folder / f"{family}.yaml", model, data, **keys)))
     for ranks, layout, keys in ((1, "single", []), (2, "full_shard", [PP])):
         config = write_config(folder, layout)
-        each = [(recipe, config, [f"output_dir={folder / family}-{ranks}", *keys]) for family, recipe in runs]
+        each = [
+            (recipe, config, [f"output_dir={folder / family}-{ranks}", *keys])
+            for family, recipe in runs
+        ]
         train_all(folder, each, ranks=ranks, timeout=590)
     return lambda family, ranks: folder / f"{family}-{ranks}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family, known in FAMILIES.items() if known.has_pipeline])
-def test_each_family_trains_as_on_one_process(family: str, families: Callable[[str, int], Path]) -> None:
+@pytest.mark.parametrize(
+    "family", [family for family, known in FAMILIES.items() if known.has_pipeline]
+)
+def test_each_family_trains_as_on_one_process(
+    family: str, families: Callable[[str, int], Path]
+) -> None:
     compare(families(family, 2), families(family, 1))

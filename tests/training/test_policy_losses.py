@@ -39,13 +39,23 @@ class Given(nn.Module):
         return self.found
 
 
-def make_objective(loss: str, level: str, scale: str, method: str = "grpo", *more: str) -> tuple[PolicyObjective, Any]:
-    keys = [f"method={method}", *more, "rewards=[exact_answer]", f"loss_type={loss}", f"max_completion_length={BUDGET}"]
+def make_objective(
+    loss: str, level: str, scale: str, method: str = "grpo", *more: str
+) -> tuple[PolicyObjective, Any]:
+    keys = [
+        f"method={method}",
+        *more,
+        "rewards=[exact_answer]",
+        f"loss_type={loss}",
+        f"max_completion_length={BUDGET}",
+    ]
     keys += ["epsilon=0.2", f"epsilon_high={1.5 if POLICY_LOSSES[loss].bound == 'weight' else 0.3}"]
     keys += [f"importance_sampling_level={level}"] if level != "token" else []
     keys += [f"scale_rewards={scale}"] if scale != "group" else []
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
-    rollouts: Any = SimpleNamespace(sampler=SimpleNamespace(rewards=SimpleNamespace(names=["exact_answer"])))
+    rollouts: Any = SimpleNamespace(
+        sampler=SimpleNamespace(rewards=SimpleNamespace(names=["exact_answer"]))
+    )
     return PolicyObjective(recipe, rollouts), recipe
 
 
@@ -67,15 +77,24 @@ def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> Mic
         max_document_length=len(labels),
         example_ids=tuple(range(count)),
         trained_documents=of,
-        rollout={"sampled": padded, "advantages": advantages, "scores": ones[:, None], **dict.fromkeys(names, ones)},
+        rollout={
+            "sampled": padded,
+            "advantages": advantages,
+            "scores": ones[:, None],
+            **dict.fromkeys(names, ones),
+        },
     )
 
 
 @pytest.mark.parametrize(("loss", "level", "scale"), CASES)
-def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str, scale: str) -> None:
+def test_each_loss_and_its_gradient_are_those_of_its_paper(
+    loss: str, level: str, scale: str
+) -> None:
     random = torch.Generator().manual_seed(1)
     old = [-torch.rand(n, generator=random, dtype=torch.float64) * 3 for n in LENGTHS]
-    new = [each + 0.4 * torch.randn(len(each), generator=random, dtype=torch.float64) for each in old]
+    new = [
+        each + 0.4 * torch.randn(len(each), generator=random, dtype=torch.float64) for each in old
+    ]
     objective, recipe = make_objective(loss, level, scale)
     keys = recipe.rollout
     found = compute_advantages(np.array(REWARDS), GENERATIONS, POLICY_LOSSES[loss].baseline, scale)
@@ -92,7 +111,9 @@ def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str
     for part in (slice(0, 2), slice(2, 6)):  # micro-batches, which take a group apart
         positions = torch.cat([torch.cat([torch.zeros(1), each]) for each in new[part]]).double()
         model = Given(positions)
-        micro_batch = make_micro_batch(LENGTHS[part], torch.cat(old[part]), torch.from_numpy(found[part]))
+        micro_batch = make_micro_batch(
+            LENGTHS[part], torch.cat(old[part]), torch.from_numpy(found[part])
+        )
         measured = objective.measure(model, micro_batch, {}, batch)
         value = measured.loss_sum / objective.count(batch)
         value.backward()
@@ -100,41 +121,64 @@ def test_each_loss_and_its_gradient_are_those_of_its_paper(loss: str, level: str
         gradients.append(model.found.grad[micro_batch.labels[0] >= 0])  # type: ignore[index]
         assert not model.found.grad[micro_batch.labels[0] < 0].any()  # type: ignore[index]
     assert total == pytest.approx(truth.item(), rel=1e-6)  # a step's loss is kept in fp32
-    torch.testing.assert_close(torch.cat(gradients), torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        torch.cat(gradients), torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9
+    )
 
 
 CORRECTIONS = [
-    *((loss, kind) for loss in ("dapo", "cispo") for kind in ("token_truncate", "token_mask", "sequence_truncate")),
+    *(
+        (loss, kind)
+        for loss in ("dapo", "cispo")
+        for kind in ("token_truncate", "token_mask", "sequence_truncate")
+    ),
     ("grpo", "sequence_mask"),
     ("rloo", "sequence_truncate"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "kind"), CORRECTIONS)
-def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(loss: str, kind: str) -> None:
+def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(
+    loss: str, kind: str
+) -> None:
     """After the first update, too: the bounded ratio is then that of the update, and the weight stays what it was."""
     random = torch.Generator().manual_seed(3)
     sampled = [-torch.rand(n, generator=random, dtype=torch.float64) * 3 for n in LENGTHS]
     old, new = (
-        [each + scale * torch.randn(len(each), generator=random, dtype=torch.float64) for each in sampled]
+        [
+            each + scale * torch.randn(len(each), generator=random, dtype=torch.float64)
+            for each in sampled
+        ]
         for scale in (0.6, 0.7)
     )
     bounds = {"low": 0.5, "high": 1.5}
     own = [f"importance_sampling_correction={kind}"]
-    own += [f"importance_sampling_clip_{name}={bounds[key]}" for key, name in (("low", "min"), ("high", "max"))]
+    own += [
+        f"importance_sampling_clip_{name}={bounds[key]}"
+        for key, name in (("low", "min"), ("high", "max"))
+    ]
     objective, recipe = make_objective(loss, "token", "group", "grpo", *own)
     expected = online_papers.advantages(REWARDS, GENERATIONS, loss, "group")
     weights = online_papers.corrections(kind, old, sampled, **bounds)
-    assert {0.5, 1.5} & {each for row in weights for each in row.tolist()} or "mask" in kind  # it bites
+    assert {0.5, 1.5} & {
+        each for row in weights for each in row.tolist()
+    } or "mask" in kind  # it bites
     assert "mask" not in kind or 0 in torch.cat(weights)
 
     leaves = [each.clone().requires_grad_() for each in new]
-    keys = {"low": recipe.rollout.epsilon, "high": recipe.rollout.epsilon_high, "budget": BUDGET, "weights": weights}
+    keys = {
+        "low": recipe.rollout.epsilon,
+        "high": recipe.rollout.epsilon_high,
+        "budget": BUDGET,
+        "weights": weights,
+    }
     truth = online_papers.paper(loss, leaves, old, expected, **keys)
     truth.backward()  # type: ignore[no-untyped-call]
 
     batch = StepBatch(0, 0.0, (), tokens=99, trained_tokens=sum(LENGTHS), groups=len(LENGTHS))
-    micro_batch = make_micro_batch(LENGTHS, torch.cat(sampled), torch.tensor(expected, dtype=torch.float64))
+    micro_batch = make_micro_batch(
+        LENGTHS, torch.cat(sampled), torch.tensor(expected, dtype=torch.float64)
+    )
     has_label = micro_batch.labels[0] >= 0
     in_training = torch.zeros(len(has_label), dtype=torch.float64)
     in_training[has_label] = torch.cat(old)
@@ -145,7 +189,9 @@ def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(loss
     value.backward()
     assert value.item() == pytest.approx(truth.item(), rel=1e-6)
     gradient = model.found.grad[has_label]  # type: ignore[index]
-    torch.testing.assert_close(gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9
+    )
     share = measured.metrics["importance_sampling/corrected"]
     assert 0 < share[0] < share[1]
 
@@ -176,15 +222,22 @@ def test_another_models_log_probabilities_pull_at_each_token(method: str) -> Non
 
     batch = StepBatch(0, 0.0, (), tokens=99, trained_tokens=sum(LENGTHS), groups=len(LENGTHS))
     model = Given(torch.cat([torch.cat([torch.zeros(1), each]) for each in old]).double())
-    micro_batch = make_micro_batch(LENGTHS, torch.cat(old), torch.tensor(advantages, dtype=torch.float64))
+    micro_batch = make_micro_batch(
+        LENGTHS, torch.cat(old), torch.tensor(advantages, dtype=torch.float64)
+    )
     measured = objective.measure(model, micro_batch, {}, batch)
     value = measured.loss_sum / objective.count(batch)
     value.backward()
     assert value.item() == pytest.approx(truth.item(), rel=1e-6)
     gradient = model.found.grad[micro_batch.labels[0] >= 0]  # type: ignore[index]
-    torch.testing.assert_close(gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9
+    )
     kl = measured.metrics["kl"][0] / measured.metrics["kl"][1]
-    per_token = [(t - o).exp() - (t - o) - 1 if method == "grpo" else o - t for o, t in zip(old, theirs, strict=True)]
+    per_token = [
+        (t - o).exp() - (t - o) - 1 if method == "grpo" else o - t
+        for o, t in zip(old, theirs, strict=True)
+    ]
     assert kl.item() == pytest.approx(torch.cat(per_token).mean().item(), rel=1e-6)
 
 
@@ -194,7 +247,9 @@ def test_the_bounds_bite_in_these_cases() -> None:
     old = torch.zeros(sum(LENGTHS), dtype=torch.float64)
     micro_batch = make_micro_batch(LENGTHS, old, torch.tensor([1.0, -1.0] * 3, dtype=torch.float64))
     positions = torch.full((sum(LENGTHS) + len(LENGTHS),), 0.5, dtype=torch.float64)
-    metrics = objective.measure(Given(positions), micro_batch, {}, StepBatch(0, 0.0, (), 9, 26, groups=6)).metrics
+    metrics = objective.measure(
+        Given(positions), micro_batch, {}, StepBatch(0, 0.0, (), 9, 26, groups=6)
+    ).metrics
     clipped, of = metrics["clip_ratio"].tolist()
     assert (clipped, of) == (sum(LENGTHS[::2]), sum(LENGTHS))
 
@@ -202,11 +257,20 @@ def test_the_bounds_bite_in_these_cases() -> None:
 def test_as_many_positions_as_completions_are_still_positions() -> None:
     """RLOO has a ratio for each completion. Two of three, cut off, are not trained on; the third has three positions."""
     objective, _ = make_objective("rloo", "token", "group")
-    micro_batch = make_micro_batch([2], torch.zeros(2, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
-    columns = {name: values[:1].expand(3, *values.shape[1:]) for name, values in (micro_batch.rollout or {}).items()}
-    micro_batch = replace(micro_batch, example_ids=(0, 1, 2), rollout=columns | {"sampled": torch.zeros(3)})
+    micro_batch = make_micro_batch(
+        [2], torch.zeros(2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    )
+    columns = {
+        name: values[:1].expand(3, *values.shape[1:])
+        for name, values in (micro_batch.rollout or {}).items()
+    }
+    micro_batch = replace(
+        micro_batch, example_ids=(0, 1, 2), rollout=columns | {"sampled": torch.zeros(3)}
+    )
     model = Given(torch.full((3,), 0.5, dtype=torch.float64))
-    metrics = objective.measure(model, micro_batch, {}, StepBatch(0, 0.0, (), 9, 2, groups=3)).metrics
+    metrics = objective.measure(
+        model, micro_batch, {}, StepBatch(0, 0.0, (), 9, 2, groups=3)
+    ).metrics
     assert metrics["clip_ratio"].tolist() == [1, 3]
 
 

@@ -17,14 +17,23 @@ from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, write_config, write_recipe
 
 STEPS, SAVED_AT = 3, 1
-STOPPED_AT, DIED_AT = 2, 3  # the batch of the reference's pass, which is finished; that in which the ranks are killed
+STOPPED_AT, DIED_AT = (
+    2,
+    3,
+)  # the batch of the reference's pass, which is finished; that in which the ranks are killed
 STOPPED = [(1, "single"), (2, "full_shard")]
 ROWS = 14  # pairs, 6 in a step: 3 steps an epoch, the last of 2 pairs, fewer than 3 ranks
 LORA = {"use_peft": True, "lora_r": 4}
 MODES: dict[str, dict[str, Any]] = {
     "dpo-lora": {"method": "dpo", "beta": 0.5, "rpo_alpha": 0.3, **LORA},
     "dpo-full": {"method": "dpo", "beta": 0.3, "label_smoothing": 0.1},
-    "dpo-norm": {"method": "dpo", "loss_type": "ipo", "beta": 0.5, "modules_to_save": ["model.norm"], **LORA},
+    "dpo-norm": {
+        "method": "dpo",
+        "loss_type": "ipo",
+        "beta": 0.5,
+        "modules_to_save": ["model.norm"],
+        **LORA,
+    },
     "packed": {"method": "dpo", "beta": 0.3, "packing": True, "global_batch_size": 2},
     "orpo": {"method": "orpo", "beta": 0.5, "packing": True, "global_batch_size": 2},
     "kto": {"method": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
@@ -50,19 +59,32 @@ def make_pairs(path: Path, rows: int) -> Path:
     """A file of preferences of different lengths, with `rows` rows."""
     with path.open("w") as file:
         for row in range(rows):
-            prompt = [{"role": "user", "content": f"What is {row} plus {row}?" + " Briefly." * (row % 4)}]
+            prompt = [
+                {"role": "user", "content": f"What is {row} plus {row}?" + " Briefly." * (row % 4)}
+            ]
             answers = {"chosen": f"It is {2 * row}.", "rejected": "No" + " idea" * (row % 3) + "."}
-            sides = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+            sides = {
+                name: [{"role": "assistant", "content": text}] for name, text in answers.items()
+            }
             file.write(json.dumps({"prompt": prompt, **sides}) + "\n")
     return path
 
 
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
-    model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=2, tie_word_embeddings=True)
+    model = make_model(
+        folder / "model",
+        hidden_size=72,
+        vocab_size=509,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+    )
     data = make_pairs(folder / "pairs.jsonl", ROWS)
     common = {"global_batch_size": 6, "max_steps": STEPS}
-    return {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in MODES.items()}
+    return {
+        mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys)
+        for mode, keys in MODES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +93,17 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
     cases = CASES if slow_too else QUICK_CASES
     mesh = {"hybrid": (2, 2)}
     configs = {
-        layout: write_config(folder / layout, "full_shard" if layout == "hybrid" else layout, mesh=mesh.get(layout))
+        layout: write_config(
+            folder / layout, "full_shard" if layout == "hybrid" else layout, mesh=mesh.get(layout)
+        )
         for layout in {layout for _, layout in WANTED}
         if (folder / layout).mkdir() is None
     }
     held_out = f"eval_datasets=[{{path: {folder}/pairs.jsonl}}]"
 
-    def run(ranks: int, layout: str, mode: str, *overrides: str, name: str = "") -> tuple[str, str, list[str]]:
+    def run(
+        ranks: int, layout: str, mode: str, *overrides: str, name: str = ""
+    ) -> tuple[str, str, list[str]]:
         rows = f"per_device_train_batch_size={3 if ranks == 1 and 'packed' not in mode else 1 if ranks == 3 else 2}"
         output = f"output_dir={folder}/{name or f'{ranks}-{layout}-{mode}'}"
         return str(recipes[mode]), str(configs[layout]), [output, rows, *overrides]
@@ -102,11 +128,25 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
     starts += [start(2, killed, killed_after=SAVED_AT), start(2, killed)]
     for ranks, layout in STOPPED:  # in a cache of its own: the others have left their references
         name = f"stopped-{ranks}"
-        stopped = run(ranks, layout, "packed", held_out, f"dataset_cache_dir={folder}/cache-{ranks}", name=name)
-        starts += [start(ranks, stopped, log=f"{name}.{batch}", stopped_at=batch) for batch in (STOPPED_AT, 0)]
-    died = run(2, "full_shard", "packed", held_out, f"dataset_cache_dir={folder}/cache-died", name="died")
+        stopped = run(
+            ranks,
+            layout,
+            "packed",
+            held_out,
+            f"dataset_cache_dir={folder}/cache-{ranks}",
+            name=name,
+        )
+        starts += [
+            start(ranks, stopped, log=f"{name}.{batch}", stopped_at=batch)
+            for batch in (STOPPED_AT, 0)
+        ]
+    died = run(
+        2, "full_shard", "packed", held_out, f"dataset_cache_dir={folder}/cache-died", name="died"
+    )
     how = {"signal": signal.SIGKILL}
-    starts += [start(2, died, log=f"died.{batch}", stopped_at=batch, **how) for batch in (DIED_AT, 0)]
+    starts += [
+        start(2, died, log=f"died.{batch}", stopped_at=batch, **how) for batch in (DIED_AT, 0)
+    ]
     (folder / "starts.json").write_text(json.dumps(starts))
     script = Path(__file__).with_name("preferences_on_ranks.py")
     done = run_python([str(script), str(folder / "starts.json")], timeout=500)
@@ -128,7 +168,10 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "mode"),
-    [case if case in QUICK_CASES else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    [
+        case if case in QUICK_CASES else pytest.param(*case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
 )
 def test_every_layout_computes_what_a_plain_loop_does(
     ranks: int, layout: str, mode: str, runs: Path, recipes: dict[str, Path]
@@ -136,20 +179,32 @@ def test_every_layout_computes_what_a_plain_loop_does(
     assert_losses(runs / f"{ranks}-{layout}-{mode}", reference.losses(recipes[mode]))
 
 
-@pytest.mark.parametrize("modes", [QUICK_COMPARED, pytest.param(MODES_COMPARED, marks=pytest.mark.slow)], ids=len)
-def test_metrics_are_the_same_on_every_layout(modes: Sequence[str], runs: Path, slow_too: bool) -> None:
+@pytest.mark.parametrize(
+    "modes", [QUICK_COMPARED, pytest.param(MODES_COMPARED, marks=pytest.mark.slow)], ids=len
+)
+def test_metrics_are_the_same_on_every_layout(
+    modes: Sequence[str], runs: Path, slow_too: bool
+) -> None:
     """Those of training, and those of the held-out pairs before and after it."""
     for mode in modes:
         cases = CASES if slow_too else QUICK_CASES
-        first, *others = [_metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in cases if m == mode]
+        first, *others = [
+            _metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in cases if m == mode
+        ]
         assert others
-        assert all(line.keys() == other.keys() for lines in others for line, other in zip(first, lines, strict=True))
+        assert all(
+            line.keys() == other.keys()
+            for lines in others
+            for line, other in zip(first, lines, strict=True)
+        )
         for lines in others:
             if (
                 mode.startswith("dpo") or mode == "packed"
             ):  # the model is its own reference: margins of 0, up to the rounding of another layout
                 assert abs(lines[0]["eval_rewards/margins"]) < 1e-6
-                assert "eval_rewards/accuracies" not in lines[0], "no pair is in order, or out of it"
+                assert "eval_rewards/accuracies" not in lines[0], (
+                    "no pair is in order, or out of it"
+                )
             for line, other in zip(first, lines, strict=True):
                 assert other == pytest.approx(line, rel=1e-4, abs=2e-6), mode
 
@@ -170,7 +225,9 @@ def test_killed_and_resumed_it_gives_the_same_numbers_bit_for_bit(runs: Path) ->
 
 
 @pytest.mark.parametrize(("ranks", "layout"), STOPPED)
-def test_a_reference_that_is_stopped_continues_where_it_was(ranks: int, layout: str, runs: Path) -> None:
+def test_a_reference_that_is_stopped_continues_where_it_was(
+    ranks: int, layout: str, runs: Path
+) -> None:
     """SIGTERM to one rank, in a batch: that batch is finished and kept on disk, and the next start computes the others alone."""
     first, second = ((runs / f"stopped-{ranks}.{batch}").read_text() for batch in (STOPPED_AT, 0))
     assert first.count("SIGTERM: saving, then stopping") == 1
@@ -180,11 +237,17 @@ def test_a_reference_that_is_stopped_continues_where_it_was(ranks: int, layout: 
         first,
     )
     assert kept is not None, first
-    assert first.count("batch of the reference\n") == STOPPED_AT, "the one in which the signal came is the last"
-    computed = [int(documents) for documents in re.findall(r"reference  (\d+) documents \(", second)]
+    assert first.count("batch of the reference\n") == STOPPED_AT, (
+        "the one in which the signal came is the last"
+    )
+    computed = [
+        int(documents) for documents in re.findall(r"reference  (\d+) documents \(", second)
+    ]
     assert 0 < int(kept[1]) == int(kept[2]) - sum(computed), "none is computed twice"
     assert "Traceback" not in first + second
-    assert _metrics(runs / f"stopped-{ranks}") == _metrics(runs / f"{ranks}-{layout}-packed"), "bit for bit"
+    assert _metrics(runs / f"stopped-{ranks}") == _metrics(runs / f"{ranks}-{layout}-packed"), (
+        "bit for bit"
+    )
 
 
 def test_a_reference_that_is_killed_continues_from_what_is_on_disk(runs: Path) -> None:
@@ -193,9 +256,12 @@ def test_a_reference_that_is_killed_continues_from_what_is_on_disk(runs: Path) -
     assert first.count("batch of the reference\n") == DIED_AT
     assert first.count("reference  training: ") == DIED_AT - 1, "the batches before it are on disk"
     computed, of_stopped = (
-        re.findall(r"reference  (\d+) documents \(", text) for text in (second, (runs / "stopped-2.0").read_text())
+        re.findall(r"reference  (\d+) documents \(", text)
+        for text in (second, (runs / "stopped-2.0").read_text())
     )
-    assert computed == of_stopped, "none is computed twice: as after the run that was stopped when it had as many"
+    assert computed == of_stopped, (
+        "none is computed twice: as after the run that was stopped when it had as many"
+    )
     assert not list((runs / "cache-died").rglob("*.part"))
     assert _metrics(runs / "died") == _metrics(runs / "2-full_shard-packed"), "bit for bit"
 
@@ -203,5 +269,15 @@ def test_a_reference_that_is_killed_continues_from_what_is_on_disk(runs: Path) -
 def _metrics(run: Path) -> list[dict[str, float]]:
     """Every line of metrics without what depends on the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    other = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
-    return [{key: value for key, value in line.items() if key not in other} for line in lines if "phase" not in line]
+    other = {
+        "tokens_per_second",
+        "mfu",
+        "mfu_of_whole_rows",
+        "peak_memory_bytes",
+        "data_wait_seconds",
+    }
+    return [
+        {key: value for key, value in line.items() if key not in other}
+        for line in lines
+        if "phase" not in line
+    ]

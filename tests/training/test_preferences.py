@@ -41,12 +41,18 @@ class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.embedding = nn.Parameter(torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64))
+        self.embedding = nn.Parameter(
+            torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+        )
         self.head = CrossEntropyHead(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
-        self.head.weight.data = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64) / 2
+        self.head.weight.data = (
+            torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64) / 2
+        )
         self.head.logits = LogitTransform(scale=0.7)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, trained_positions: Tensor, **given: Any) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, trained_positions: Tensor, **given: Any
+    ) -> Tensor:
         hidden = torch.tanh(self.embedding[input_ids])
         return self.head(hidden, labels, trained_positions, given["head_function"])
 
@@ -79,7 +85,9 @@ def micro_batch(pairs: list[tuple[int, int, int]]) -> MicroBatch:
 
 def step_of(*batches: MicroBatch) -> StepBatch:
     chosen = sum(answer for _, answer, _ in PAIRS)
-    return StepBatch(0, 0.0, batches, tokens=0, trained_tokens=0, chosen_tokens=chosen, groups=len(PAIRS))
+    return StepBatch(
+        0, 0.0, batches, tokens=0, trained_tokens=0, chosen_tokens=chosen, groups=len(PAIRS)
+    )
 
 
 def plain_log_probabilities(model: OneLayer, batch: MicroBatch) -> tuple[list[Tensor], list[int]]:
@@ -114,7 +122,10 @@ def test_loss_and_gradients_are_those_of_the_paper(keys: Method, smoothing: floa
     model = OneLayer()
     batch, parameters = micro_batch(PAIRS), [model.embedding, model.head.weight]
     policy, tokens = plain_log_probabilities(model, batch)
-    table = torch.randn(len(policy), generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 20
+    table = (
+        torch.randn(len(policy), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        - 20
+    )
     truth = paper(keys, policy, table.tolist(), tokens, smoothing)
     expected = torch.autograd.grad(truth, parameters)
 
@@ -170,7 +181,8 @@ def _check_metrics(
         "rewards/chosen": sum(rewards[::2]) / pairs,
         "rewards/rejected": sum(rewards[1::2]) / pairs,
         "rewards/margins": (sum(rewards[::2]) - sum(rewards[1::2])) / pairs,
-        "rewards/accuracies": sum(w > r for w, r in zip(rewards[::2], rewards[1::2], strict=True)) / pairs,
+        "rewards/accuracies": sum(w > r for w, r in zip(rewards[::2], rewards[1::2], strict=True))
+        / pairs,
         "logps/chosen": sum(shown[::2]) / pairs,
         "logps/rejected": sum(shown[1::2]) / pairs,
     }
@@ -183,7 +195,9 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
     """Where every token's probability rounds to 1, ORPO's odds would be infinite, and its gradient not a number."""
     from finetune.training.objectives.preference import Pairs, orpo_losses
 
-    averages = Pairs(torch.zeros(2, requires_grad=True), torch.tensor([-1.0, 0.0], requires_grad=True))
+    averages = Pairs(
+        torch.zeros(2, requires_grad=True), torch.tensor([-1.0, 0.0], requires_grad=True)
+    )
     losses, metrics = orpo_losses(averages, Method(method="orpo"))
     losses.sum().backward()
     assert torch.isfinite(losses).all() and torch.isfinite(metrics["log_odds_chosen"]).all()
@@ -200,9 +214,13 @@ def test_ratings_are_weighed_against_how_far_the_model_has_moved() -> None:
         1.0,
         -1.0,
     ):  # of the mismatched answers' log-ratios: a divergence above 0, and one below, which counts as 0
-        table = torch.tensor([p.item() - (shift if i % 2 else 3.0 * (i - 3)) for i, p in enumerate(policy)])
+        table = torch.tensor(
+            [p.item() - (shift if i % 2 else 3.0 * (i - 3)) for i, p in enumerate(policy)]
+        )
         truth = kto(keys, policy, table.tolist(), is_good)
-        expected = torch.autograd.grad(truth, [model.embedding, model.head.weight], retain_graph=True)
+        expected = torch.autograd.grad(
+            truth, [model.embedding, model.head.weight], retain_graph=True
+        )
 
         def stored(_model: nn.Module, of: MicroBatch, table: Tensor = table) -> Tensor:
             return table[list(of.example_ids)].double()
@@ -228,7 +246,9 @@ def test_the_reference_leaves_nothing_gathered() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = fully_shard(OneLayer(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-        batches = SimpleNamespace(examples=range(2 * len(PAIRS)), step_batch=lambda step: step_of(micro_batch(PAIRS)))
+        batches = SimpleNamespace(
+            examples=range(2 * len(PAIRS)), step_batch=lambda step: step_of(micro_batch(PAIRS))
+        )
         (found,) = _compute(model, batches, [0], "training", SignalListener(), ALONE)  # type: ignore[arg-type]
         expected, _ = plain_log_probabilities(OneLayer(), micro_batch(PAIRS))
         assert found == pytest.approx([each.item() for each in expected], rel=1e-5)
@@ -260,9 +280,12 @@ def test_kept_references_come_back_bit_for_bit_and_damaged_ones_not_at_all(
 def _rated(whole: MicroBatch, groups: tuple[int, int], is_good: list[bool]) -> MicroBatch:
     """The answers of `groups` (documents 0, 2, 4...) as a micro-batch, with the mismatched ones beside them."""
     answers, mismatched = (
-        _join([_documents(whole, 2 * group + side, 2 * group + side + 1) for group in groups]) for side in (0, 1)
+        _join([_documents(whole, 2 * group + side, 2 * group + side + 1) for group in groups])
+        for side in (0, 1)
     )
-    return replace(answers, desirable=torch.tensor([is_good[group] for group in groups]), mismatched=mismatched)
+    return replace(
+        answers, desirable=torch.tensor([is_good[group] for group in groups]), mismatched=mismatched
+    )
 
 
 def _join(parts: list[MicroBatch]) -> MicroBatch:
@@ -272,7 +295,9 @@ def _join(parts: list[MicroBatch]) -> MicroBatch:
         first,
         input_ids=torch.cat([first.input_ids, second.input_ids], 1),
         labels=torch.cat([first.labels, second.labels], 1),
-        trained_positions=torch.cat([first.trained_positions, second.trained_positions + first.labels.numel()]),
+        trained_positions=torch.cat(
+            [first.trained_positions, second.trained_positions + first.labels.numel()]
+        ),
         trained_documents=torch.cat([first.trained_documents, second.trained_documents + 1]),
         example_ids=first.example_ids + second.example_ids,
         document_lengths=first.document_lengths + second.document_lengths,

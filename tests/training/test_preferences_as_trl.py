@@ -44,7 +44,11 @@ CASES: dict[str, tuple[Method, float, dict[str, Any]]] = {  # ours, label smooth
         0.0,
         {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.6},
     ),
-    "kto": (Method(method="kto", beta=0.3, desirable_weight=1.4), 0.0, {"beta": 0.3, "desirable_weight": 1.4}),
+    "kto": (
+        Method(method="kto", beta=0.3, desirable_weight=1.4),
+        0.0,
+        {"beta": 0.3, "desirable_weight": 1.4},
+    ),
 }
 Pair = tuple[
     list[int], list[int], list[int]
@@ -65,10 +69,14 @@ def test_losses_gradients_and_updates_are_those_of_trl(case: str, tmp_path: Path
     # TRL's ORPO, unlike the paper's, takes the cross entropy of the prompt as well; there it is one token, predicted by none.
     prompt = (1, 2) if case == "orpo" else (1, 9)
     pairs = 1 if case == "smoothed" else PAIRS
-    steps = [[(draw(*prompt), draw(2, 12), draw(2, 12)) for _ in range(pairs)] for _ in range(STEPS)]
+    steps = [
+        [(draw(*prompt), draw(2, 12), draw(2, 12)) for _ in range(pairs)] for _ in range(STEPS)
+    ]
     found, moved = _train_ours(model, keys, smoothing, steps)
     expected, moved_by_them = _train_theirs(model, keys.method, theirs, steps, tmp_path)
-    for step, ((loss, norm), (their_loss, their_norm)) in enumerate(zip(found, expected, strict=True)):
+    for step, ((loss, norm), (their_loss, their_norm)) in enumerate(
+        zip(found, expected, strict=True)
+    ):
         assert loss == pytest.approx(their_loss, rel=TOLERANCE), step
         assert norm == pytest.approx(their_norm, rel=TOLERANCE), step
     for name, change in moved_by_them.items():
@@ -78,7 +86,9 @@ def test_losses_gradients_and_updates_are_those_of_trl(case: str, tmp_path: Path
 def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 Trained = tuple[list[tuple[float, float]], dict[str, Tensor]]
@@ -118,8 +128,12 @@ def _train_ours(folder: Path, keys: Method, smoothing: float, steps: list[list[P
 
     def compute_loss(step: int) -> Tensor:
         chosen = sum(len(chosen) for _, chosen, _ in steps[step])
-        batch = StepBatch(step, 0.0, (batches[step],), 0, 0, chosen_tokens=chosen, groups=len(steps[step]))
-        return objective.measure(model, batches[step], batches[step].inputs, batch).loss_sum / objective.count(batch)
+        batch = StepBatch(
+            step, 0.0, (batches[step],), 0, 0, chosen_tokens=chosen, groups=len(steps[step])
+        )
+        return objective.measure(
+            model, batches[step], batches[step].inputs, batch
+        ).loss_sum / objective.count(batch)
 
     return _train(model, compute_loss)
 
@@ -128,7 +142,9 @@ def _train_ratings(model: Any, keys: Method, steps: list[list[Pair]]) -> Trained
     batches = []
     for step, pairs in enumerate(steps):
         answers = _pack_documents([(prompt, answer) for prompt, answer, _ in pairs], 2 * step)
-        mismatched = _pack_documents([(prompt, answer) for prompt, _, answer in pairs], 2 * step + 1)
+        mismatched = _pack_documents(
+            [(prompt, answer) for prompt, _, answer in pairs], 2 * step + 1
+        )
         batches.append(replace(answers, desirable=torch.tensor(GOOD), mismatched=mismatched))
     with torch.no_grad():
         parts = [part for each in batches for part in (each, each.mismatched) if part is not None]
@@ -137,7 +153,10 @@ def _train_ratings(model: Any, keys: Method, steps: list[list[Pair]]) -> Trained
     objective = RatingObjective(keys, StoredReference(table))
 
     def compute_loss(step: int) -> Tensor:
-        each, batch = batches[step], StepBatch(step, 0.0, (batches[step],), 0, 0, groups=len(steps[step]))
+        each, batch = (
+            batches[step],
+            StepBatch(step, 0.0, (batches[step],), 0, 0, groups=len(steps[step])),
+        )
         prepared = objective.prepare(model, lambda: [each], world)
         return prepared.measure(model, each, each.inputs, batch).loss_sum / prepared.count(batch)
 
@@ -146,7 +165,9 @@ def _train_ratings(model: Any, keys: Method, steps: list[list[Pair]]) -> Trained
 
 def _pack(pairs: list[Pair], step: int) -> MicroBatch:
     """The pairs in one packed row."""
-    return _pack_documents([(prompt, answer) for prompt, *answers in pairs for answer in answers], step)
+    return _pack_documents(
+        [(prompt, answer) for prompt, *answers in pairs for answer in answers], step
+    )
 
 
 def _pack_documents(documents: list[tuple[list[int], list[int]]], number: int) -> MicroBatch:
@@ -169,7 +190,9 @@ def _pack_documents(documents: list[tuple[list[int], list[int]]], number: int) -
     )
 
 
-def _train_theirs(folder: Path, method: str, options: dict[str, Any], steps: list[list[Pair]], output: Path) -> Trained:
+def _train_theirs(
+    folder: Path, method: str, options: dict[str, Any], steps: list[list[Pair]], output: Path
+) -> Trained:
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -194,11 +217,16 @@ def _train_theirs(folder: Path, method: str, options: dict[str, Any], steps: lis
     def compute_loss(step: int) -> Tensor:
         if method == "dpo":
             names = ("prompt_ids", "chosen_ids", "rejected_ids")
-            batch = trainer.data_collator([dict(zip(names, pair, strict=True)) for pair in steps[step]])
+            batch = trainer.data_collator(
+                [dict(zip(names, pair, strict=True)) for pair in steps[step]]
+            )
             return trainer.compute_loss(model, batch)  # type: ignore[no-any-return]
         if method == "kto":
             return trainer.compute_loss(model, _pad_ratings(steps[step]))  # type: ignore[no-any-return]
-        sides = {"chosen": [(p, c) for p, c, _ in steps[step]], "rejected": [(p, r) for p, _, r in steps[step]]}
+        sides = {
+            "chosen": [(p, c) for p, c, _ in steps[step]],
+            "rejected": [(p, r) for p, _, r in steps[step]],
+        }
         return trainer.get_batch_loss_metrics(model, _pad(sides))[0]  # type: ignore[no-any-return]
 
     return _train(model, compute_loss)
@@ -206,10 +234,16 @@ def _train_theirs(folder: Path, method: str, options: dict[str, Any], steps: lis
 
 def _pad_ratings(answers: list[Pair]) -> dict[str, Tensor]:
     """The batch that TRL's collator of rated answers makes."""
-    sides = {"": [(p, answer) for p, answer, _ in answers], "KL_": [(p, answer) for p, _, answer in answers]}
+    sides = {
+        "": [(p, answer) for p, answer, _ in answers],
+        "KL_": [(p, answer) for p, _, answer in answers],
+    }
     batch = {"label": torch.tensor(GOOD)}
     for name, found in ((name, _pad({"side": documents})) for name, documents in sides.items()):
-        batch |= {f"{name}input_ids": found["side_input_ids"], f"{name}attention_mask": found["side_attention_mask"]}
+        batch |= {
+            f"{name}input_ids": found["side_input_ids"],
+            f"{name}attention_mask": found["side_attention_mask"],
+        }
         batch[f"{name}completion_mask"] = (found["side_labels"] != -100).long()
     return batch
 
@@ -224,6 +258,10 @@ def _pad(sides: dict[str, list[tuple[list[int], list[int]]]]) -> dict[str, Tenso
             return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
 
         batch[f"{name}_input_ids"] = stack([prompt + answer for prompt, answer in documents], 0)
-        batch[f"{name}_attention_mask"] = stack([[1] * len(prompt + answer) for prompt, answer in documents], 0)
-        batch[f"{name}_labels"] = stack([[-100] * len(prompt) + answer for prompt, answer in documents], -100)
+        batch[f"{name}_attention_mask"] = stack(
+            [[1] * len(prompt + answer) for prompt, answer in documents], 0
+        )
+        batch[f"{name}_labels"] = stack(
+            [[-100] * len(prompt) + answer for prompt, answer in documents], -100
+        )
     return batch

@@ -19,7 +19,9 @@ LORA = {"use_peft": True, "learning_rate": 3e-4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [LORA, {"learning_rate": 5e-5}], ids=["LoRA", "full"])
-def test_stories260k_learns_which_answers_are_preferred(keys: dict[str, Any], shared: Path, tmp_path: Path) -> None:
+def test_stories260k_learns_which_answers_are_preferred(
+    keys: dict[str, Any], shared: Path, tmp_path: Path
+) -> None:
     recipe = {
         "model_name_or_path": str(shared / "models" / "stories260k"),
         "method": "dpo",
@@ -68,7 +70,11 @@ def test_stories260k_learns_which_answers_are_preferred(keys: dict[str, Any], sh
 def kill_after_save(command: list[str], run: Path) -> None:
     """Starts the run and kills all of its processes once it has saved a checkpoint."""
     process = subprocess.Popen(
-        [*command, f"output_dir={run}"], cwd=ROOT, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL
+        [*command, f"output_dir={run}"],
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 300
     while not list(run.glob("checkpoints/step-*/manifest.json")):
@@ -80,6 +86,16 @@ def kill_after_save(command: list[str], run: Path) -> None:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the machine."""
-    other = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
+    other = {
+        "tokens_per_second",
+        "mfu",
+        "mfu_of_whole_rows",
+        "peak_memory_bytes",
+        "data_wait_seconds",
+    }
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in other} for line in lines if "phase" not in line]
+    return [
+        {key: value for key, value in line.items() if key not in other}
+        for line in lines
+        if "phase" not in line
+    ]

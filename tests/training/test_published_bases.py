@@ -38,10 +38,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "qwen3": {"load_in_4bit": True, "lora_target_modules": "all-linear"},
-    "deepseek_v3": {"lora_target_modules": ["o_proj"], "lora_target_parameters": ["experts.down_proj"]},
+    "deepseek_v3": {
+        "lora_target_modules": ["o_proj"],
+        "lora_target_parameters": ["experts.down_proj"],
+    },
     "gpt_oss": {"load_in_4bit": True, "lora_target_parameters": ["experts.gate_up_proj"]},
 }
-WANTED = [("qwen3", "full_shard", 2), ("deepseek_v3", "shard_grad_op", 2), ("gpt_oss", "divided", 2)]
+WANTED = [
+    ("qwen3", "full_shard", 2),
+    ("deepseek_v3", "shard_grad_op", 2),
+    ("gpt_oss", "divided", 2),
+]
 VERIFIED = [("deepseek_v3", "shard_grad_op", 2)]  # exported by the run itself
 
 
@@ -56,11 +63,19 @@ def store_in_fp8(folder: Path) -> None:
         padded[: weight.shape[0], : weight.shape[1]] = weight
         blocks = padded.view(rows, BLOCK, columns, BLOCK)
         scales = blocks.abs().amax((1, 3)) / 448
-        whole = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
+        whole = (blocks / scales[:, None, :, None]).reshape(padded.shape)[
+            : weight.shape[0], : weight.shape[1]
+        ]
         tensors |= {name: whole.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scales}
     assert any(name.endswith("_scale_inv") for name in tensors)
     _write(
-        folder, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        folder,
+        tensors,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
     )
 
 
@@ -71,19 +86,31 @@ def store_in_mxfp4(folder: Path) -> None:
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         shape = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            121, 125, shape, dtype=torch.uint8, generator=generator
+        )
     assert any(name.endswith("_blocks") for name in tensors)
-    _write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]})
+    _write(
+        folder,
+        tensors,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]},
+    )
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     plain = {
-        name: each.bfloat16() for name, each in tensors.items() if each.dtype == torch.float32 and "_scale" not in name
+        name: each.bfloat16()
+        for name, each in tensors.items()
+        if each.dtype == torch.float32 and "_scale" not in name
     }
     save_file(tensors | plain, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "quantization_config": settings}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"dtype": "bfloat16", "quantization_config": settings})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +162,9 @@ def runs(
     }  # fmt: skip
     ours, theirs = (
         {
-            family: write_recipe(folder / f"{kind}-{family}.yaml", source(family), data, **common | RECIPES[family])
+            family: write_recipe(
+                folder / f"{kind}-{family}.yaml", source(family), data, **common | RECIPES[family]
+            )
             for family in MODELS
         }
         for kind, source in (("published", published), ("plain", plain))
@@ -150,7 +179,9 @@ def test_weights_are_those_that_transformers_dequantizes(
 ) -> None:
     world = join(Sharding(layout="single", use_cpu=True))
     try:
-        model = load_model(Model(model_name_or_path=str(published(family)), dtype=dtype), Lora(), 0, world)[0]  # type: ignore[arg-type]
+        model = load_model(
+            Model(model_name_or_path=str(published(family)), dtype=dtype), Lora(), 0, world
+        )[0]  # type: ignore[arg-type]
     finally:
         leave(world)
     theirs = dict(dequantized(published(family), getattr(torch, dtype)).named_parameters())
@@ -168,7 +199,10 @@ def test_losses_are_those_of_transformers_on_the_dequantized_base(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_the_export_is_plain_and_merged_onto_the_dequantized_base(
-    family: str, runs: tuple[Callable[..., Path], dict[str, Path]], plain: Callable[[str], Path], tmp_path: Path
+    family: str,
+    runs: tuple[Callable[..., Path], dict[str, Path]],
+    plain: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -180,9 +214,13 @@ def test_the_export_is_plain_and_merged_onto_the_dequantized_base(
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     after = AutoModelForCausalLM.from_pretrained(run / "export").state_dict()
     before = AutoModelForCausalLM.from_pretrained(plain(family), dtype=torch.float32).state_dict()
-    adapted = {name for name, value in after.items() if not torch.equal(value, before[name].bfloat16())}
+    adapted = {
+        name for name, value in after.items() if not torch.equal(value, before[name].bfloat16())
+    }
     weight = "o_proj.weight" if family == "deepseek_v3" else "experts.gate_up_proj"
-    assert adapted and all(name.endswith((weight, "experts.down_proj", "_proj.weight")) for name in adapted)
+    assert adapted and all(
+        name.endswith((weight, "experts.down_proj", "_proj.weight")) for name in adapted
+    )
     assert any(name.endswith(weight) for name in adapted)
 
 
@@ -190,16 +228,23 @@ def test_a_published_folder_is_exported_as_plain_weights(
     published: Callable[[str], Path], plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
     exported = export(published("qwen3"), tmp_path / "plain", log=lambda _: None)
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (exported, plain("qwen3")))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name].bfloat16()) for name in ours)
+    ours, theirs = (
+        load_file(folder / "model.safetensors") for folder in (exported, plain("qwen3"))
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name].bfloat16()) for name in ours
+    )
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
 
 
-def test_a_chat_answers_from_the_dequantized_base(runs: tuple[Callable[..., Path], dict[str, Path]]) -> None:
+def test_a_chat_answers_from_the_dequantized_base(
+    runs: tuple[Callable[..., Path], dict[str, Path]],
+) -> None:
     """Under the adapter, with which it is the merged export."""
     run = runs[0]("deepseek_v3", "shard_grad_op", 2)
     models = [
-        load_inference_model(find_model(str(run / part)), LoadOptions(), print).model for part in ("adapter", "export")
+        load_inference_model(find_model(str(run / part)), LoadOptions(), print).model
+        for part in ("adapter", "export")
     ]
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
@@ -212,12 +257,21 @@ def test_any_slices_are_those_of_the_whole(published: Callable[[str], Path]) -> 
     generator = torch.Generator().manual_seed(0)
     for family in ("qwen3", "gpt_oss"):
         stored = dequantize_published(read_folder(published(family)), published(family))
-        found = [tensor for tensor in stored.values() if tensor.dtype == torch.float32 and "proj" in tensor.name]
+        found = [
+            tensor
+            for tensor in stored.values()
+            if tensor.dtype == torch.float32 and "proj" in tensor.name
+        ]
         for tensor in found:
             whole = read(tensor)
             for _ in range(4):
-                starts = [int(torch.randint(0, size, (), generator=generator)) for size in tensor.shape]
-                cut = tuple(slice(at, min(size, at + 37)) for at, size in zip(starts, tensor.shape, strict=True))
+                starts = [
+                    int(torch.randint(0, size, (), generator=generator)) for size in tensor.shape
+                ]
+                cut = tuple(
+                    slice(at, min(size, at + 37))
+                    for at, size in zip(starts, tensor.shape, strict=True)
+                )
                 assert torch.equal(read_slice(tensor, cut), whole[cut])
 
 
@@ -226,18 +280,39 @@ def test_a_short_last_block_is_read_as_deepseek_reads_it(tmp_path: Path) -> None
     weight = torch.randn(72, 40, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(1)) + 0.5
     save_file({"w.weight": weight, "w.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [BLOCK, BLOCK]}}))
-    expected = weight.float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:72, :40]
-    assert torch.equal(read(dequantize_published(read_folder(tmp_path), tmp_path)["w.weight"]), expected)
-    save_file({"w.weight": weight, "w.weight_scale_inv": torch.ones(3, 3)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"w.weight_scale_inv has the shape \[3, 3\], which does not fit \[72, 40\]"):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": {"weight_block_size": [BLOCK, BLOCK]}})
+    )
+    expected = (
+        weight.float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:72, :40]
+    )
+    assert torch.equal(
+        read(dequantize_published(read_folder(tmp_path), tmp_path)["w.weight"]), expected
+    )
+    save_file(
+        {"w.weight": weight, "w.weight_scale_inv": torch.ones(3, 3)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        UserError, match=r"w.weight_scale_inv has the shape \[3, 3\], which does not fit \[72, 40\]"
+    ):
         dequantize_published(read_folder(tmp_path), tmp_path)
 
 
-def test_other_formats_are_refused_by_what_the_files_hold_and_what_they_were_made_from(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8, "model_type": "qwen3"}
+def test_other_formats_are_refused_by_what_the_files_hold_and_what_they_were_made_from(
+    tmp_path: Path,
+) -> None:
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+        "model_type": "qwen3",
+    }
     for settings, form in (
-        ({"quant_method": "gptq", "bits": 4}, "gptq: 4-bit groups in int32, as qweight, qzeros and scales"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "gptq: 4-bit groups in int32, as qweight, qzeros and scales",
+        ),
         (
             {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
             "compressed-tensors: NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and weight_global_scale",
@@ -249,6 +324,10 @@ def test_other_formats_are_refused_by_what_the_files_hold_and_what_they_were_mad
     ):
         with pytest.raises(UserError, match=form):
             read_model_facts(sizes | {"quantization_config": settings}, str(tmp_path))
-    (tmp_path / "README.md").write_text("---\nlicense: mit\nbase_model:\n- Qwen/Qwen3-8B\n---\n# A model\n")
-    with pytest.raises(UserError, match=r"name the unquantized model \(Qwen/Qwen3-8B, by its model card\)"):
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: mit\nbase_model:\n- Qwen/Qwen3-8B\n---\n# A model\n"
+    )
+    with pytest.raises(
+        UserError, match=r"name the unquantized model \(Qwen/Qwen3-8B, by its model card\)"
+    ):
         read_model_facts(sizes | {"quantization_config": {"quant_method": "awq"}}, str(tmp_path))

@@ -45,7 +45,14 @@ def printed(folder: Path) -> str:
     config, runs = write_config(folder, "single"), []
     for name, pair in PAIRS.items():
         for kind, keys in zip(("published", "own"), pair, strict=True):
-            recipe = write_recipe(folder / f"{name}-{kind}.yaml", model, data, max_steps=2, global_batch_size=2, **keys)
+            recipe = write_recipe(
+                folder / f"{name}-{kind}.yaml",
+                model,
+                data,
+                max_steps=2,
+                global_batch_size=2,
+                **keys,
+            )
             runs.append((recipe, config, [f"output_dir={folder / f'{name}-{kind}'}"]))
     return train_all(folder, runs, ranks=1)
 
@@ -62,8 +69,14 @@ def test_both_names_train_the_same(name: str, printed: str, folder: Path) -> Non
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_names_are_planned_the_same(name: str, printed: str, folder: Path) -> None:
     sharding = read_sharding(str(write_config(folder, "single")), None, {})
-    plans = [make_plan(read_recipe(str(folder / f"{name}-{kind}.yaml")), sharding, 1) for kind in ("published", "own")]
-    assert plans[0].spec.tensors == plans[1].spec.tensors and plans[0].peak_bytes == plans[1].peak_bytes
+    plans = [
+        make_plan(read_recipe(str(folder / f"{name}-{kind}.yaml")), sharding, 1)
+        for kind in ("published", "own")
+    ]
+    assert (
+        plans[0].spec.tensors == plans[1].spec.tensors
+        and plans[0].peak_bytes == plans[1].peak_bytes
+    )
     assert any("in transformers 5" in remark for remark in plans[0].remarks)
 
 

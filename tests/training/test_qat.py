@@ -27,14 +27,28 @@ KEYS: dict[str, list[str]] = {
     "int4": ["quantization_aware_training=int4", "qat_group_size=8"],
     "int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8"],
     "int8 of rows": ["quantization_aware_training=int8", "qat_group_size=null"],
-    "int8-int8 later": ["quantization_aware_training=int8-int8", "qat_group_size=16", "fake_quant_after_n_steps=2"],
+    "int8-int8 later": [
+        "quantization_aware_training=int8-int8",
+        "qat_group_size=16",
+        "fake_quant_after_n_steps=2",
+    ],
     "lora int4": ["quantization_aware_training=int4", "qat_group_size=8", *LORA],
     "lora int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8", *LORA],
 }
 ONE_RANK = [("single", name) for name in KEYS]
 TWO_RANKS = [("full_shard", "int4"), ("full_shard", "int8-int4"), ("full_shard", "lora int8-int4")]
-MORE_ON_TWO = [("FULL_SHARD", "int4"), ("ddp", "int4"), ("ddp", "lora int4"), ("offload", "int8-int4")]
-MORE_ON_TWO += [("pipeline", "int8-int4"), ("sequence", "int4"), ("checkpointed", "int8-int4"), ("compiled", "int4")]
+MORE_ON_TWO = [
+    ("FULL_SHARD", "int4"),
+    ("ddp", "int4"),
+    ("ddp", "lora int4"),
+    ("offload", "int8-int4"),
+]
+MORE_ON_TWO += [
+    ("pipeline", "int8-int4"),
+    ("sequence", "int4"),
+    ("checkpointed", "int8-int4"),
+    ("compiled", "int4"),
+]
 MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 later", "lora int4")]
 
 
@@ -42,7 +56,10 @@ MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 lat
 VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "pipeline": ({}, ["pipeline_parallel_size=2", "per_device_train_batch_size=2"]),
     "sequence": ({"sizes": {"sp_size": 2}}, []),
-    "checkpointed": ({"checkpointing": True}, ["activation_checkpointing_keeps=attention_and_projections"]),
+    "checkpointed": (
+        {"checkpointing": True},
+        ["activation_checkpointing_keeps=attention_and_projections"],
+    ),
     "compiled": ({}, ["torch_compile=true"]),
 }
 
@@ -59,11 +76,18 @@ def read_keys(name: str) -> QuantizationAware:
 
 def torchao_base(name: str) -> Any:
     """torchao's configuration, written here by hand."""
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
+    from torchao.quantization import (
+        Int8DynamicActivationIntxWeightConfig,
+        IntxWeightOnlyConfig,
+        PerAxis,
+        PerGroup,
+    )
 
     return {
         "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
-        "int8-int4": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(8)),
+        "int8-int4": Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=torch.int4, weight_granularity=PerGroup(8)
+        ),
         "int8 of rows": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
         "int8-int8 later": Int8DynamicActivationIntxWeightConfig(torch.int8, PerGroup(16)),
     }[name.removeprefix("lora ")]
@@ -107,8 +131,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Path:
-    model, data = make_model(folder / "model", tie_word_embeddings=True), make_chat(folder / "chat.jsonl", rows=16)
-    keys = {"global_batch_size": ROWS, "max_steps": STEPS, "save_steps": 1, "save_total_limit": None}
+    model, data = (
+        make_model(folder / "model", tie_word_embeddings=True),
+        make_chat(folder / "chat.jsonl", rows=16),
+    )
+    keys = {
+        "global_batch_size": ROWS,
+        "max_steps": STEPS,
+        "save_steps": 1,
+        "save_total_limit": None,
+    }
     return write_recipe(folder / "recipe.yaml", model, data, **keys)
 
 
@@ -119,7 +151,9 @@ def losses_by_torchao(name: str, recipe: Path, run: Path) -> list[tuple[float, f
     -8, and whether 7 has a gradient. So two loops that add in another order part after some steps, however alike they are.
     """
     path = recipe.with_name(f"{run.name}.yaml")
-    path.write_text(recipe.read_text() + ("use_peft: true\nlora_r: 4\n" if name.startswith("lora") else ""))
+    path.write_text(
+        recipe.read_text() + ("use_peft: true\nlora_r: 4\n" if name.startswith("lora") else "")
+    )
 
     def prepare_and_follow(model: Any) -> None:
         prepare(model, name)
@@ -136,7 +170,10 @@ def losses_by_torchao(name: str, recipe: Path, run: Path) -> list[tuple[float, f
 
 
 def load_step(model: nn.Module, run: Path, step: int) -> None:
-    stored = {peft_name(name): tensor for name, tensor in read_folder(step_folder(run, step) / "model").items()}
+    stored = {
+        peft_name(name): tensor
+        for name, tensor in read_folder(step_folder(run, step) / "model").items()
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -179,7 +216,8 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "ranks"), [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)]
+    ("name", "layout", "ranks"),
+    [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)],
 )
 def test_a_run_resumes_bit_for_bit(
     name: str, layout: str, ranks: int, runs: Any, recipe: Path, folder: Path, tmp_path: Path
@@ -194,19 +232,26 @@ def test_a_run_resumes_bit_for_bit(
     train_all(tmp_path, resumed, ranks=ranks)
     for step in (1, 3):
         again = tmp_path / f"from {step}"
-        assert [line["loss"] for line in steps_of(again)] == [line["loss"] for line in steps_of(whole)][step:]
+        assert [line["loss"] for line in steps_of(again)] == [
+            line["loss"] for line in steps_of(whole)
+        ][step:]
         ours, theirs = (read_folder(step_folder(run, STEPS) / "model") for run in (whole, again))
-        assert all(torch.equal(read(ours[key]), read(theirs[key])) for key in ours.keys() | theirs.keys())
+        assert all(
+            torch.equal(read(ours[key]), read(theirs[key])) for key in ours.keys() | theirs.keys()
+        )
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_the_losses_are_those_of_torchao_in_a_plain_loop(name: str, runs: Any, recipe: Path) -> None:
+def test_the_losses_are_those_of_torchao_in_a_plain_loop(
+    name: str, runs: Any, recipe: Path
+) -> None:
     run = runs("single", name, 1)
     assert_losses(run, losses_by_torchao(name, recipe, run))
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [*TWO_RANKS, *(pytest.param(*which, marks=pytest.mark.slow) for which in MORE_ON_TWO)]
+    ("layout", "name"),
+    [*TWO_RANKS, *(pytest.param(*which, marks=pytest.mark.slow) for which in MORE_ON_TWO)],
 )
 def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Path) -> None:
     run = runs(layout, name, 2)
@@ -216,5 +261,8 @@ def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Pat
     rounds_inputs = scheme is not None and SCHEMES[scheme].input_bits is not None
     expected = losses_by_torchao(name, recipe, run)
     lines = assert_losses(run, expected, norms=1e-4 if rounds_inputs else None)
-    ties = [a["grad_norm"] != pytest.approx(b, rel=1e-5) for a, (_, b) in zip(lines, expected, strict=True)]
+    ties = [
+        a["grad_norm"] != pytest.approx(b, rel=1e-5)
+        for a, (_, b) in zip(lines, expected, strict=True)
+    ]
     assert sum(ties) <= 1, "one step at most meets a tie"

@@ -63,7 +63,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_all(folder, runs, ranks=2)
     single = write_config(folder, "single", "bf16")
     train_all(
-        folder, [(recipe, single, [f"output_dir={folder}/alone", middle, "per_device_train_batch_size=4"])], ranks=1
+        folder,
+        [(recipe, single, [f"output_dir={folder}/alone", middle, "per_device_train_batch_size=4"])],
+        ranks=1,
     )
     return folder
 
@@ -81,14 +83,18 @@ def tensors_of(run: Path, part: str) -> dict[str, list[torch.Tensor]]:
 def test_a_run_resumes_bit_for_bit(part: str, resumed: Path) -> None:
     whole, again = tensors_of(resumed / "whole", part), tensors_of(resumed / "again", part)
     assert whole.keys() == again.keys()
-    assert all(torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True))
+    assert all(
+        torch.equal(a, b) for name in whole for a, b in zip(whole[name], again[name], strict=True)
+    )
     losses = [[line["loss"] for line in steps_of(resumed / run)] for run in ("whole", "again")]
     assert losses[0][SAVED:] == losses[1]
 
 
 def test_it_resumes_in_another_layout_up_to_rounding(resumed: Path) -> None:
     whole, alone = (steps_of(resumed / run)[-SAVED:] for run in ("whole", "alone"))
-    assert [line["loss"] for line in alone] == pytest.approx([line["loss"] for line in whole], rel=2e-2)
+    assert [line["loss"] for line in alone] == pytest.approx(
+        [line["loss"] for line in whole], rel=2e-2
+    )
 
 
 def test_a_checkpoint_holds_the_adapters_and_the_digest_of_the_base(resumed: Path) -> None:
@@ -97,7 +103,9 @@ def test_a_checkpoint_holds_the_adapters_and_the_digest_of_the_base(resumed: Pat
     state = json.loads((checkpoint / "state.json").read_text())
     assert state["inputs"]["base"] == hash_weights(resumed / "model")
     assert {key: state["recipe"][key] for key in QLORA} == QLORA
-    assert "quantization_config" not in json.loads((checkpoint / "model" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (checkpoint / "model" / "config.json").read_text()
+    )
 
 
 def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(resumed: Path) -> None:
@@ -116,10 +124,16 @@ def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(res
     finally:
         leave(world)
     export(checkpoint, resumed / "adapter", adapter_only=True, log=lambda line: None)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
     config.bnb_4bit_compute_dtype = torch.float32
-    base = AutoModelForCausalLM.from_pretrained(resumed / "model", dtype=torch.float32, quantization_config=config)
-    with torch.no_grad():  # as in training: outside of it, bitsandbytes multiplies in bf16 on some CPUs
+    base = AutoModelForCausalLM.from_pretrained(
+        resumed / "model", dtype=torch.float32, quantization_config=config
+    )
+    with (
+        torch.no_grad()
+    ):  # as in training: outside of it, bitsandbytes multiplies in bf16 on some CPUs
         plain = PeftModel.from_pretrained(base, resumed / "adapter").train()(input_ids=ids).logits
     assert (trained - untrained).abs().max() > 0.1, "the adapter does nothing"
     assert torch.allclose(plain, trained, rtol=1e-5, atol=1e-5)
@@ -131,7 +145,9 @@ def test_stories260k_on_gsm8k_is_as_good_as_lora_in_bf16(shared: Path, tmp_path:
     keys: dict[str, Any] = {
         "model_name_or_path": str(shared / "models" / "stories260k"),
         "datasets": [{"path": str(shared / "data" / "gsm8k_train.jsonl"), **columns}],
-        "eval_datasets": [{"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}],
+        "eval_datasets": [
+            {"path": str(shared / "data" / "gsm8k_test.jsonl"), "split": "train[:200]", **columns}
+        ],
         "dataset_cache_dir": str(tmp_path / "cache"),
         "max_length": 512,
         "packing": False,
@@ -154,12 +170,26 @@ def test_stories260k_on_gsm8k_is_as_good_as_lora_in_bf16(shared: Path, tmp_path:
         ("fp32", quantized | {"max_steps": 30}, 1, "no"),
         ("fp32-2", quantized | {"max_steps": 30}, 2, "no"),
     ):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(keys | extra | {"output_dir": str(tmp_path / name)}))
+        (tmp_path / f"{name}.yaml").write_text(
+            yaml.safe_dump(keys | extra | {"output_dir": str(tmp_path / name)})
+        )
         config = write_config(tmp_path, "full_shard", precision)
-        command = ["python", "-m", "finetune", "launch", "--recipe", f"{tmp_path}/{name}.yaml", "--config", str(config)]
+        command = [
+            "python",
+            "-m",
+            "finetune",
+            "launch",
+            "--recipe",
+            f"{tmp_path}/{name}.yaml",
+            "--config",
+            str(config),
+        ]
         done = run_command([*command, "--num-processes", str(ranks)], timeout=1500)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         held_out[name] = [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
         losses[name] = [line["loss"] for line in lines if "loss" in line]
     print(f"held-out losses: {held_out}")

@@ -24,11 +24,15 @@ def test_a_run_in_shares_and_epochs(tiny_recipe: Callable[..., Path], tmp_path: 
         "save_total_limit": 9,
         "export_at_end": False,
     }
-    by_epoch = tiny_recipe("epochs", save_strategy="epoch", eval_strategy="epoch", keep_best_checkpoint=True, **keys)
+    by_epoch = tiny_recipe(
+        "epochs", save_strategy="epoch", eval_strategy="epoch", keep_best_checkpoint=True, **keys
+    )
     in_shares = tiny_recipe("shares", save_steps=0.3, eval_steps=0.4, eval_strategy="steps", **keys)
     config = write_config(tmp_path, "single")
     folders = {recipe: tmp_path / recipe.stem for recipe in (by_epoch, in_shares)}
-    printed = train_all(tmp_path, [(r, config, [f"output_dir={folder}"]) for r, folder in folders.items()], ranks=1)
+    printed = train_all(
+        tmp_path, [(r, config, [f"output_dir={folder}"]) for r, folder in folders.items()], ranks=1
+    )
 
     assert printed.count(f"{rows}: 13 of its 24 rows (max_samples), drawn by the seed") == 2
     assert saved_at(folders[by_epoch]) == [4, 8]
@@ -41,7 +45,9 @@ def test_a_run_in_shares_and_epochs(tiny_recipe: Callable[..., Path], tmp_path: 
 
 
 def saved_at(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")
+    )
 
 
 def test_rows_are_drawn_by_the_seed_and_a_stream_gives_its_first(tmp_path: Path) -> None:
@@ -60,5 +66,9 @@ def test_rows_are_drawn_by_the_seed_and_a_stream_gives_its_first(tmp_path: Path)
     assert len(first) == 50
     assert {name for name, _ in first} == {"a", "b"}
     assert set(first) != set(drawn(2))
-    streamed = [number for batch in read_rows(source, streaming=True, batch_rows=16) for number in batch.numbers]
+    streamed = [
+        number
+        for batch in read_rows(source, streaming=True, batch_rows=16)
+        for number in batch.numbers
+    ]
     assert streamed == [*range(1, 41), *range(1, 11)]

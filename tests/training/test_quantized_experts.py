@@ -36,10 +36,16 @@ LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64}
 RECIPES: dict[str, dict[str, Any]] = {
     "mixtral": {"lora_target_modules": ["q_proj", "o_proj"], "bnb_4bit_use_double_quant": True},
     "qwen3_moe": {"lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": []},
-    "gpt_oss": {"lora_target_modules": [], "lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    "gpt_oss": {
+        "lora_target_modules": [],
+        "lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"],
+    },
     "deepseek_v3": {"lora_target_modules": ["o_proj"]},
 }
-VERIFIED = [("mixtral", "full_shard", 2), ("deepseek_v3", "divided", 2)]  # exported by the run itself
+VERIFIED = [
+    ("mixtral", "full_shard", 2),
+    ("deepseek_v3", "divided", 2),
+]  # exported by the run itself
 # (family, layout, ranks); full_shard with activation checkpointing, the others without; divided: expert parallelism
 WANTED = [
     ("mixtral", "full_shard", 2),
@@ -54,8 +60,12 @@ WANTED = [
 
 
 def make_mixture(folder: Path, family: str) -> Path:
-    own = FAMILIES[family] | {key: 6 for key in COUNTS if key in FAMILIES[family]}  # experts, for two ranks to divide
-    return make_model(folder, model_type=family, **SIZES | own | (LATENT if "deepseek" in family else {}))
+    own = FAMILIES[family] | {
+        key: 6 for key in COUNTS if key in FAMILIES[family]
+    }  # experts, for two ranks to divide
+    return make_model(
+        folder, model_type=family, **SIZES | own | (LATENT if "deepseek" in family else {})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,10 @@ def recipes(folder: Path) -> dict[str, Path]:
     }
     return {
         family: write_recipe(
-            folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **common | keys
+            folder / f"{family}.yaml",
+            make_mixture(folder / family / "model", family),
+            data,
+            **common | keys,
         )
         for family, keys in RECIPES.items()
     }
@@ -92,7 +105,8 @@ def test_losses_and_gradients_are_those_of_transformers_peft_and_bitsandbytes(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")]
+    ("family", "layout"),
+    [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")],
 )
 def test_the_export_has_the_logits_of_peft_on_the_base_that_was_trained(
     family: str, layout: str, runs: Callable[..., Path], tmp_path: Path
@@ -107,7 +121,9 @@ def test_the_export_has_the_logits_of_peft_on_the_base_that_was_trained(
     ids = torch.arange(3, 40)[None]
     kind = KINDS["double" if family == "mixtral" else "nf4"]
     base: Any = AutoModelForCausalLM.from_pretrained(
-        run.parent / "model", dtype=torch.float32, quantization_config=reference.by_bitsandbytes(kind)
+        run.parent / "model",
+        dtype=torch.float32,
+        quantization_config=reference.by_bitsandbytes(kind),
     )
     reference.quantize_experts(base, kind)
     merged = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
@@ -130,18 +146,24 @@ def load_quantized(folder: Path, kind: str, lora: Lora | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expert_bytes(folder: Path, recipes: dict[str, Path]) -> Callable[[str], dict[str, dict[str, str]]]:
+def expert_bytes(
+    folder: Path, recipes: dict[str, Path]
+) -> Callable[[str], dict[str, dict[str, str]]]:
     """By family and kind, the digests of the experts' bytes under a layout. Each number of ranks is started once."""
     for family in RECIPES:
         (folder / "bytes" / family).mkdir(parents=True)
         for file in (folder / family / "model").iterdir():
             (folder / "bytes" / family / file.name).symlink_to(file)
     for ranks in experts_on_ranks.WORLDS:
-        launch_ranks(Path(experts_on_ranks.__file__), [str(folder / "bytes")], ranks=ranks, timeout=200).check()
+        launch_ranks(
+            Path(experts_on_ranks.__file__), [str(folder / "bytes")], ranks=ranks, timeout=200
+        ).check()
     return lambda layout: json.loads((folder / "bytes" / f"{layout}.json").read_text())
 
 
-@pytest.mark.parametrize("layout", [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts])
+@pytest.mark.parametrize(
+    "layout", [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts]
+)
 @pytest.mark.parametrize("family", RECIPES)
 def test_each_expert_has_the_bytes_of_bitsandbytes(
     family: str, layout: str, expert_bytes: Callable[..., Any], folder: Path
@@ -151,29 +173,43 @@ def test_each_expert_has_the_bytes_of_bitsandbytes(
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(folder / family / "model", dtype=torch.float32)
-    weights = {name: p.detach() for name, p in plain.named_parameters() if ".experts." in name and p.dim() == 3}
+    weights = {
+        name: p.detach()
+        for name, p in plain.named_parameters()
+        if ".experts." in name and p.dim() == 3
+    }
     assert len(weights) == (2 if family == "deepseek_v3" else 4)
     for kind in experts_on_ranks.KINDS:
         expected = {}
         for name, matrices in weights.items():
             nested = None
             if kind == "double":
-                _, state = functional.quantize_4bit(matrices, quant_type="nf4", compress_statistics=True)
+                _, state = functional.quantize_4bit(
+                    matrices, quant_type="nf4", compress_statistics=True
+                )
                 nested = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
             for expert, matrix in enumerate(matrices):
                 if kind == "int8":
-                    packed, magnitudes, _ = functional.int8_vectorwise_quant(matrix.to(torch.float16))
+                    packed, magnitudes, _ = functional.int8_vectorwise_quant(
+                        matrix.to(torch.float16)
+                    )
                 else:
                     packed, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
-                    magnitudes = state.absmax if nested is None else nested.view(len(matrices), -1)[expert]
+                    magnitudes = (
+                        state.absmax if nested is None else nested.view(len(matrices), -1)[expert]
+                    )
                 expected[f"{name}.{expert}"] = experts_on_ranks.digest(packed, magnitudes)
         assert expert_bytes(layout)[f"{family} {kind}"] == expected
 
 
-def test_no_expert_is_kept_dequantized_for_the_backward(recipes: dict[str, Path], folder: Path) -> None:
+def test_no_expert_is_kept_dequantized_for_the_backward(
+    recipes: dict[str, Path], folder: Path
+) -> None:
     """Without activation checkpointing: what the forward leaves is smaller than the experts of one layer in fp32."""
     model = load_quantized(
-        folder / "mixtral" / "model", "nf4", Lora(use_peft=True, lora_r=4, lora_target_parameters=tuple(EXPERTS))
+        folder / "mixtral" / "model",
+        "nf4",
+        Lora(use_peft=True, lora_r=4, lora_target_parameters=tuple(EXPERTS)),
     )
     kept: dict[int, int] = {}
 
@@ -187,11 +223,15 @@ def test_no_expert_is_kept_dequantized_for_the_backward(recipes: dict[str, Path]
     largest = max(4 * layer.dequantize(torch.float32).numel() for layer in weights)
     assert max(kept.values()) < largest / 2
     loss.backward()
-    trained = [p for name, p in model.named_parameters() if ".experts." in name and ".lora_B." in name]
+    trained = [
+        p for name, p in model.named_parameters() if ".experts." in name and ".lora_B." in name
+    ]
     assert len(trained) == 4 and all(p.grad is not None and p.grad.any() for p in trained)
 
 
-def test_a_weight_beyond_what_bitsandbytes_counts_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_beyond_what_bitsandbytes_counts_is_dequantized_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = torch.randn(3, 8, 96, generator=torch.Generator().manual_seed(0))
     for kind in ("nf4", "double"):
         quantized = quantize_tensor(values, KINDS[kind])

@@ -37,11 +37,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
             fsdp1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
             config.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": fsdp1}))
         else:
-            config = write_config(folder, "ddp") if layout == "ddp" else write_config(folder, "full_shard", mesh=(2, 2))
+            config = (
+                write_config(folder, "ddp")
+                if layout == "ddp"
+                else write_config(folder, "full_shard", mesh=(2, 2))
+            )
 
-        def case(name: str, optim: str, fault: str = "", output: str | None = None) -> dict[str, Any]:
+        def case(
+            name: str, optim: str, fault: str = "", output: str | None = None
+        ) -> dict[str, Any]:
             keys = [f"optim={optim}", f"output_dir={folder / (output or name)}"]
-            return _case(recipe, config, keys, layout, fault, STEPS if fault == "flipped" else SAVED_AT, name)
+            return _case(
+                recipe, config, keys, layout, fault, STEPS if fault == "flipped" else SAVED_AT, name
+            )
 
         bf16 = "adamw_bf16_moments"
         if layout == "hybrid1":
@@ -67,7 +75,9 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     config = write_config(folder, "full_shard", mesh=(2, 2))
     case = _case(recipe, config, keys, "hybrid", "flipped", 2 * SAVED_AT, "divided")
-    return _run_cases(folder, {"divided": case | {"flipped": "experts.down_proj.exp_avg"}})["divided"]
+    return _run_cases(folder, {"divided": case | {"flipped": "experts.down_proj.exp_avg"}})[
+        "divided"
+    ]
 
 
 def _write_recipe(folder: Path, **model: Any) -> Path:
@@ -88,7 +98,9 @@ def _write_recipe(folder: Path, **model: Any) -> Path:
     return folder / "recipe.yaml"
 
 
-def _case(recipe: Path, config: Path, keys: list[str], layout: str, fault: str, step: int, name: str) -> dict[str, Any]:
+def _case(
+    recipe: Path, config: Path, keys: list[str], layout: str, fault: str, step: int, name: str
+) -> dict[str, Any]:
     ranks, local_size, _ = LAYOUTS[layout]
     return {
         "recipe": str(recipe),
@@ -121,7 +133,9 @@ def _installed() -> tuple[str, ...]:
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ON_LAYOUTS)
-def test_replicas_stay_equal_bit_for_bit(layout: str, optim: str, runs: Callable[[str], Cases]) -> None:
+def test_replicas_stay_equal_bit_for_bit(
+    layout: str, optim: str, runs: Callable[[str], Cases]
+) -> None:
     if optim not in _installed():
         pytest.skip("needs torchao")
     run = runs(layout)[optim]
@@ -145,9 +159,15 @@ def assert_equal(run: dict[str, Any], shard_group_size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ON_LAYOUTS)
-def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Callable[[str], Cases]) -> None:
-    whole, killed, resumed = (runs(layout)[name] for name in ("adamw_bf16_moments", "killed", "resumed"))
-    assert killed["codes"] == [-9] * len(killed["codes"]) and list(killed["held"]) == [str(SAVED_AT)]
+def test_a_killed_run_resumes_exactly_with_rounded_moments(
+    layout: str, runs: Callable[[str], Cases]
+) -> None:
+    whole, killed, resumed = (
+        runs(layout)[name] for name in ("adamw_bf16_moments", "killed", "resumed")
+    )
+    assert killed["codes"] == [-9] * len(killed["codes"]) and list(killed["held"]) == [
+        str(SAVED_AT)
+    ]
     assert list(resumed["held"]) == [str(2 * SAVED_AT), str(STEPS)]
     held = killed["held"] | resumed["held"]
     for step in range(SAVED_AT, STEPS, SAVED_AT):  # at the last step the next test changes a bit
@@ -155,7 +175,9 @@ def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Ca
 
 
 @pytest.mark.parametrize("layout", ON_LAYOUTS)
-def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(layout: str, runs: Callable[[str], Cases]) -> None:
+def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(
+    layout: str, runs: Callable[[str], Cases]
+) -> None:
     run, (ranks, _, group) = runs(layout)["resumed"], LAYOUTS[layout]
     assert run["codes"] == [2] * ranks, run["log"]
     said = f"step {STEPS} is not saved: ranks {(ranks - 1) % group} and {ranks - 1} hold replicas of the model"
@@ -172,8 +194,14 @@ def test_replicas_of_divided_experts_stay_equal_and_are_compared(divided: dict[s
     assert saved[:2] == saved[2:] and saved[0] != saved[1]
     assert refused[0] == refused[2] and refused[1] != refused[3]
     assert divided["codes"] == [2] * 4, divided["log"]
-    assert f"step {2 * SAVED_AT} is not saved: ranks 1 and 3 hold replicas of the model" in divided["log"]
-    assert "experts.down_proj.exp_avg the first" in divided["log"] and "Traceback" not in divided["log"]
+    assert (
+        f"step {2 * SAVED_AT} is not saved: ranks 1 and 3 hold replicas of the model"
+        in divided["log"]
+    )
+    assert (
+        "experts.down_proj.exp_avg the first" in divided["log"]
+        and "Traceback" not in divided["log"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,11 +210,17 @@ def test_replicas_of_divided_experts_stay_equal_and_are_compared(divided: dict[s
         ({"layout": "ddp"}, 4, [0, 0, 0, 0]),
         ({"layout": "fsdp1", "strategy": "NO_SHARD"}, 4, [0, 0, 0, 0]),
         ({"layout": "fsdp2"}, 4, [0, 1, 2, 3]),
-        ({"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2}, 4, [0, 1, 0, 1]),
+        (
+            {"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2},
+            4,
+            [0, 1, 0, 1],
+        ),
         ({"layout": "fsdp1", "strategy": "HYBRID_SHARD"}, 4, [0, 1, 0, 1]),
     ],
 )
-def test_the_position_within_the_shard_group(layout: dict[str, Any], ranks: int, expected: list[int]) -> None:
+def test_the_position_within_the_shard_group(
+    layout: dict[str, Any], ranks: int, expected: list[int]
+) -> None:
     import torch
 
     from finetune.config.layout import Sharding

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
@@ -118,7 +123,9 @@ def score_plainly(line: dict[str, Any], folder: Path, name: str) -> float:
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     trained = AutoTokenizer.from_pretrained(folder / "model")
     said = trained.decode(line["token_ids"], skip_special_tokens=True)
-    prompt = trained.decode(trained.encode(line["prompt"], add_special_tokens=False), skip_special_tokens=True)
+    prompt = trained.decode(
+        trained.encode(line["prompt"], add_special_tokens=False), skip_special_tokens=True
+    )
     if name == "text":
         inputs = tokenizer(prompt + said + tokenizer.eos_token, return_tensors="pt")
     else:
@@ -130,17 +137,23 @@ def score_plainly(line: dict[str, Any], folder: Path, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_rewards_are_the_scores_of_transformers_class(name: str, runs: Callable[[str], Path], folder: Path) -> None:
+def test_rewards_are_the_scores_of_transformers_class(
+    name: str, runs: Callable[[str], Path], folder: Path
+) -> None:
     run = runs(name)
     lines = read_lines(run / "completions.jsonl")
     assert len(lines) == 2 * 4 * 3
     plain = [score_plainly(line, folder, name) for line in lines]
     assert len(set(plain)) > 12
-    assert [line["rewards"]["helpful"] for line in lines] == pytest.approx(plain, rel=1e-5, abs=1e-5)
+    assert [line["rewards"]["helpful"] for line in lines] == pytest.approx(
+        plain, rel=1e-5, abs=1e-5
+    )
     for number, metrics in enumerate(steps_of(run)):
         mean = sum(plain[12 * number : 12 * number + 12]) / 12
         assert metrics["rewards/helpful"] == pytest.approx(mean, rel=1e-5, abs=1e-5)
-        assert metrics["reward"] == pytest.approx(mean + 0.5 * metrics["rewards/length"], rel=1e-5, abs=1e-5)
+        assert metrics["reward"] == pytest.approx(
+            mean + 0.5 * metrics["rewards/length"], rel=1e-5, abs=1e-5
+        )
     assert any("eval_rewards/helpful" in line for line in read_lines(run / "metrics.jsonl"))
 
 
@@ -160,8 +173,13 @@ def test_a_run_resumes_exactly_and_says_where_the_reward_model_has_changed(
     file = folder / "helpful" / "export" / "config.json"
     before = file.read_text()
     file.write_text(before.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    with pytest.raises(UserError, match="rewards: the same models are named, but their files have changed"):
-        fine_tune(read_recipe(str(recipes["chat"]), [f"output_dir={again}"]), read_sharding(str(config), None, {}))
+    with pytest.raises(
+        UserError, match="rewards: the same models are named, but their files have changed"
+    ):
+        fine_tune(
+            read_recipe(str(recipes["chat"]), [f"output_dir={again}"]),
+            read_sharding(str(config), None, {}),
+        )
     file.write_text(before)
 
 
@@ -174,7 +192,9 @@ def test_a_dry_run_builds_it_and_the_plan_counts_it(
     recipe = read_recipe(str(recipes["chat"]))
     single = read_sharding(str(config), None, {})
     plan = make_plan(recipe, single, 1)
-    without = make_plan(read_recipe(str(recipes["chat"]), ["rewards=[length]", "reward_weights=[1]"]), single, 1)
+    without = make_plan(
+        read_recipe(str(recipes["chat"]), ["rewards=[length]", "reward_weights=[1]"]), single, 1
+    )
     judge = AutoModelForSequenceClassification.from_pretrained(folder / "helpful" / "export")
     size = 4 * sum(parameter.numel() for parameter in judge.parameters())
     for phase, other in zip(plan.phases, without.phases, strict=True):

@@ -45,32 +45,68 @@ VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
     "dropout-checkpointed": ("no", True, ["attention_dropout=0.1"]),
     "bf16-weights": ("bf16", False, ["dtype=bfloat16"]),
 }
-ONE_RANK = [("single", "full"), ("single", "lora"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
+ONE_RANK = [
+    ("single", "full"),
+    ("single", "lora"),
+    ("full_shard", "full"),
+    ("FULL_SHARD", "full"),
+    ("ddp", "lora"),
+]
 ONE_RANK += [("single", mode) for mode in ("nf4", "int8", "nf4-dora")]
 TWO_RANKS = [(layout, "full") for layout in ("full_shard", "offload", "FULL_SHARD", "ddp")]
 TWO_RANKS += [(layout, "lora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
 TWO_RANKS += [("ddp", "int8"), ("full_shard", "nf4-dora")]
 MORE_ON_TWO = [(layout, "full") for layout in LAYOUTS if (layout, "full") not in TWO_RANKS]
-MORE_ON_TWO += [(layout, "lora") for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP", "offload")]
+MORE_ON_TWO += [
+    (layout, "lora")
+    for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP", "offload")
+]
 MORE_ON_TWO += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
-MORE_ON_TWO += [(layout, "nf4") for layout in ("full_shard", "shard_grad_op", "offload", "ddp")]  # not FSDP1
+MORE_ON_TWO += [
+    (layout, "nf4") for layout in ("full_shard", "shard_grad_op", "offload", "ddp")
+]  # not FSDP1
 MORE_ON_TWO += [("full_shard", "int8")]
 THREE_RANKS = [("full_shard", "full"), ("ddp", "full")]
-MORE_ON_THREE = [("full_shard", "lora"), ("FULL_SHARD", "full"), ("FULL_SHARD", "lora"), ("ddp", "lora")]
+MORE_ON_THREE = [
+    ("full_shard", "lora"),
+    ("FULL_SHARD", "full"),
+    ("FULL_SHARD", "lora"),
+    ("ddp", "lora"),
+]
 MORE_ON_THREE += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
-IN_BF16 = [("full_shard", "full"), ("offload", "lora"), ("FULL_SHARD", "full"), ("ddp", "full"), ("ddp", "lora")]
-MORE_IN_BF16 = [("offload", "full"), ("full_shard", "lora"), ("FULL_SHARD", "lora"), ("full_shard", "int8")]
+IN_BF16 = [
+    ("full_shard", "full"),
+    ("offload", "lora"),
+    ("FULL_SHARD", "full"),
+    ("ddp", "full"),
+    ("ddp", "lora"),
+]
+MORE_IN_BF16 = [
+    ("offload", "full"),
+    ("full_shard", "lora"),
+    ("FULL_SHARD", "lora"),
+    ("full_shard", "int8"),
+]
 MORE_IN_BF16 += [("ddp", "int8"), ("full_shard", "nf4"), ("ddp", "nf4")]
 WITH_DROPOUT, MORE_WITH_DROPOUT = ["full_shard", "FULL_SHARD"], ["ddp"]
 IN_BF16_WEIGHTS, MORE_IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD"], ["NO_SHARD", "ddp"]
 
 
 def all_on_two(
-    plain: list[tuple[str, str]], bf16: list[tuple[str, str]], dropout: list[str], weights: list[str]
+    plain: list[tuple[str, str]],
+    bf16: list[tuple[str, str]],
+    dropout: list[str],
+    weights: list[str],
 ) -> list[tuple[str, str, str]]:
     """(layout, mode, variant) of the runs of one start of two ranks."""
-    runs = [(*which, variant) for variant, its in (("fp32", plain), ("bf16", bf16)) for which in its]
-    runs += [(layout, "full", variant) for layout in dropout for variant in ("dropout", "dropout-checkpointed")]
+    runs = [
+        (*which, variant) for variant, its in (("fp32", plain), ("bf16", bf16)) for which in its
+    ]
+    runs += [
+        (layout, "full", variant)
+        for layout in dropout
+        for variant in ("dropout", "dropout-checkpointed")
+    ]
     return runs + [(layout, "full", "bf16-weights") for layout in weights]
 
 
@@ -96,10 +132,19 @@ Runs = Callable[..., Path]
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
-    model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=3, tie_word_embeddings=True)
+    model = make_model(
+        folder / "model",
+        hidden_size=72,
+        vocab_size=509,
+        num_hidden_layers=3,
+        tie_word_embeddings=True,
+    )
     data = make_chat(folder / "chat.jsonl", rows=ROWS)
     steps = {"global_batch_size": 6, "max_steps": STEPS}
-    return {mode: write_recipe(folder / f"{mode}.yaml", model, data, **steps, **keys) for mode, keys in MODES.items()}
+    return {
+        mode: write_recipe(folder / f"{mode}.yaml", model, data, **steps, **keys)
+        for mode, keys in MODES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +157,24 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
         config = write_config(folder, layout, precision, checkpointing=checkpointing)
         rows = f"per_device_train_batch_size={3 if ranks == 1 else 2}"
         given = [override.replace("HELD_OUT", f"{folder}/chat.jsonl") for override in overrides]
-        return recipes[mode], config, [f"output_dir={folder}/{layout}-{mode}-{ranks}-{variant}", rows, *given]
+        return (
+            recipes[mode],
+            config,
+            [f"output_dir={folder}/{layout}-{mode}-{ranks}-{variant}", rows, *given],
+        )
 
     def run(layout: str, mode: str, ranks: int, variant: str = "fp32") -> Path:
-        start = next(i for i, (n, runs) in enumerate(STARTS) if n == ranks and (layout, mode, variant) in runs)
+        start = next(
+            i
+            for i, (n, runs) in enumerate(STARTS)
+            if n == ranks and (layout, mode, variant) in runs
+        )
         if start not in started:
             wanted = [train(*which[:2], ranks, which[2]) for which in STARTS[start][1]]
             started.add(start)
-            (folder / f"printed-{start}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
+            (folder / f"printed-{start}.txt").write_text(
+                train_all(folder, wanted, ranks=ranks, timeout=500)
+            )
         return folder / f"{layout}-{mode}-{ranks}-{variant}"
 
     return run
@@ -137,7 +192,9 @@ def test_the_reference_learns(expected: Expected) -> None:
 
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(TWO_RANKS, MORE_ON_TWO))
-def test_two_ranks_under_every_layout(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+def test_two_ranks_under_every_layout(
+    layout: str, mode: str, runs: Runs, expected: Expected
+) -> None:
     assert_losses(runs(layout, mode, 2), expected[mode])
 
 
@@ -147,16 +204,22 @@ def test_one_rank_with_accumulation(layout: str, mode: str, runs: Runs, expected
 
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(THREE_RANKS, MORE_ON_THREE))
-def test_three_ranks_that_share_unevenly(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+def test_three_ranks_that_share_unevenly(
+    layout: str, mode: str, runs: Runs, expected: Expected
+) -> None:
     assert_losses(runs(layout, mode, 3), expected[mode])
 
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(IN_BF16, MORE_IN_BF16))
-def test_bf16_with_checkpointing_stays_close(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+def test_bf16_with_checkpointing_stays_close(
+    layout: str, mode: str, runs: Runs, expected: Expected
+) -> None:
     assert_losses(runs(layout, mode, 2, "bf16"), expected[mode], rel=2e-2)
 
 
-@pytest.mark.parametrize("layout", slow_but(IN_BF16_WEIGHTS, IN_BF16_WEIGHTS + MORE_IN_BF16_WEIGHTS))
+@pytest.mark.parametrize(
+    "layout", slow_but(IN_BF16_WEIGHTS, IN_BF16_WEIGHTS + MORE_IN_BF16_WEIGHTS)
+)
 def test_bfloat16_parameters_are_kept_in_every_layout(
     layout: str, folder: Path, recipes: dict[str, Path], runs: Runs, expected: Expected
 ) -> None:
@@ -164,7 +227,9 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
     run = runs(layout, "full", 2, "bf16-weights")
     assert_losses(run, expected["full"], rel=2e-2)
     files = [*run.glob("checkpoints/step-*/model/*.safetensors")]
-    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {
+        torch.bfloat16
+    }
     printed = "".join(path.read_text() for path in folder.glob("printed-*.txt"))
     first_screen = printed.partition(f"{run}: ")[2].splitlines()[2]
     assert first_screen.endswith("; bf16; activation checkpointing off")
@@ -180,33 +245,59 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(IN_BF16, MORE_IN_BF16))
 def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, runs: Runs) -> None:
-    lines = [json.loads(line) for line in (runs(layout, mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(line) for line in (runs("ddp", mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (runs(layout, mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()
+    ]
+    expected = [
+        json.loads(line)
+        for line in (runs("ddp", mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()
+    ]
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    assert held_out == pytest.approx([line["eval_loss"] for line in expected if "eval_loss" in line], rel=2e-2)
+    assert held_out == pytest.approx(
+        [line["eval_loss"] for line in expected if "eval_loss" in line], rel=2e-2
+    )
     assert held_out[-1] < held_out[0]
     assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [3, 3]
 
 
 @pytest.mark.parametrize("layout", slow_but(WITH_DROPOUT, WITH_DROPOUT + MORE_WITH_DROPOUT))
-def test_dropout_is_the_same_where_activations_are_computed_again(layout: str, runs: Runs, expected: Expected) -> None:
+def test_dropout_is_the_same_where_activations_are_computed_again(
+    layout: str, runs: Runs, expected: Expected
+) -> None:
     """A recomputation that draws other random numbers has wrong gradients, and nobody says so."""
-    kept, again = (steps_of(runs(layout, "full", 2, variant)) for variant in ("dropout", "dropout-checkpointed"))
-    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in kept], rel=1e-6)
-    assert [line["grad_norm"] for line in again] == pytest.approx([line["grad_norm"] for line in kept], rel=1e-5)
+    kept, again = (
+        steps_of(runs(layout, "full", 2, variant))
+        for variant in ("dropout", "dropout-checkpointed")
+    )
+    assert [line["loss"] for line in again] == pytest.approx(
+        [line["loss"] for line in kept], rel=1e-6
+    )
+    assert [line["grad_norm"] for line in again] == pytest.approx(
+        [line["grad_norm"] for line in kept], rel=1e-5
+    )
     without = [loss for loss, _ in expected["full"]]
-    assert [line["loss"] for line in kept] != pytest.approx(without, rel=1e-4), "dropout does nothing"
+    assert [line["loss"] for line in kept] != pytest.approx(without, rel=1e-4), (
+        "dropout does nothing"
+    )
 
 
 @pytest.mark.slow
-def test_bf16_ends_where_fp32_does_after_a_hundred_steps(folder: Path, recipes: dict[str, Path]) -> None:
+def test_bf16_ends_where_fp32_does_after_a_hundred_steps(
+    folder: Path, recipes: dict[str, Path]
+) -> None:
     long = folder / "hundred.yaml"
     long.write_text(recipes["full"].read_text().replace(f"max_steps: {STEPS}", "max_steps: 100"))
     layouts = ("full_shard", "shard_grad_op", "FULL_SHARD", "ddp")
     runs = {layout: folder / f"hundred-{layout}" for layout in layouts}
-    configs = {layout: write_config(folder, layout, "bf16", checkpointing=True) for layout in layouts}
+    configs = {
+        layout: write_config(folder, layout, "bf16", checkpointing=True) for layout in layouts
+    }
     train_all(
-        folder, [(long, configs[layout], [f"output_dir={runs[layout]}"]) for layout in layouts], ranks=2, timeout=500
+        folder,
+        [(long, configs[layout], [f"output_dir={runs[layout]}"]) for layout in layouts],
+        ranks=2,
+        timeout=500,
     )
     last = reference.train(long)[-1][0]
     for layout, run in runs.items():

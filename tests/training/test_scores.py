@@ -41,7 +41,10 @@ RUNS = {
     "lora": (2, "full_shard", {}, ["use_peft=true", "lora_r=4", "packing=true"]),
     "three": (3, "full_shard", {}, ["packing=true"]),
 }
-RESUMED = {"as before": "full_shard", "otherwise": "ddp"}  # from step 2 of fsdp2, under these layouts
+RESUMED = {
+    "as before": "full_shard",
+    "otherwise": "ddp",
+}  # from step 2 of fsdp2, under these layouts
 
 
 def make_rows(method: str) -> list[dict[str, object]]:
@@ -102,7 +105,11 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
             "save_total_limit": None,
             "eval_datasets": [{"path": str(data)}],
         }
-        keys |= {"labels": list(LABELS)} if method == "classify" else {"center_rewards_coefficient": 0.01}
+        keys |= (
+            {"labels": list(LABELS)}
+            if method == "classify"
+            else {"center_rewards_coefficient": 0.01}
+        )
         written[method] = write_recipe(folder / f"{method}.yaml", models[method], data, **keys)
     return written
 
@@ -129,7 +136,11 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
     for name, layout in RESUMED.items():
         for method, recipe in recipes.items():
             start = folder / "fsdp2" / method / "checkpoints" / "step-00000002"
-            overrides = [*keys, f"output_dir={folder / name / method}", f"resume_from_checkpoint={start}"]
+            overrides = [
+                *keys,
+                f"output_dir={folder / name / method}",
+                f"resume_from_checkpoint={start}",
+            ]
             resumed.append((recipe, write_config(folder, layout), overrides))
     train_all(folder, resumed, ranks=2)
     return lambda name, method: folder / name / method
@@ -146,7 +157,9 @@ def encode(row: dict[str, object], tokenizer: object) -> list[torch.Tensor]:
     ends = [row["chosen"], row["rejected"]] if "prompt" in row else [[]]
     start = row.get("prompt", row.get("messages"))
     texts = [tokenizer.apply_chat_template([*start, *end], tokenize=False) for end in ends]  # type: ignore
-    return [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts]  # type: ignore
+    return [
+        tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts
+    ]  # type: ignore
 
 
 def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, float]]:
@@ -178,16 +191,24 @@ def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, floa
             step, STEPS, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio
         )
         chosen = [int(index) for ids in data.train.rows_of(step) for index in ids]
-        numbers = [int(data.train.examples.where(index).rpartition(":")[2]) - 1 for index in chosen[::size]]
+        numbers = [
+            int(data.train.examples.where(index).rpartition(":")[2]) - 1 for index in chosen[::size]
+        ]
         losses = []
         for row in (rows[number] for number in numbers):
             scores = [own(input_ids=ids).logits[0] for ids in encode(row, tokenizer)]
             if method == "reward":
-                losses.append(-F.logsigmoid(scores[0] - scores[1]).sum() + 0.01 * ((scores[0] + scores[1]) ** 2).sum())
+                losses.append(
+                    -F.logsigmoid(scores[0] - scores[1]).sum()
+                    + 0.01 * ((scores[0] + scores[1]) ** 2).sum()
+                )
             else:
                 label = row["label"]
                 losses.append(
-                    F.cross_entropy(scores[0], torch.tensor(LABELS.index(label) if isinstance(label, str) else label))
+                    F.cross_entropy(
+                        scores[0],
+                        torch.tensor(LABELS.index(label) if isinstance(label, str) else label),
+                    )
                 )
         loss = torch.stack(losses).mean()
         loss.backward()
@@ -226,7 +247,10 @@ def test_the_export_has_the_scores_of_the_run(
     torch.testing.assert_close(torch.stack(alone), together, rtol=1e-5, atol=1e-6)
     if name == "lora":
         base = AutoModelForSequenceClassification.from_pretrained(
-            models[method], num_labels=opened.num_labels, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+            models[method],
+            num_labels=opened.num_labels,
+            dtype=torch.float32,
+            pad_token_id=tokenizer.pad_token_id,
         )
         adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
         of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
@@ -241,29 +265,42 @@ def test_a_run_resumes_exactly(method: str, runs: Callable[[str, str], Path]) ->
         for line, other in zip(lines, expected, strict=True):
             assert line["loss"] == pytest.approx(other["loss"], rel=rel, abs=0.0), name
             assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=rel, abs=0.0), name
-    one, other = (load_file(runs(name, method) / "export" / "model.safetensors") for name in ("fsdp2", "as before"))
+    one, other = (
+        load_file(runs(name, method) / "export" / "model.safetensors")
+        for name in ("fsdp2", "as before")
+    )
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_held_out_metrics_are_those_that_the_export_gives(runs: Callable[[str, str], Path]) -> None:
     for name in ("single", "cp", "three"):
         run = runs(name, "classify")
-        (line,) = [line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS]
+        (line,) = [
+            line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS
+        ]
         tokenizer = AutoTokenizer.from_pretrained(run / "export")
-        opened = AutoModelForSequenceClassification.from_pretrained(run / "export", dtype=torch.float32)
+        opened = AutoModelForSequenceClassification.from_pretrained(
+            run / "export", dtype=torch.float32
+        )
         given, true = [], []
         for row in make_rows("classify"):
             (ids,) = encode(row, tokenizer)
             given.append(int(opened(input_ids=ids).logits[0].argmax()))
-            true.append(LABELS.index(row["label"]) if isinstance(row["label"], str) else row["label"])
+            true.append(
+                LABELS.index(row["label"]) if isinstance(row["label"], str) else row["label"]
+            )
         of_classes = {}
         for index, label in enumerate(LABELS):
             hits = sum(g == t == index for g, t in zip(given, true, strict=True))
             of_classes[label] = 2 * hits / (given.count(index) + true.count(index))
         accuracy = sum(g == t for g, t in zip(given, true, strict=True)) / len(true)
         assert line["eval_accuracy"] == pytest.approx(accuracy, rel=1e-6), name
-        assert line["eval_f1_macro"] == pytest.approx(sum(of_classes.values()) / len(LABELS), rel=1e-6), name
-        assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(of_classes, rel=1e-6), name
+        assert line["eval_f1_macro"] == pytest.approx(
+            sum(of_classes.values()) / len(LABELS), rel=1e-6
+        ), name
+        assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(
+            of_classes, rel=1e-6
+        ), name
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "jamba", "gpt2"])
@@ -301,7 +338,9 @@ def test_what_does_not_go_with_scores_is_refused(keys: str, recipes: dict[str, P
 
 
 def test_tensor_parallelism_is_refused(recipes: dict[str, Path], folder: Path) -> None:
-    layout = read_sharding(str(write_config(folder, "full_shard", sizes={"tp_size": 2})), None, {"WORLD_SIZE": "2"})
+    layout = read_sharding(
+        str(write_config(folder, "full_shard", sizes={"tp_size": 2})), None, {"WORLD_SIZE": "2"}
+    )
     (problem,) = find_problems(read_recipe(str(recipes["reward"])), layout, ranks=2)
     assert "tp_size cannot be combined with method: reward" in str(problem)
 
@@ -315,16 +354,22 @@ def test_a_model_that_transformers_cannot_make_score_is_refused(tmp_path: Path) 
         set_head(AutoConfig.for_model("mamba"), ("reward",), 0)
 
 
-def test_chat_scores_what_is_said(runs: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_scores_what_is_said(
+    runs: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     for method in METHODS:
         export = runs("single", method) / "export"
         assert main(["chat", str(export), "--prompt", "What is 3 and 3?"]) == 0
         said = capsys.readouterr().out.split()
         opened = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(export)
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "What is 3 and 3?"}], tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is 3 and 3?"}], tokenize=False
+        )
         with torch.no_grad():
-            scores = opened(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0]
+            scores = opened(
+                **tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            ).logits[0]
         scores = scores.softmax(0) if len(scores) > 1 else scores
         shown = {said[i]: float(said[i + 1]) for i in range(0, len(said), 2)}
         assert shown == pytest.approx(
@@ -337,5 +382,10 @@ def test_other_formats_are_refused_by_the_command_too(
     format_name: str, runs: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="has no head of scores; export safetensors"):
-        export(runs("single", "reward"), tmp_path / "out", formats=["safetensors", format_name], log=lambda _: None)
+        export(
+            runs("single", "reward"),
+            tmp_path / "out",
+            formats=["safetensors", format_name],
+            log=lambda _: None,
+        )
     assert not (tmp_path / "out").exists()

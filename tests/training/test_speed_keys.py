@@ -27,7 +27,9 @@ def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leav
     recipe.write_text(text)
     arguments = ["--config", "fsdp_full_shard.yaml", "--recipe", str(recipe)]
     first = launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
-    assert "\nupdate  each parameter in the backward, its gradient freed at once\n" in first.outputs[0]
+    assert (
+        "\nupdate  each parameter in the backward, its gradient freed at once\n" in first.outputs[0]
+    )
     run = tmp_path / "run"
     whole = losses(run)
     assert len(whole) == 4
@@ -36,7 +38,9 @@ def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leav
         parameters = len(list(file.keys()))
     for rank in (0, 1):
         trace = json.loads((run / "profile" / f"trace-rank{rank}.json").read_text())
-        steps = sum("AdamWBf16Moments.step" in event.get("name", "") for event in trace["traceEvents"])
+        steps = sum(
+            "AdamWBf16Moments.step" in event.get("name", "") for event in trace["traceEvents"]
+        )
         assert steps == 2 * parameters
 
     pieces = list((run / "checkpoints" / "step-00000002" / "optimizer").glob("*.safetensors"))

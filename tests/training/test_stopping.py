@@ -52,7 +52,9 @@ def wait_for(condition: Callable[[], bool], ranks: Ranks) -> None:
         time.sleep(0.02)
 
 
-def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+def test_signals_are_agreed_on_by_all_ranks(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
     """SIGUSR1 to one rank saves and the run continues, SIGTERM to another saves and stops; the same command resumes."""
     recipe = tiny_recipe(max_steps=FOR_EVER, export_at_end=False, async_save=True)
     with running(recipe) as started:
@@ -93,20 +95,40 @@ def test_a_signal_during_a_compile_is_answered_at_once(capfd: pytest.CaptureFixt
         while not signals.stop:
             time.sleep(0.01)
     first, second = capfd.readouterr().err.splitlines()
-    assert first == "SIGTERM: saving, then stopping once torch.compile is done; send it again to stop at once"
-    assert second == "SIGTERM: saving, then stopping; send it again to stop at once", "what is compiled is no compile"
+    assert (
+        first
+        == "SIGTERM: saving, then stopping once torch.compile is done; send it again to stop at once"
+    )
+    assert second == "SIGTERM: saving, then stopping; send it again to stop at once", (
+        "what is compiled is no compile"
+    )
 
 
-def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+def test_ranks_whose_launcher_is_killed_save_and_stop(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
     recipe = tiny_recipe(max_steps=FOR_EVER, export_at_end=False)
     output = (tmp_path / "output").open("w+")
-    command = [sys.executable, "-m", "finetune", "launch", "--num-processes", "2", "--recipe", str(recipe)]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "launch",
+        "--num-processes",
+        "2",
+        "--recipe",
+        str(recipe),
+    ]
     launcher = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not re.search(r"step +1/", text := (tmp_path / "output").read_text()):
         assert launcher.poll() is None and time.monotonic() < deadline, text
         time.sleep(0.05)
-    ranks = [process for process in psutil.Process(launcher.pid).children() if "run.py" in " ".join(process.cmdline())]
+    ranks = [
+        process
+        for process in psutil.Process(launcher.pid).children()
+        if "run.py" in " ".join(process.cmdline())
+    ]
     launcher.kill()
     launcher.wait()
     assert len(ranks) == 2
@@ -156,10 +178,15 @@ def poisoned(tmp_path: Path, tiny_llama: Callable[..., Path]) -> dict[str, Any]:
     weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids("~")] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     rows = [
-        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "~" if i == 5 else "."}]
+        [
+            {"role": "user", "content": f"{i}?"},
+            {"role": "assistant", "content": "~" if i == 5 else "."},
+        ]
         for i in range(24)
     ]
-    (tmp_path / "poisoned.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (tmp_path / "poisoned.jsonl").write_text(
+        "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    )
     return {
         "model_name_or_path": str(model),
         "datasets": [{"path": str(tmp_path / "poisoned.jsonl")}],
@@ -173,7 +200,10 @@ def test_a_step_that_is_not_finite_is_refused_before_the_update(
 ) -> None:
     recipe = tiny_recipe(max_steps=6, save_steps=1, save_total_limit=None, **poisoned)
     ended = launch_ranks(RUN, ["--recipe", str(recipe)], ranks=2)
-    assert set(ended.returncodes) <= {EXIT_USER_ERROR, -signal.SIGKILL} and ended.returncodes[0] == EXIT_USER_ERROR
+    assert (
+        set(ended.returncodes) <= {EXIT_USER_ERROR, -signal.SIGKILL}
+        and ended.returncodes[0] == EXIT_USER_ERROR
+    )
     text = ended.outputs[0]
     assert "the loss or gradient is not finite" in text and "on_nonfinite: skip" in text, text
     assert "Traceback" not in text
@@ -183,7 +213,9 @@ def test_a_step_that_is_not_finite_is_refused_before_the_update(
     for _, checkpoint in folders.list_checkpoints(tmp_path / "run"):
         for file in (checkpoint / manifest.MODEL).glob("*.safetensors"):
             for name, tensor in load_file(file).items():
-                assert "embed_tokens" in name or torch.isfinite(tensor).all(), "no update was made from it"
+                assert "embed_tokens" in name or torch.isfinite(tensor).all(), (
+                    "no update was made from it"
+                )
 
 
 def test_steps_that_are_not_finite_are_skipped_so_many_times(

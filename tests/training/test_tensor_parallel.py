@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import launch_ranks
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    assert_losses,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
 from tests.training.test_preference_layouts import make_pairs
 
 STEPS, SAVED_AT = 10, 5
@@ -43,8 +50,13 @@ SLOW_MODES: dict[str, dict[str, Any]] = {
     "kept": {**PACKED, "activation_checkpointing_keeps": "attention", "max_steps": 3},
 }
 STREAMED: dict[str, Any] = {**PACKED, "streaming": True, "max_steps": 3}
-METHODS: dict[str, dict[str, Any]] = {"dpo": {"method": "dpo"}}  # the reference is computed before training
-SLOW_METHODS: dict[str, dict[str, Any]] = {"orpo": {"method": "orpo", **LORA}, "kto": {"method": "kto", **LORA}}
+METHODS: dict[str, dict[str, Any]] = {
+    "dpo": {"method": "dpo"}
+}  # the reference is computed before training
+SLOW_METHODS: dict[str, dict[str, Any]] = {
+    "orpo": {"method": "orpo", **LORA},
+    "kto": {"method": "kto", **LORA},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": True},  # norms over heads, whose gradients are parts
     "gemma2": {"tie_word_embeddings": True},
@@ -68,10 +80,15 @@ def recipes(folder: Path) -> dict[str, Path]:
     common: dict[str, Any] = {"global_batch_size": 4, "max_steps": STEPS, "save_total_limit": None}
     model = make_model(folder / "model", hidden_size=72, vocab_size=509)
     modes = MODES | SLOW_MODES | {"streamed": STREAMED}
-    made = {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in modes.items()}
+    made = {
+        mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys)
+        for mode, keys in modes.items()
+    }
     pairs = make_pairs(folder / "pairs.jsonl", 12)
     for method, keys in (METHODS | SLOW_METHODS).items():
-        made[method] = write_recipe(folder / f"{method}.yaml", model, pairs, **common | keys | {"max_steps": 2})
+        made[method] = write_recipe(
+            folder / f"{method}.yaml", model, pairs, **common | keys | {"max_steps": 2}
+        )
     for family, config in (FAMILIES | SLOW_FAMILIES).items():
         model = make_model(folder / f"model-{family}", model_type=family, vocab_size=264, **config)
         keys = common | {"max_steps": 2, "max_length": 48}
@@ -99,10 +116,18 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
         is_single = layout == "single"
         sizes = None if layout in ("single", "full_shard") else TP[layout]
         base = "single" if is_single else "offload" if layout == "tp-offload" else "full_shard"
-        config = write_config(folder, base, precision, sizes=sizes, checkpointing=precision == "bf16")
-        return recipes[mode], config, [f"output_dir={folder}/{name or f'{layout}-{mode}'}", *overrides]
+        config = write_config(
+            folder, base, precision, sizes=sizes, checkpointing=precision == "bf16"
+        )
+        return (
+            recipes[mode],
+            config,
+            [f"output_dir={folder}/{name or f'{layout}-{mode}'}", *overrides],
+        )
 
-    def resumed(layout: str, start: str, name: str, *overrides: str) -> tuple[Path, Path, list[str]]:
+    def resumed(
+        layout: str, start: str, name: str, *overrides: str
+    ) -> tuple[Path, Path, list[str]]:
         at = f"resume_from_checkpoint={folder}/{start}/checkpoints/step-{SAVED_AT:08d}"
         return run("full", layout, at, *overrides, name=name)
 
@@ -112,10 +137,21 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
     held_out = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
     by_ranks = {
         2: [
-            *(run(mode, "tp", *([two_rows, saved] if mode == "full" else [])) for mode in chosen(MODES)),
+            *(
+                run(mode, "tp", *([two_rows, saved] if mode == "full" else []))
+                for mode in chosen(MODES)
+            ),
             *(run(family, "tp") for family in chosen(FAMILIES)),
             *(run(method, "tp", two_rows) for method in METHODS),
-            run("full", "tp", "exact_match_samples=1", held_out, "max_steps=3", name="bf16", precision="bf16"),
+            run(
+                "full",
+                "tp",
+                "exact_match_samples=1",
+                held_out,
+                "max_steps=3",
+                name="bf16",
+                precision="bf16",
+            ),
             run("full", "tp", *in_files, "max_steps=3", name="bf16-in-files", precision="bf16"),
             run(
                 "lora",
@@ -142,13 +178,19 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
         ],
         1: [resumed("single", "tp-shard-full", "to-single", "export_at_end=true")],
     }
-    ranks_of = {wanted[2][0].rpartition("/")[2]: ranks for ranks, runs in by_ranks.items() for wanted in runs}
+    ranks_of = {
+        wanted[2][0].rpartition("/")[2]: ranks
+        for ranks, runs in by_ranks.items()
+        for wanted in runs
+    }
 
     def trained(name: str) -> Path:
         order = list(by_ranks)
         for ranks in order[: order.index(ranks_of[name]) + 1]:
             if (wanted := by_ranks[ranks]) and not (folder / f"printed-{ranks}.txt").exists():
-                (folder / f"printed-{ranks}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
+                (folder / f"printed-{ranks}.txt").write_text(
+                    train_all(folder, wanted, ranks=ranks, timeout=500)
+                )
         return folder / name
 
     return trained
@@ -157,11 +199,17 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
 @pytest.mark.slow
 def test_all_families_optimizers_and_methods(folder: Path, recipes: dict[str, Path]) -> None:
     names = {"tp": [*SLOW_MODES, *SLOW_FAMILIES, *SLOW_METHODS], "tp-shard": list(SLOW_MODES)}
-    whole = recipes["streamed"], write_config(folder, "full_shard"), [f"output_dir={folder}/whole-streamed"]
+    whole = (
+        recipes["streamed"],
+        write_config(folder, "full_shard"),
+        [f"output_dir={folder}/whole-streamed"],
+    )
     for layout, ranks in (("tp", 2), ("tp-shard", 4)):
         config = write_config(folder, "full_shard", sizes=TP[layout], checkpointing=True)
         runs = [*names[layout], "streamed"]
-        wanted = [(recipes[name], config, [f"output_dir={folder}/{layout}-{name}"]) for name in runs]
+        wanted = [
+            (recipes[name], config, [f"output_dir={folder}/{layout}-{name}"]) for name in runs
+        ]
         train_all(folder, [*wanted, *([whole] if ranks == 2 else [])], ranks=ranks)
         assert_losses(folder / f"{layout}-streamed", facts_of(folder / "whole-streamed"))
     for name in names["tp"]:
@@ -184,7 +232,9 @@ def expect(recipe: Path, **keys: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("mode", slow_but(MODES.keys() - {*MORE}, MODES))
 def test_two_ranks_compute_what_one_does(mode: str, runs: Runs, recipes: dict[str, Path]) -> None:
     expected = expect(recipes[mode])
-    assert len(expected) < STEPS or expected[-1][0] < 0.95 * expected[0][0], "the reference does not learn"
+    assert len(expected) < STEPS or expected[-1][0] < 0.95 * expected[0][0], (
+        "the reference does not learn"
+    )
     assert_losses(runs(f"tp-{mode}"), expected)
 
 
@@ -195,12 +245,16 @@ def test_four_ranks_that_shard_too(mode: str, runs: Runs, recipes: dict[str, Pat
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES.keys() - {*MORE}, FAMILIES))
-def test_families_compute_what_one_process_does(family: str, runs: Runs, recipes: dict[str, Path]) -> None:
+def test_families_compute_what_one_process_does(
+    family: str, runs: Runs, recipes: dict[str, Path]
+) -> None:
     expected = expect(recipes[family])
     assert_losses(runs(f"tp-{family}"), expected)
 
 
-def test_what_is_offloaded_to_the_host_computes_what_one_process_does(runs: Runs, recipes: dict[str, Path]) -> None:
+def test_what_is_offloaded_to_the_host_computes_what_one_process_does(
+    runs: Runs, recipes: dict[str, Path]
+) -> None:
     assert_losses(runs("tp-offload-qwen3"), expect(recipes["qwen3"]))
 
 
@@ -216,7 +270,9 @@ def test_ranks_that_divide_rows_too(family: str, runs: Runs, recipes: dict[str, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_preferences_compute_what_one_process_does(method: str, runs: Runs, recipes: dict[str, Path]) -> None:
+def test_preferences_compute_what_one_process_does(
+    method: str, runs: Runs, recipes: dict[str, Path]
+) -> None:
     assert_losses(runs(f"tp-{method}"), expect(recipes[method]))
 
 
@@ -225,7 +281,9 @@ def test_bf16_checkpointed_answers_and_evaluates(runs: Runs, recipes: dict[str, 
     lines = [json.loads(line) for line in (runs("bf16") / "metrics.jsonl").read_text().splitlines()]
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     first = next(line["loss"] for line in lines if "loss" in line)
-    assert held_out[-1] < held_out[0] == pytest.approx(first, rel=0.02), "each held-out document counts once"
+    assert held_out[-1] < held_out[0] == pytest.approx(first, rel=0.02), (
+        "each held-out document counts once"
+    )
     assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [1, 1]
 
 
@@ -245,7 +303,10 @@ def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
     assert facts_of(runs("again")) == facts_of(runs("tp-full"))[SAVED_AT:]
 
 
-ON_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("from-full-shard", "to-tp-shard", "to-single")]
+ON_OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("from-full-shard", "to-tp-shard", "to-single")
+]
 
 
 @pytest.mark.parametrize("resumed", ["to-full-shard", *ON_OTHERS])
@@ -258,7 +319,8 @@ def test_a_run_resumes_in_another_layout(resumed: str, runs: Runs) -> None:
 def test_exports_are_the_same_model(runs: Runs) -> None:
     """The run compares the export with its checkpoint value by value; the other layout's is the same up to rounding."""
     divided, single = (
-        load_file(runs(name) / "export" / "model.safetensors") for name in ("tp-shard-full", "to-single")
+        load_file(runs(name) / "export" / "model.safetensors")
+        for name in ("tp-shard-full", "to-single")
     )
     assert divided.keys() == single.keys()
     for name, tensor in divided.items():
@@ -268,11 +330,17 @@ def test_exports_are_the_same_model(runs: Runs) -> None:
 @pytest.mark.parametrize("run", ["tp-full", pytest.param("tp-shard-full", marks=pytest.mark.slow)])
 def test_each_value_is_in_one_file_of_a_checkpoint(run: str, runs: Runs) -> None:
     folder = runs(run) / "checkpoints" / f"step-{STEPS:08d}" / "model"
-    written = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    written = sum(
+        tensor.numel()
+        for file in folder.glob("*.safetensors")
+        for tensor in load_file(file).values()
+    )
     assert written == PARAMETERS
 
 
-def test_gradients_of_several_calls_add_up_once_where_ranks_sum_parts_of_them(tmp_path: Path) -> None:
+def test_gradients_of_several_calls_add_up_once_where_ranks_sum_parts_of_them(
+    tmp_path: Path,
+) -> None:
     """Of the norms of heads under tensor parallelism, and of a tied embedding, which both ends of a pipeline have."""
     make_model(tmp_path / "qwen3", model_type="qwen3")
     make_model(tmp_path / "tied", tie_word_embeddings=True)

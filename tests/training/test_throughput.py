@@ -39,7 +39,13 @@ def test_evaluations_and_saves_do_not_slow_the_steps_that_are_logged(
 
     monkeypatch.setattr(loop, "evaluate", slow_evaluate)
     monkeypatch.setattr(Saver, "save", slow_save)
-    keys = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_split_size": 0.2, "export_at_end": False}
+    keys = {
+        "logging_steps": 2,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "eval_split_size": 0.2,
+        "export_at_end": False,
+    }
     fine_tune(read_recipe(str(tiny_recipe(**keys))), read_sharding("single", None, os.environ))
     first, second = steps_of(tmp_path / "run")
     seconds = (second["tokens"] - first["tokens"]) / second["tokens_per_second"]

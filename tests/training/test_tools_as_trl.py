@@ -29,7 +29,9 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
 
     run, read = runs(1, "single"), read_recipe(str(recipe), [])
     tokenizer = load_tokenizer(read.model, read.data, read.rollout.tools)
-    tokenizer.response_template = make_tool_turns(read, tokenizer).response_template  # TRL knows no such chat template
+    tokenizer.response_template = make_tool_turns(
+        read, tokenizer
+    ).response_template  # TRL knows no such chat template
     tools: dict[str, Any] = {}
     exec(TOOLS, tools)
     lines = [line for line in lines_of(run) if line["step"] == 1]
@@ -69,7 +71,9 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     trainer._generate_single_turn = sample
     trainer._sync_tool_dicts = [{"multiply": tools["multiply"]}] * len(lines)
     trainer._async_tool_dicts = [{}] * len(lines)
-    questions = [line["prompt"].partition("<|user|>")[2].partition("<|end_of_turn|>")[0] for line in lines]
+    questions = [
+        line["prompt"].partition("<|user|>")[2].partition("<|end_of_turn|>")[0] for line in lines
+    ]
     prompts = [[{"role": "user", "content": question}] for question in questions]
     prompt_ids, completion_ids, tool_mask, completions, *_ = trainer._generate(prompts)
 
@@ -86,7 +90,10 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     def pad(rows: list[list[int]], fill: int = 0, *, left: bool = False) -> torch.Tensor:
         longest = max(map(len, rows))
         return torch.tensor(
-            [[fill] * (longest - len(r)) + r if left else r + [fill] * (longest - len(r)) for r in rows]
+            [
+                [fill] * (longest - len(r)) + r if left else r + [fill] * (longest - len(r))
+                for r in rows
+            ]
         )
 
     whole = pad([[1] * len(ids) for ids in completion_ids])
@@ -101,7 +108,9 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     }
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm()
+    norm = torch.stack(
+        [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+    ).norm()
     assert len(lines) == PROMPTS * GENERATIONS
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
@@ -109,7 +118,12 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [("qwen", "<|im_end|>"), ("chatml", "<|im_end|>"), ("hermes", "<|im_end|>"), ("llama3.1", "<|eot_id|>")],
+    [
+        ("qwen", "<|im_end|>"),
+        ("chatml", "<|im_end|>"),
+        ("hermes", "<|im_end|>"),
+        ("llama3.1", "<|eot_id|>"),
+    ],
 )
 def test_trl_writes_the_same_tokens_after_a_result(template: str, end: str, tmp_path: Path) -> None:
     """TRL takes the difference of two conversations, which it renders without tools."""
@@ -117,8 +131,16 @@ def test_trl_writes_the_same_tokens_after_a_result(template: str, end: str, tmp_
 
     tokenizer, turns = make_turns(tmp_path, template, "double", special_tokens={"eos_token": end})
     theirs: Any = SimpleNamespace(
-        processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False, chat_template=None, chat_template_kwargs={}
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        _is_vlm=False,
+        chat_template=None,
+        chat_template_kwargs={},
     )
-    said = [{"role": "tool", "name": "double", "content": content} for content in ("8", "so many:\n 10")]
+    said = [
+        {"role": "tool", "name": "double", "content": content} for content in ("8", "so many:\n 10")
+    ]
     for messages in (said[:1], said[1:], said):
-        assert turns.encode_results(messages, {}) == GRPOTrainer._get_tool_suffix_ids(theirs, messages)
+        assert turns.encode_results(messages, {}) == GRPOTrainer._get_tool_suffix_ids(
+            theirs, messages
+        )

@@ -32,12 +32,16 @@ def runs(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio-home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    recipe = tiny_recipe("watched", eval_split_size=4, eval_steps=2, save_steps=2, export_at_end=False)
+    recipe = tiny_recipe(
+        "watched", eval_split_size=4, eval_steps=2, save_steps=2, export_at_end=False
+    )
     listed, said = tmp_path / "runs.json", []
     overrides = [[f"report_to={name}", f"output_dir={tmp_path}/runs/{name}"] for name in names]
     listed.write_text(json.dumps([[str(recipe), "fsdp_full_shard", given] for given in overrides]))
     for _ in ("broken off after step 4, which was not saved", "taken up again"):
-        ended = launch_ranks(HERE / "runs_on_ranks.py", [str(listed)], timeout=120 + 60 * len(names)).check()
+        ended = launch_ranks(
+            HERE / "runs_on_ranks.py", [str(listed)], timeout=120 + 60 * len(names)
+        ).check()
         assert ended.outputs[1] == "", "the other rank says nothing, and has no tracker"
         said += ended.outputs[0].splitlines()
         for checkpoint in (tmp_path / "runs").glob("*/checkpoints/step-00000004"):
@@ -45,9 +49,13 @@ def runs(
     return names, tmp_path / "runs", said
 
 
-def test_what_arrives_is_what_stands_in_metrics_jsonl(runs: tuple[list[str], Path, list[str]]) -> None:
+def test_what_arrives_is_what_stands_in_metrics_jsonl(
+    runs: tuple[list[str], Path, list[str]],
+) -> None:
     names, folder, said = runs
-    assert not [line for line in said if line.startswith(("wandb:", "* ", "WARNING")) or "Traceback" in line], said
+    assert not [
+        line for line in said if line.startswith(("wandb:", "* ", "WARNING")) or "Traceback" in line
+    ], said
     assert len([line for line in said if line.startswith("watch   ")]) == 2 * len(names)
     readers = {"tensorboard": _tensorboard, "mlflow": _mlflow, "trackio": _trackio, "wandb": _wandb}
     for name in names:
@@ -58,8 +66,13 @@ def test_what_arrives_is_what_stands_in_metrics_jsonl(runs: tuple[list[str], Pat
         assert float(settings["learning_rate"]) == 1e-3, name
         assert json.loads(settings["datasets"])[0]["path"].endswith("chat.jsonl"), name
         for key in LOGGED:
-            logged = {line["step"]: pytest.approx(line[key], rel=1e-5) for line in lines if key in line}
-            assert dict(series[key]) == logged, (name, key)  # of both parts of the run, in the one place
+            logged = {
+                line["step"]: pytest.approx(line[key], rel=1e-5) for line in lines if key in line
+            }
+            assert dict(series[key]) == logged, (
+                name,
+                key,
+            )  # of both parts of the run, in the one place
         if name == "tensorboard":  # the others keep what was logged before it was done again
             assert [step for step, _ in series["loss"]] == [1, 2, 3, 4]
 
@@ -72,7 +85,10 @@ def test_a_tracker_that_does_not_start_is_one_sentence_on_every_rank(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").write_text("a file where a folder is to be made")
     ended = launch_ranks(
-        ROOT / "finetune" / "run.py", ["--recipe", str(tiny_recipe(report_to="tensorboard"))], ranks=1, timeout=120
+        ROOT / "finetune" / "run.py",
+        ["--recipe", str(tiny_recipe(report_to="tensorboard"))],
+        ranks=1,
+        timeout=120,
     )
     assert ended.returncodes == (2,)
     (line,) = ended.outputs[0].splitlines()
@@ -100,7 +116,10 @@ def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(
             pass
 
     server = Server()
-    trackers = [Tracker("mlflow", UnreachableServer(), "mlflow ui"), Tracker("wandb", server, "its page")]
+    trackers = [
+        Tracker("mlflow", UnreachableServer(), "mlflow ui"),
+        Tracker("wandb", server, "its page"),
+    ]
     log = MetricsLog(tmp_path / "metrics.jsonl", 3, 0, trackers)
     for step in (1, 2):
         log.write({"step": step, "eval_loss": 1.0})
@@ -108,7 +127,9 @@ def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(
     assert server.steps == [1, 2], "another tracker is still called"
     reported = "report_to: mlflow: it failed (no answer at step 1); the run continues without it, metrics.jsonl has every line\n"
     assert capsys.readouterr().err == reported
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def _tensorboard(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
@@ -120,7 +141,11 @@ def _tensorboard(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     hparams = HParamsPluginData.FromString(content).session_start_info.hparams
     settings = {key: getattr(value, value.WhichOneof("kind")) for key, value in hparams.items()}
-    return folder.name, settings, {key: [(e.step, e.value) for e in events.Scalars(key)] for key in LOGGED}
+    return (
+        folder.name,
+        settings,
+        {key: [(e.step, e.value) for e in events.Scalars(key)] for key in LOGGED},
+    )
 
 
 def _mlflow(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
@@ -140,7 +165,11 @@ def _trackio(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
     (name,) = SQLiteStorage.get_runs("finetune")
     lines = SQLiteStorage.get_logs("finetune", name)
     settings = SQLiteStorage.get_run_config("finetune", name)
-    return name, settings, {key: [(n["step"], n[key]) for n in lines if n.get(key) is not None] for key in LOGGED}
+    return (
+        name,
+        settings,
+        {key: [(n["step"], n[key]) for n in lines if n.get(key) is not None] for key in LOGGED},
+    )
 
 
 def _wandb(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
@@ -156,7 +185,10 @@ def _wandb(run: Path) -> tuple[str, dict[str, Any], dict[str, Series]]:
                 ids.add(record.run.run_id)
             for item in record.run.config.update if kind == "run" else record.config.update:
                 settings[item.key] = json.loads(item.value_json)
-            line = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            line = {
+                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             for key in LOGGED:
                 series[key] += [(line["_step"], line[key])] if key in line else []
     (name,), (_,) = names, ids

@@ -37,14 +37,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     """What every rank of every case leaves, plain and in backward; all are forked from one process."""
     folder = tmp_path_factory.mktemp("in-backward")
     model = make_model(folder / "model", **SIZES, tie_word_embeddings=False)
-    recipe = write_recipe(folder / "recipe.yaml", model, make_chat(folder / "chat.jsonl", rows=4), max_grad_norm=None)
+    recipe = write_recipe(
+        folder / "recipe.yaml", model, make_chat(folder / "chat.jsonl", rows=4), max_grad_norm=None
+    )
     for case in (*CASES, PRETENDED, "hybrid"):
         (folder / case).mkdir()
 
     def job(name: str, case: str, *overrides: str) -> dict[str, Any]:
-        ranks, layout, precision, its = CASES.get(case, (1 if case == PRETENDED else 4, "full_shard", "no", []))
-        checkpointing, mesh = precision == "bf16" or case == PRETENDED, (2, 2) if ranks == 4 else None
-        config = write_config(folder / case, layout, precision, checkpointing=checkpointing, mesh=mesh)
+        ranks, layout, precision, its = CASES.get(
+            case, (1 if case == PRETENDED else 4, "full_shard", "no", [])
+        )
+        checkpointing, mesh = (
+            precision == "bf16" or case == PRETENDED,
+            (2, 2) if ranks == 4 else None,
+        )
+        config = write_config(
+            folder / case, layout, precision, checkpointing=checkpointing, mesh=mesh
+        )
         given = {"recipe": str(recipe), "config": str(config), "overrides": [*its, *overrides]}
         pretended = {"pretended": 2} if case == PRETENDED else {}
         return {"name": name, "ranks": ranks, "folder": str(folder), **given, **pretended}
@@ -61,13 +70,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_and_state_are_those_of_the_plain_step_bit_for_bit(name: str, folder: Path) -> None:
+def test_parameters_and_state_are_those_of_the_plain_step_bit_for_bit(
+    name: str, folder: Path
+) -> None:
     for rank in range(CASES[name][0]):
-        plain, ours = (torch.load(folder / f"{each}-{rank}.pt") for each in (name, f"{name} in backward"))
+        plain, ours = (
+            torch.load(folder / f"{each}-{rank}.pt") for each in (name, f"{name} in backward")
+        )
         assert (ours["losses"], ours["norms"]) == (plain["losses"], plain["norms"])
         assert len(set(plain["losses"])) > 1 and min(plain["norms"]) > 0
         assert ours["state"].keys() == plain["state"].keys()
-        assert [key for key, value in plain["state"].items() if not torch.equal(value, ours["state"][key])] == []
+        assert [
+            key
+            for key, value in plain["state"].items()
+            if not torch.equal(value, ours["state"][key])
+        ] == []
 
 
 @pytest.mark.slow
@@ -81,12 +98,16 @@ def test_replicas_round_alike(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "one rank", PRETENDED])
-def test_a_step_allocates_what_is_planned(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_allocates_what_is_planned(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Within 2%, of which in bf16 most is a CPU's own: what its products allocate, and the state of its generator for each layer."""
     plain, ours = (torch.load(folder / f"{each}-0.pt") for each in (name, f"{name} in backward"))
     saved, planned = (plain[key] - ours[key] for key in ("measured", "planned"))
     with capsys.disabled():
-        print(f"\n{name}: {plain['measured']:,} bytes, in backward {saved:,} less; planned {planned:,} less")
+        print(
+            f"\n{name}: {plain['measured']:,} bytes, in backward {saved:,} less; planned {planned:,} less"
+        )
     for each in (plain, ours):
         assert each["planned"] == pytest.approx(each["measured"], rel=0.02)
     assert saved > 0.35 * plain["measured"]
@@ -107,7 +128,10 @@ def make_recipe(**keys: Any) -> Recipe:
 def test_a_gradient_that_is_not_finite_stops_every_update_after_it(optim: str) -> None:
     """In the backward the last layer comes first: only that was updated, with the finite gradient that it had."""
     torch.manual_seed(0)
-    recipe, layers = make_recipe(optim=optim), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    recipe, layers = (
+        make_recipe(optim=optim),
+        torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))),
+    )
     optimizer = build_optimizer(layers, recipe.optimization)
     layers[1].weight.register_hook(lambda gradient: gradient * float("inf"))
     states = [{name: value.clone() for name, value in layers.state_dict().items()}]
@@ -140,7 +164,8 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> No
     assert torch.equal(layer.weight, before) and layer.weight.grad is None
     check = StepCheck(0, (7,), torch.tensor(float("nan")), in_backward.norm(layer))
     with pytest.raises(
-        UserError, match=r"examples 7.*updated with their finite gradients before; nothing of this step is saved"
+        UserError,
+        match=r"examples 7.*updated with their finite gradients before; nothing of this step is saved",
     ):
         handle_nonfinite(recipe.optimization, check, 0, alone())
 
@@ -150,4 +175,8 @@ def test_keys_that_need_all_gradients_at_once_are_named_where_they_stand(tiny_re
     with pytest.raises(UserError) as error:
         read_recipe(path)
     said = str(error.value)
-    assert "set max_grad_norm: null" in said and "set on_nonfinite: stop" in said and "set optim to one of " in said
+    assert (
+        "set max_grad_norm: null" in said
+        and "set on_nonfinite: stop" in said
+        and "set optim to one of " in said
+    )

@@ -18,12 +18,21 @@ from finetune.files.run_files import read_benchmarks
 from tests.conftest import make_chat
 from tests.inference.test_evaluate import PROMPTS, make_task
 from tests.training import reference
-from tests.training.layouts import assert_last_step_again_is_bit_equal, assert_losses, train_families, write_recipe
+from tests.training.layouts import (
+    assert_last_step_again_is_bit_equal,
+    assert_losses,
+    train_families,
+    write_recipe,
+)
 from tests.training.test_preference_layouts import make_pairs
 from tests.vision import FAMILIES, MORE, image_prompt, make_vision_model, text_prompt
 
 STEPS = 3
-LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
+LORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "v_proj", "o_proj"],
+}
 WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 # (family, layout, ranks)
 WANTED = [
@@ -46,7 +55,10 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
-    data, pairs = make_chat(folder / "chat.jsonl", rows=26), make_pairs(folder / "pairs.jsonl", rows=26)
+    data, pairs = (
+        make_chat(folder / "chat.jsonl", rows=26),
+        make_pairs(folder / "pairs.jsonl", rows=26),
+    )
     paths = {}
     for family in families:
         model = make_vision_model(folder / family / "model", family)
@@ -54,11 +66,22 @@ def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
             config = json.loads((model / "config.json").read_text())
             del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
             (model / "config.json").write_text(json.dumps(config))
-        steps: dict[str, Any] = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "packing": True}
+        steps: dict[str, Any] = {
+            "global_batch_size": 5,
+            "max_steps": STEPS,
+            "save_steps": 1,
+            "packing": True,
+        }
         paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
-        paths[f"{family}-lora"] = write_recipe(folder / f"{family}-lora.yaml", model, data, **steps | LORA)
-        paths[f"{family}-text"] = write_recipe(folder / f"{family}-text.yaml", model, data, **steps, drop_vision=True)
-        paths[f"{family}-dpo"] = write_recipe(folder / f"{family}-dpo.yaml", model, pairs, **steps, method="dpo")
+        paths[f"{family}-lora"] = write_recipe(
+            folder / f"{family}-lora.yaml", model, data, **steps | LORA
+        )
+        paths[f"{family}-text"] = write_recipe(
+            folder / f"{family}-text.yaml", model, data, **steps, drop_vision=True
+        )
+        paths[f"{family}-dpo"] = write_recipe(
+            folder / f"{family}-dpo.yaml", model, pairs, **steps, method="dpo"
+        )
     return paths
 
 
@@ -72,7 +95,9 @@ def open_whole(path: Path) -> Any:
     """As a server opens it: with nothing missing and nothing left over."""
     from transformers import AutoModelForImageTextToText
 
-    model, info = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -90,8 +115,13 @@ def test_the_export_is_the_checkpoint_with_its_language_model_trained(
 ) -> None:
     """The same class, names and files beside them; what was not trained is equal bit for bit."""
     source, exported = folder / family / "model", runs(family, "single", 1) / "export"
-    before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
-    assert {name: value.dtype for name, value in before.items()} == {name: value.dtype for name, value in after.items()}
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(exported / "model.safetensors"),
+    )
+    assert {name: value.dtype for name, value in before.items()} == {
+        name: value.dtype for name, value in after.items()
+    }
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any("vis" in name or "projector" in name for name in moved)
     assert {name for name in before if "layers.1.mlp" in name and "vis" not in name} <= moved
@@ -105,25 +135,35 @@ def test_the_export_is_the_checkpoint_with_its_language_model_trained(
         assert torch.isfinite(whole(**image_prompt(family)).logits).all()
 
 
-def test_without_its_tower_a_checkpoint_becomes_that_of_its_text_class(runs: Callable[..., Path]) -> None:
+def test_without_its_tower_a_checkpoint_becomes_that_of_its_text_class(
+    runs: Callable[..., Path],
+) -> None:
     """Trained as in the whole, value by value."""
     from transformers import AutoModelForCausalLM
 
     exported, whole = (runs(name, "single", 1) / "export" for name in ("gemma3-text", "gemma3"))
-    model, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
     assert type(model).__name__ == "Gemma3ForCausalLM" and not any(info.values()), info
     language_model = open_whole(whole).model.language_model.state_dict()
     found = {
-        name.removeprefix("model."): value for name, value in model.state_dict().items() if name != "lm_head.weight"
+        name.removeprefix("model."): value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
     }
     assert found.keys() == language_model.keys()
-    assert all(torch.allclose(value, language_model[name], atol=1e-6) for name, value in found.items())
+    assert all(
+        torch.allclose(value, language_model[name], atol=1e-6) for name, value in found.items()
+    )
     assert not (exported / "preprocessor_config.json").exists()
     assert "AutoModelForCausalLM" in (exported / "README.md").read_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_untrained_checkpoint_answers_an_image_as_before(family: str, folder: Path, tmp_path: Path) -> None:
+def test_an_untrained_checkpoint_answers_an_image_as_before(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
     source = make_vision_model(folder / family / "model", family)
     exported = export(source, tmp_path / "export", log=lambda _: None)
     with torch.no_grad():
@@ -132,12 +172,16 @@ def test_an_untrained_checkpoint_answers_an_image_as_before(family: str, folder:
     before, after = (model.state_dict() for model in models)
     assert all(torch.equal(before[name], after[name]) for name in before)
     files = [load_file(path / "model.safetensors") for path in (source, exported)]
-    assert {name: value.dtype for name, value in files[0].items()} == {n: value.dtype for n, value in files[1].items()}
+    assert {name: value.dtype for name, value in files[0].items()} == {
+        n: value.dtype for n, value in files[1].items()
+    }
     assert torch.allclose(*answers, atol=1e-4)  # sums depend on where in memory a tensor begins
 
 
 @pytest.mark.parametrize("family", WITH_LORA)
-def test_plain_peft_opens_the_adapter_on_the_whole_class(family: str, runs: Callable[..., Path], folder: Path) -> None:
+def test_plain_peft_opens_the_adapter_on_the_whole_class(
+    family: str, runs: Callable[..., Path], folder: Path
+) -> None:
     """Its keys are those that peft writes; its logits are those of the merged export, and not the base's."""
     from peft import PeftModel
 
@@ -167,16 +211,32 @@ def test_a_trained_checkpoint_is_talked_to_and_measured(
     own = []
     for prompt in PROMPTS:
         asked = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        inputs = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
         own.append(tokenizer.decode(ids, skip_special_tokens=True))
     capsys.readouterr()
     asked = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    assert main(["chat", str(run), *asked, "--json", "--temperature", "0", "--max-new-tokens", "6"]) == 0
-    answers = [json.loads(line)["answers"][0]["answer"] for line in capsys.readouterr().out.splitlines()]
+    assert (
+        main(["chat", str(run), *asked, "--json", "--temperature", "0", "--max-new-tokens", "6"])
+        == 0
+    )
+    answers = [
+        json.loads(line)["answers"][0]["answer"] for line in capsys.readouterr().out.splitlines()
+    ]
     assert answers == own
     make_task(tmp_path / "tasks", [*own[:3], "something else"])
-    options = ["--tasks", "copied", "--include-path", str(tmp_path / "tasks"), "--apply-chat-template", "--no-compare"]
+    options = [
+        "--tasks",
+        "copied",
+        "--include-path",
+        str(tmp_path / "tasks"),
+        "--apply-chat-template",
+        "--no-compare",
+    ]
     assert main(["evaluate", str(run), *options, "--batch-size", "2"]) == 0
     (result,) = read_benchmarks(run)
     assert (result.trained, result.samples) == (0.75, 4)
@@ -185,7 +245,9 @@ def test_a_trained_checkpoint_is_talked_to_and_measured(
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert_last_step_again_is_bit_equal(runs("qwen3_vl", "single", 1), recipes["qwen3_vl"], tmp_path, STEPS)
+    assert_last_step_again_is_bit_equal(
+        runs("qwen3_vl", "single", 1), recipes["qwen3_vl"], tmp_path, STEPS
+    )
 
 
 def test_an_adapter_without_effect_on_the_class_is_refused(
@@ -197,7 +259,9 @@ def test_an_adapter_without_effect_on_the_class_is_refused(
     tensors = load_file(adapter / "adapter_model.safetensors")
     renamed = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
     save_file(renamed, other / "adapter_model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="Qwen3_5ForConditionalGeneration of this config has no such tensor"):
+    with pytest.raises(
+        UserError, match="Qwen3_5ForConditionalGeneration of this config has no such tensor"
+    ):
         export(other, tmp_path / "export", log=lambda _: None)
     idle = {name: tensor * (".lora_B." not in name) for name, tensor in tensors.items()}
     save_file(idle, other / "adapter_model.safetensors", {"format": "pt"})

@@ -55,13 +55,28 @@ def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
     ended = launch_ranks(RUN, ["--recipe", str(recipe)], timeout=240).check()
     run, said = tmp_path / "run", ended.outputs[0]
     assert "step 3: stopped early; the held-out loss was lowest at step 1" in said
-    assert next(line for line in said.splitlines() if line.startswith("step 1/8  loss ")).endswith(" left")
+    assert next(line for line in said.splitlines() if line.startswith("step 1/8  loss ")).endswith(
+        " left"
+    )
     assert ended.outputs[1] == ""  # the other rank says nothing
-    assert {path.name for path in (run / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000003"}
-    samples = [s for s in _lines(run / "samples.jsonl") if "How much is 1 plus 1?" in str(s["prompt"])]
+    assert {path.name for path in (run / "checkpoints").glob("step-*")} == {
+        "step-00000001",
+        "step-00000003",
+    }
+    samples = [
+        s for s in _lines(run / "samples.jsonl") if "How much is 1 plus 1?" in str(s["prompt"])
+    ]
     assert [s["step"] for s in samples] == [0, 1, 2, 3]
-    assert [line["step"] for line in _lines(run / "metrics.jsonl") if "eval_loss" in line] == [0, 1, 2, 3]
-    assert "checkpoints/step-00000001" in (run / "export" / "README.md").read_text() or "best    step 1" in said
+    assert [line["step"] for line in _lines(run / "metrics.jsonl") if "eval_loss" in line] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert (
+        "checkpoints/step-00000001" in (run / "export" / "README.md").read_text()
+        or "best    step 1" in said
+    )
     assert json.loads((run / "data_report.json").read_text())["examples"] == 20
     if find_spec("tensorboard"):
         assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
@@ -73,29 +88,42 @@ def test_a_best_step_without_a_checkpoint_does_not_keep_the_run_from_its_export(
     """It was evaluated and not saved, or lies in the folder that the run was resumed from."""
     said, exported = list[str](), list[Path | None]()
     recipe = SimpleNamespace(checkpoint=SimpleNamespace(keep_best_checkpoint=True))
-    run: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, log=SimpleNamespace(say=said.append), phases=None)
+    run: Any = SimpleNamespace(
+        recipe=recipe, folder=tmp_path, log=SimpleNamespace(say=said.append), phases=None
+    )
     monkeypatch.setattr(
-        "finetune.export.export.export_run", lambda folder, checkpoint, log, phases: exported.append(checkpoint)
+        "finetune.export.export.export_run",
+        lambda folder, checkpoint, log, phases: exported.append(checkpoint),
     )
     lifecycle.export(run, Progress(step=9, best_step=5, best_eval_loss=1.0))
     step_folder(tmp_path, 5).mkdir(parents=True)
     lifecycle.export(run, Progress(step=9, best_step=5, best_eval_loss=1.0))
-    assert exported == [None, step_folder(tmp_path, 5)] and "the newest one is exported" in said[1] and len(said) == 3
+    assert (
+        exported == [None, step_folder(tmp_path, 5)]
+        and "the newest one is exported" in said[1]
+        and len(said) == 3
+    )
 
 
-def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
     said = launch_ranks(RUN, ["--recipe", str(recipe), "--dry-run"], timeout=120).check().outputs
     assert "2 ranks x 2 micro-batches x 1 row" in said[0]
     assert "2 x LlamaDecoderLayer" in said[0]
     assert "4 in all" in said[0]
     assert "attention  causal SDPA, document by document" in said[0]
-    assert said[0].endswith("nothing was trained; the same command without --dry-run starts the run\n")
+    assert said[0].endswith(
+        "nothing was trained; the same command without --dry-run starts the run\n"
+    )
     assert said[1] == ""
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["shape", "missing", "lora", "frozen", "adapter", "teacher", "output_dir", "a file"])
+@pytest.mark.parametrize(
+    "kind", ["shape", "missing", "lora", "frozen", "adapter", "teacher", "output_dir", "a file"]
+)
 def test_a_dry_run_finds_what_loading_and_the_first_save_would(
     kind: str, tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -118,7 +146,10 @@ def test_a_dry_run_finds_what_loading_and_the_first_save_would(
             {"use_peft": True, "lora_target_modules": ["query"]},
             "lora_target_modules: query: no such linear layer",
         ),
-        "frozen": ({"frozen_modules": ["encoder"]}, "frozen_modules: encoder: names no module of the model"),
+        "frozen": (
+            {"frozen_modules": ["encoder"]},
+            "frozen_modules: encoder: names no module of the model",
+        ),
         "adapter": (
             {"use_peft": True, "modules_to_save": ["classifier"]},
             "modules_to_save: classifier: names no module",
@@ -127,8 +158,14 @@ def test_a_dry_run_finds_what_loading_and_the_first_save_would(
             {"method": "distill", "teacher_model_name_or_path": str(other)},
             f"{other}: .*up_proj.weight.*shape",
         ),
-        "output_dir": ({"output_dir": "/proc/run"}, r"/proc/run: cannot be written \(.*\); set output_dir"),
-        "a file": ({"output_dir": str(tmp_path / "file" / "run")}, r"file/run: cannot be written \(Not a directory\)"),
+        "output_dir": (
+            {"output_dir": "/proc/run"},
+            r"/proc/run: cannot be written \(.*\); set output_dir",
+        ),
+        "a file": (
+            {"output_dir": str(tmp_path / "file" / "run")},
+            r"file/run: cannot be written \(Not a directory\)",
+        ),
     }
     keys, sentence = named[kind]
     recipe = tiny_recipe(accelerate_config="single", **keys)
@@ -144,15 +181,27 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
     if missing is None:
         pytest.skip("every tracker is installed")
     for options in ([], ["--dry-run"]):
-        ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120)
+        ended = launch_ranks(
+            RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120
+        )
         assert ended.returncodes == (2,)
         assert f'pip install -e ".[{missing}]"' in ended.outputs[0]
         assert "Traceback" not in ended.outputs[0]
 
 
-def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe: Callable[..., Path]) -> None:
+def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(
+    tiny_recipe: Callable[..., Path],
+) -> None:
     recipe = read_recipe(str(tiny_recipe(per_device_train_batch_size=4)))
-    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="fsdp2", activation_checkpointing=True), None)  # type: ignore[arg-type]
+    world = World(
+        0,
+        1,
+        0,
+        1,
+        torch.device("cpu"),
+        Sharding(layout="fsdp2", activation_checkpointing=True),
+        None,
+    )  # type: ignore[arg-type]
     with pytest.raises(UserError) as answered, explain_out_of_memory(recipe, world):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     said = str(answered.value).splitlines()
@@ -161,7 +210,9 @@ def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe
     assert said[-1].startswith("next       per_device_train_batch_size=1")
 
 
-def test_out_of_memory_of_a_model_without_a_plan_is_still_out_of_memory(tiny_recipe: Callable[..., Path]) -> None:
+def test_out_of_memory_of_a_model_without_a_plan_is_still_out_of_memory(
+    tiny_recipe: Callable[..., Path],
+) -> None:
     """It was answered with the plan's refusal alone, as if the family could not be trained."""
     recipe = read_recipe(str(tiny_recipe()))
     config = Path(str(recipe.model.model_name_or_path)) / "config.json"
@@ -175,7 +226,9 @@ def test_out_of_memory_of_a_model_without_a_plan_is_still_out_of_memory(tiny_rec
     assert after.startswith("next       more ranks")
 
 
-def test_the_environment_names_the_optional_packages_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_optional_packages_that_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def version(name: str) -> str:
         if name == "torchao":
             raise metadata.PackageNotFoundError(name)

@@ -1,4 +1,6 @@
-"""The formats that are written beside a Hugging Face folder, or instead of one, by their rows in config/."""
+"""The formats that are written beside a Hugging Face folder, or instead of one, by their rows in
+config/.
+"""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -23,17 +25,24 @@ class PlannedFormat(Protocol):
         """What is on disk at once, at most."""
 
     def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
-        """Writes into `folder`, and returns a line on each file. `logits`: the checkpoint's; None: nothing is verified.
+        """Writes into `folder`, and returns a line on each file.
+
+        `logits`: the checkpoint's; None: nothing is verified.
 
         Raises `UserError` where what is read back is not the model.
         """
 
 
-Planner = Callable[[Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat]
+Planner = Callable[
+    [Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat
+]
 
 
 def load_planners(formats: Sequence[str]) -> list[Planner]:
-    """The functions that plan these formats, without the Hugging Face folder. Imports packages that may be missing."""
+    """The functions that plan these formats, without the Hugging Face folder.
+
+    Imports packages that may be missing.
+    """
     planners = []
     for name in formats:
         place = EXPORT_FORMATS[name].plan

@@ -1,7 +1,9 @@
-"""compressed-tensors, which vLLM, SGLang and transformers open: linear layers in 8 or 4 bits, and what that costs.
+"""compressed-tensors, which vLLM, SGLang and transformers open: linear layers in 8 or 4 bits, and
+what that costs.
 
-Codes and scales of whole numbers are torchao's, as in quantization-aware training; those of FP8, and the layout of
-both in the files, are the compressed-tensors package's, whose own functions also read the result back.
+Codes and scales of whole numbers are torchao's, as in quantization-aware training; those of FP8,
+and the layout of both in the files, are the compressed-tensors package's, whose own functions also
+read the result back.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +27,13 @@ from finetune.config.schema import QuantizationAware
 from finetune.distributed.model_parts import expert_modules
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section, write_metadata
-from finetune.export.merge_choice import ComparisonRows, MergedScore, measure, read_comparison_rows, rows_of
+from finetune.export.merge_choice import (
+    ComparisonRows,
+    MergedScore,
+    measure,
+    read_comparison_rows,
+    rows_of,
+)
 from finetune.export.publish import ExportOptions, is_alone
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value
@@ -52,12 +60,17 @@ class Quantizer:
         """What the files hold of `rows` [rows, in], by the ends of the names."""
         rows = rows.to(self.dtype or written)
         if self.scheme.weights.type == "float":
-            scale, _ = calculate_qparams(*torch.aminmax(rows, dim=-1, keepdim=True), self.scheme.weights)
+            scale, _ = calculate_qparams(
+                *torch.aminmax(rows, dim=-1, keepdim=True), self.scheme.weights
+            )
             values = rows
         else:
             codes, scale = self._round(rows)
-            # The codes again, whatever the package's division rounds: an exact multiple of the scale is no tie.
-            values = codes.float() * scale.float().repeat_interleave(rows.shape[-1] // scale.shape[-1], -1)
+            # The codes again, whatever the package's division rounds: an exact multiple of the
+            # scale is no tie.
+            values = codes.float() * scale.float().repeat_interleave(
+                rows.shape[-1] // scale.shape[-1], -1
+            )
             scale = scale.float()
         parts: dict[str, torch.Tensor] = self.compressor.compress(
             {"weight": values, "weight_scale": scale}, self.scheme
@@ -70,7 +83,9 @@ class Quantizer:
 
         block = (1, self.keys.qat_group_size or rows.shape[-1])
         dtype = getattr(torch, f"int{self.scheme.weights.num_bits}")
-        made = IntxUnpackedToInt8Tensor.from_hp(rows, block, dtype, mapping_type=MappingType.SYMMETRIC)
+        made = IntxUnpackedToInt8Tensor.from_hp(
+            rows, block, dtype, mapping_type=MappingType.SYMMETRIC
+        )
         return made.qdata, made.scale
 
     def restore(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -84,7 +99,9 @@ class Quantizer:
         args = self.scheme.input_activations
         if args is None:
             return inputs
-        rounded: torch.Tensor = fake_quantize(inputs, *compute_dynamic_scales_and_zp(inputs, args, nn.Identity()), args)
+        rounded: torch.Tensor = fake_quantize(
+            inputs, *compute_dynamic_scales_and_zp(inputs, args, nn.Identity()), args
+        )
         return rounded
 
 
@@ -94,12 +111,18 @@ def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quanti
     scheme = SCHEMES[keys.quantization_aware_training]
     group = keys.qat_group_size
     kind = "float" if scheme.is_float else "int"
-    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    strategy = (
+        {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    )
     weights = QuantizationArgs(num_bits=scheme.weight_bits, type=kind, symmetric=True, **strategy)
     inputs = None
     if scheme.input_bits is not None:
         inputs = QuantizationArgs(
-            num_bits=scheme.input_bits, type=kind, strategy="token", dynamic=True, symmetric=scheme.is_float
+            num_bits=scheme.input_bits,
+            type=kind,
+            strategy="token",
+            dynamic=True,
+            symmetric=scheme.is_float,
         )
     made = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     name = infer_module_format(nn.Linear, made)
@@ -124,12 +147,15 @@ class CompressedPlan:
         return self.weights.byte_count
 
     def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
-        """Writes the folder into `folder`, measures it beside the unquantized model, and returns a line on both."""
+        """Writes the folder into `folder`, measures it beside the unquantized model, and returns a
+        line on both.
+        """
         if logits is not None:
             logits.result()  # computed on the same model
         where = folder if is_alone(COMPRESSED, self.options) else folder / COMPRESSED
         where.mkdir(exist_ok=True)
-        (where / CARD_FILE).unlink(missing_ok=True)  # that of an export of this format alone, without numbers
+        # that of an export of this format alone, without numbers
+        (where / CARD_FILE).unlink(missing_ok=True)
         options = replace(self.options, formats=("safetensors",))
         write_metadata(where, self.source, self.target, self.weights, self.title, options)
         make_files(where, self.weights)
@@ -148,7 +174,10 @@ class CompressedPlan:
         return [f"{place}: {disk_size(self.byte_count)} in {name}, {verdict}. {cost}"]
 
     def _measure(self, files: WrittenFiles) -> str:
-        """The loss beside the unquantized model's, on rows of the run. Raises `UserError` if it is far more."""
+        """The loss beside the unquantized model's, on rows of the run.
+
+        Raises `UserError` if it is far more.
+        """
         model: Any = self.target.model
         parameters = sum(p.numel() for p in model.parameters())
         vocabulary = model.config.get_text_config().vocab_size
@@ -156,15 +185,21 @@ class CompressedPlan:
         most = self.options["max_loss_increase"]
         if rows is None:
             if most is not None:
-                raise UserError(f"{self.source.path}: --max-loss-increase: the run kept no rows to measure on; omit it")
+                raise UserError(
+                    f"{self.source.path}: --max-loss-increase: the run kept no rows to measure on; "
+                    "omit it"
+                )
             return "What it costs was not measured: no rows of a run are at hand."
         plain, quantized = measure(
-            model, [rows_of(self.plain, self.target), partial(self._read_back, files)], rows, [None, self._round_inputs]
+            model,
+            [rows_of(self.plain, self.target), partial(self._read_back, files)],
+            rows,
+            [None, self._round_inputs],
         )
         if most is not None and not quantized.loss - plain.loss <= most:
             raise UserError(
-                f"not exported: quantized, the loss is {quantized.loss:.4f} instead of {plain.loss:.4f}, more than "
-                f"--max-loss-increase {most:g} allows"
+                f"not exported: quantized, the loss is {quantized.loss:.4f} instead of "
+                f"{plain.loss:.4f}, more than --max-loss-increase {most:g} allows"
             )
         return describe_cost(plain, quantized, rows)
 
@@ -174,7 +209,11 @@ class CompressedPlan:
         if layer not in self.layers:
             return files.read(name, start, stop, torch.clone)
         ends = self.quantizer.compressor.compression_param_names(self.quantizer.scheme)
-        parts = {end: files.read(f"{layer}.{end}", start, stop, torch.clone) for end in ends if end != SHAPE}
+        parts = {
+            end: files.read(f"{layer}.{end}", start, stop, torch.clone)
+            for end in ends
+            if end != SHAPE
+        }
         if SHAPE in ends:
             parts[SHAPE] = torch.tensor([stop - start, self.target.shapes[name][1]])
         return self.quantizer.restore(parts)
@@ -187,8 +226,9 @@ def describe_cost(plain: MergedScore, quantized: MergedScore, rows: ComparisonRo
     """What was measured, in a sentence."""
     kind = "held-out" if rows.held_out else "training"
     return (
-        f"On {len(rows)} {kind} rows ({rows.labeled_tokens:,} labeled tokens) its loss is {quantized.loss:.4f}, beside "
-        f"{plain.loss:.4f} of the unquantized model; KL divergence {quantized.divergence:.2g} a token."
+        f"On {len(rows)} {kind} rows ({rows.labeled_tokens:,} labeled tokens) its loss is "
+        f"{quantized.loss:.4f}, beside {plain.loss:.4f} of the unquantized model; KL divergence "
+        f"{quantized.divergence:.2g} a token."
     )
 
 
@@ -206,32 +246,50 @@ def plan_compressed(
     """
     where = str(source.description)
     if target.beside:
-        raise UserError(f"{where}: {FORMAT}: a vision-language model; its language model alone can be quantized")
+        raise UserError(
+            f"{where}: {FORMAT}: a vision-language model; its language model alone can be quantized"
+        )
     if expert_modules(target.model):
-        raise UserError(f"{where}: {FORMAT}: a mixture, whose experts are no linear layers in transformers 5")
+        raise UserError(
+            f"{where}: {FORMAT}: a mixture, whose experts are no linear layers in transformers 5"
+        )
     keys, is_trained = _choose_scheme(source, options)
     quantizer = make_quantizer(keys, source.compute_dtype if is_trained else None)
     if quantizer.scheme.weights.type == "int" and not is_installed("torchao"):
-        raise UserError(f"--quantization: {keys.quantization_aware_training} needs torchao: pip install torchao")
+        raise UserError(
+            f"--quantization: {keys.quantization_aware_training} needs torchao: pip install torchao"
+        )
     layers = find_quantizable(target.model)
     group = keys.qat_group_size
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
-            raise UserError(f"--group-size: {group} does not divide the {layer.in_features} inputs of {name}")
+            raise UserError(
+                f"--group-size: {group} does not divide the {layer.in_features} inputs of {name}"
+            )
     plain = {value.name: value for shard in weights.model for value in shard.values}
     shards = tuple(
-        Shard(shard.name, tuple(part for value in shard.values for part in _split(value, layers, quantizer)))
+        Shard(
+            shard.name,
+            tuple(part for value in shard.values for part in _split(value, layers, quantizer)),
+        )
         for shard in weights.model
     )
-    ignored = [name for name, module in target.model.named_modules() if isinstance(module, nn.Linear)]
-    ignored += [name.removesuffix(".weight") for name in weights.account.carried if name.endswith(".weight")]
+    ignored = [
+        name for name, module in target.model.named_modules() if isinstance(module, nn.Linear)
+    ]
+    ignored += [
+        name.removesuffix(".weight") for name in weights.account.carried if name.endswith(".weight")
+    ]
     config = QuantizationConfig(
         config_groups={"group_0": quantizer.scheme},
         format=infer_module_format(nn.Linear, quantizer.scheme).value,
         quantization_status="compressed",
         ignore=[name for name in ignored if name not in layers],
     )
-    described = {"quant_method": "compressed-tensors", **config.model_dump(mode="json", exclude_none=True)}
+    described = {
+        "quant_method": "compressed-tensors",
+        **config.model_dump(mode="json", exclude_none=True),
+    }
     return CompressedPlan(
         source,
         replace(target, config_json=target.config_json | {"quantization_config": described}),
@@ -245,9 +303,13 @@ def plan_compressed(
 
 
 def _choose_scheme(source: Source, options: ExportOptions) -> tuple[QuantizationAware, bool]:
-    """The scheme that was asked for, else that of the training; and whether the run was trained for it."""
+    """The scheme that was asked for, else that of the training; and whether the run was trained for
+    it.
+    """
     trained = {
-        key: source.recipe[key] for key in ("quantization_aware_training", "qat_group_size") if key in source.recipe
+        key: source.recipe[key]
+        for key in ("quantization_aware_training", "qat_group_size")
+        if key in source.recipe
     }
     own = QuantizationAware(**trained)
     name = options["quantization"] or own.quantization_aware_training
@@ -255,7 +317,9 @@ def _choose_scheme(source: Source, options: ExportOptions) -> tuple[Quantization
         raise UserError(f"{FORMAT}: name how with --quantization: one of {', '.join(EXPORTED)}")
     if name == own.quantization_aware_training and options["group_size"] is None:
         return own, True
-    return QuantizationAware(quantization_aware_training=name, qat_group_size=options["group_size"]), False
+    return QuantizationAware(
+        quantization_aware_training=name, qat_group_size=options["group_size"]
+    ), False
 
 
 def _split(value: Value, layers: Mapping[str, Any], quantizer: Quantizer) -> list[Value]:
@@ -276,5 +340,7 @@ def _split(value: Value, layers: Mapping[str, Any], quantizer: Quantizer) -> lis
     ]
     if SHAPE in sample:
         shape = torch.tensor([height, width])
-        made.append(Value(f"{layer}.{SHAPE}", (2,), shape.dtype, lambda start, stop: shape[start:stop]))
+        made.append(
+            Value(f"{layer}.{SHAPE}", (2,), shape.dtype, lambda start, stop: shape[start:stop])
+        )
     return made

@@ -1,4 +1,6 @@
-"""GGUF beside or instead of safetensors: the files of a model and of an adapter, and the proof that they are right."""
+"""GGUF beside or instead of safetensors: the files of a model and of an adapter, and the proof that
+they are right.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +35,11 @@ from finetune.export.formats.gguf_model import (
     write_rope,
     write_sizes,
 )
-from finetune.export.formats.gguf_tokenizer import GgufVocabulary, describe_tokenizer, write_tokenizer
+from finetune.export.formats.gguf_tokenizer import (
+    GgufVocabulary,
+    describe_tokenizer,
+    write_tokenizer,
+)
 from finetune.export.logits import prompts
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
@@ -43,15 +49,20 @@ from finetune.export.write import Weights
 from finetune.files.tensors import StoredTensor
 from finetune.units import counted, disk_size
 
-# The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp rounds not only the
-# weights, but what it multiplies them with. What it quantizes itself is printed, and bounded by a wrong tensor's error.
+# The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp
+# rounds not only the weights, but what it multiplies them with. What it quantizes itself is
+# printed, and bounded by a wrong tensor's error.
 BOUNDS = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1, "q8_0": 0.1}
 QUANTIZED_BOUND = 1.0
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-CONVERSATION = [{"role": "user", "content": "What's 12,345 + 1?"}, {"role": "assistant", "content": "It's 12,346."}]
+CONVERSATION = [
+    {"role": "user", "content": "What's 12,345 + 1?"},
+    {"role": "assistant", "content": "It's 12,346."},
+]
 TEXT = (
-    "Once upon a time, in 1989, they'd say: I'LL go!\n\n\t  Tabs,   spaces\n \n and  3.14159 (or 22/7)...\r\n"
-    "na\u00efve \u041f\u0440\u0438\u0432\u0435\u0442 \u4f60\u597d\uff0c\u4e16\u754c \U0001f999\U0001f999 "
+    "Once upon a time, in 1989, they'd say: I'LL go!\n\n\t  Tabs,   spaces\n \n and  3.14159 (or "
+    "22/7)...\r\nna\u00efve \u041f\u0440\u0438\u0432\u0435\u0442 \u4f60\u597d\uff0c\u4e16\u754c "
+    "\U0001f999\U0001f999 "
     'camelCase HTTPServer __init__ "quoted"??!'
 )
 
@@ -69,10 +80,15 @@ class GgufPlan:
 
     @property
     def byte_count(self) -> int:
-        return sum(file.byte_count for file in self.files) + len(self.quantized) * self.files[0].byte_count
+        return (
+            sum(file.byte_count for file in self.files)
+            + len(self.quantized) * self.files[0].byte_count
+        )
 
     def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
-        """Writes the files into `folder`, and returns a line on each. `logits`: of `prompts`; None: unverified.
+        """Writes the files into `folder`, and returns a line on each.
+
+        `logits`: of `prompts`; None: unverified.
 
         Raises `UserError` where what is read back differs, or llama.cpp computes something else.
         """
@@ -84,7 +100,9 @@ class GgufPlan:
                 if logits is not None:
                     _raise_if_any(file.name, find_differences(folder / file.name, file, written))
                     if file.name in self.asked:
-                        ran = _compare_with_llama_cpp(folder / file.name, self, logits, BOUNDS[file_type])
+                        ran = _compare_with_llama_cpp(
+                            folder / file.name, self, logits, BOUNDS[file_type]
+                        )
                         verdict = f"verified: every tensor, {ran}"
                 said.append((file.name, f"{disk_size(file.byte_count)}, {verdict}"))
         for name, file_type in self.quantized:
@@ -109,7 +127,9 @@ def plan_gguf(
     title: str,
     log: Callable[[str], object],
 ) -> "GgufPlan | AdapterPlan":
-    """Plans the files of the model, or of the adapter alone, down to the header of each. Reads no values.
+    """Plans the files of the model, or of the adapter alone, down to the header of each.
+
+    Reads no values.
 
     Raises `UserError` where llama.cpp would compute another model, or has no such tokenizer.
     """
@@ -120,19 +140,33 @@ def plan_gguf(
 
     where = str(source.description)
     if target.beside:
-        raise UserError(f"{where}: --format gguf: a vision-language model; its tower is not exported as GGUF")
+        raise UserError(
+            f"{where}: --format gguf: a vision-language model; its tower is not exported as GGUF"
+        )
     model: Any = target.model
     config = model.config.get_text_config()
     notes = check_config(config, where)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.description, trust_remote_code=options.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.description, trust_remote_code=options.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = first_line(error)
-        raise UserError(f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}") from None
-    vocabulary = describe_tokenizer(tokenizer, config.vocab_size, source.description, options["gguf_pre_tokenizer"])
+        raise UserError(
+            f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}"
+        ) from None
+    vocabulary = describe_tokenizer(
+        tokenizer, config.vocab_size, source.description, options["gguf_pre_tokenizer"]
+    )
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
-        notes = [*notes, f"GGUF is written without {carried} of the base that {target.class_name} has no place for"]
+        notes = [
+            *notes,
+            (
+                f"GGUF is written without {carried} of the base that {target.class_name} has no "
+                "place for"
+            ),
+        ]
     notes = [*notes, *vocabulary.notes]
     if not (options.verify and is_installed("llama_cpp")):
         notes += vocabulary.doubts
@@ -143,11 +177,19 @@ def plan_gguf(
     own = [each for each in types if each in FILE_TYPES]
     others = [each for each in types if each not in FILE_TYPES]
     exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
-    written = [*([exact] if exact in own or others else []), *(each for each in own if each != exact)]
+    written = [
+        *([exact] if exact in own or others else []),
+        *(each for each in own if each != exact),
+    ]
     architecture = find_llama_cpp(config.model_type).architecture
     name = file_name(title)
-    write_keys = partial(_write_keys, config=config, vocabulary=vocabulary, title=title, where=where)
-    files = tuple(plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys) for each in written)
+    write_keys = partial(
+        _write_keys, config=config, vocabulary=vocabulary, title=title, where=where
+    )
+    files = tuple(
+        plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys)
+        for each in written
+    )
     return GgufPlan(
         files,
         tuple(written),
@@ -161,14 +203,19 @@ def plan_gguf(
 def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
     """`title`, so that llama.cpp strips the spaces after special tokens where the tokenizer does.
 
-    It decides that by whether the name has "phi-3" in it, and fails where these tokens are missing then.
+    It decides that by whether the name has "phi-3" in it, and fails where these tokens are missing
+    then.
     """
-    if vocabulary.strips_after and {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(vocabulary.tokens):
+    if vocabulary.strips_after and {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(
+        vocabulary.tokens
+    ):
         return title if re.search("phi-?3", title, re.IGNORECASE) else f"{title} (phi-3)"
     return re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
-def _write_keys(writer: Any, config: Any, vocabulary: GgufVocabulary, title: str, where: str) -> list[FileTensor]:
+def _write_keys(
+    writer: Any, config: Any, vocabulary: GgufVocabulary, title: str, where: str
+) -> list[FileTensor]:
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(_shown_name(title, vocabulary))
     write_sizes(writer, config)
@@ -176,7 +223,9 @@ def _write_keys(writer: Any, config: Any, vocabulary: GgufVocabulary, title: str
     return write_rope(writer, config, where)
 
 
-def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Tensor], bound: float) -> str:
+def _compare_with_llama_cpp(
+    path: Path, plan: GgufPlan, logits: Future[torch.Tensor], bound: float
+) -> str:
     if not is_installed("llama_cpp"):
         return f"not run under llama.cpp, which is not installed ({LLAMA_CPP})"
     texts = [(TEXT, True)]
@@ -184,27 +233,38 @@ def _compare_with_llama_cpp(path: Path, plan: GgufPlan, logits: Future[torch.Ten
         texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
     logits_found, tokens = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
     for (text, begins), theirs in zip(texts, tokens, strict=True):
-        ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)  # no warning of the length
+        # no warning of the length
+        ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)
         _compare_tokens(path.name, plan.tokenizer, text, ours, theirs)
     expected = logits.result()
-    difference = float((torch.from_numpy(np.stack(logits_found)) - expected).norm() / expected.norm())
+    difference = float(
+        (torch.from_numpy(np.stack(logits_found)) - expected).norm() / expected.norm()
+    )
     if not difference <= bound:
         raise UserError(
-            f"{path.name}: not exported: under llama.cpp the logits differ by {difference:.2g} from the "
-            f"checkpoint's; its type explains at most {bound:g}"
+            f"{path.name}: not exported: under llama.cpp the logits differ by {difference:.2g} "
+            f"from the checkpoint's; its type explains at most {bound:g}"
         )
     return f"and under llama.cpp the same tokens, and logits within {difference:.1g}"
 
 
-def _compare_tokens(name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]) -> None:
+def _compare_tokens(
+    name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]
+) -> None:
     """Raises `UserError` where llama.cpp cuts a text into other tokens than transformers."""
     if list(ours) == list(theirs):
         return
-    place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-    shown = [tokenizer.convert_ids_to_tokens(list(ids[place : place + 3])) for ids in (ours, theirs)]
+    place = next(
+        (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+        len(theirs),
+    )
+    shown = [
+        tokenizer.convert_ids_to_tokens(list(ids[place : place + 3])) for ids in (ours, theirs)
+    ]
     raise UserError(
-        f"{name}: not exported: after {tokenizer.decode(ours[:place])[-20:]!r} llama.cpp reads the tokens {shown[1]}, "
-        f"the tokenizer {shown[0]}; it cuts texts in a way that llama.cpp does not have"
+        f"{name}: not exported: after {tokenizer.decode(ours[:place])[-20:]!r} llama.cpp reads the "
+        f"tokens {shown[1]}, the tokenizer {shown[0]}; it cuts texts in a way that llama.cpp does "
+        "not have"
     )
 
 
@@ -226,15 +286,22 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
         rows = theirs.data.reshape(-1, theirs.data.shape[-1])
         for block in tensor.blocks():
             block = block.reshape(-1, tensor.shape[-1])
-            part = gguf.quants.dequantize(rows[position : position + len(block)], theirs.tensor_type)
+            part = gguf.quants.dequantize(
+                rows[position : position + len(block)], theirs.tensor_type
+            )
             if part.shape != tuple(block.shape):
                 raise UserError(f"{path.name}: not exported: {tensor.name}: has another shape")
             squares += float(block.square().sum())
-            errors += float((torch.from_numpy(np.array(part, dtype=np.float32)) - block).square().sum())
+            errors += float(
+                (torch.from_numpy(np.array(part, dtype=np.float32)) - block).square().sum()
+            )
             position += len(block)
         relative = (errors / squares) ** 0.5 if squares else errors
         if relative > QUANTIZED_BOUND / 2:
-            raise UserError(f"{path.name}: not exported: {tensor.name}: differs by {relative:.2g} from the checkpoint")
+            raise UserError(
+                f"{path.name}: not exported: {tensor.name}: differs by {relative:.2g} from the "
+                "checkpoint"
+            )
         worst = max(worst, relative)
     return worst
 
@@ -260,22 +327,32 @@ class AdapterPlan:
         return sum(file.byte_count for file in self.files)
 
     def write(self, folder: Path, logits: object) -> list[str]:
-        """Writes the files into `folder`, and returns a line on each. Logits would need the base in GGUF."""
+        """Writes the files into `folder`, and returns a line on each.
+
+        Logits would need the base in GGUF.
+        """
         said = []
         with progress_bar("writing GGUF", self.byte_count) as advance:
             for file in self.files:
                 written = write_file(folder, file, advance)
                 if self.verify:
-                    _raise_if_any(file.name, find_differences(folder / file.name, file, written), "the adapter")
+                    _raise_if_any(
+                        file.name,
+                        find_differences(folder / file.name, file, written),
+                        "the adapter",
+                    )
                 verdict = "verified: every tensor" if self.verify else "not verified"
                 said.append(f"{file.name}: an adapter of {disk_size(file.byte_count)}, {verdict}")
         return said
 
 
-def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, title: str) -> AdapterPlan:
+def _plan_adapter(
+    source: Source, target: TargetModel, options: ExportOptions, title: str
+) -> AdapterPlan:
     """Plans the files of the adapter of `source`.
 
-    Raises `UserError` where llama.cpp would apply another adapter: it knows A and B of linear layers alone.
+    Raises `UserError` where llama.cpp would apply another adapter: it knows A and B of linear
+    layers alone.
     """
     adapter = source.adapter
     where = str(source.path)
@@ -291,7 +368,9 @@ def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, t
     tensors = []
     for module, base in zip(modules, plan_tensors(bases, config, where), strict=True):
         scale = 1.0 if alpha is not None else scales[module][0]
-        tensors += _plan_factors(adapter.tensors[module + A], adapter.tensors[module + B], base, scale)
+        tensors += _plan_factors(
+            adapter.tensors[module + A], adapter.tensors[module + B], base, scale
+        )
     types = tuple(options["gguf_types"]) or ("f32",)
     architecture = find_llama_cpp(config.model_type).architecture
     keys = partial(_write_adapter_keys, title=title, alpha=alpha)
@@ -303,7 +382,9 @@ def _plan_adapter(source: Source, target: TargetModel, options: ExportOptions, t
 
 
 def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str) -> None:
-    """Raises `UserError` for an adapter that llama.cpp does not know, and for types in which none is written."""
+    """Raises `UserError` for an adapter that llama.cpp does not know, and for types in which none
+    is written.
+    """
     unknown = [name for name in sorted(adapter.tensors) if not name.endswith((A, B))]
     if adapter.config.get("target_parameters"):
         unknown.append("target_parameters")
@@ -311,14 +392,20 @@ def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str
         unknown.insert(0, "use_dora")
     reason = why_unsupported(adapter.config) or next(iter(unknown), None)
     if reason is not None:
-        raise UserError(f"{where}: {reason}: llama.cpp has no adapter of this kind; export the merged model as GGUF")
+        raise UserError(
+            f"{where}: {reason}: llama.cpp has no adapter of this kind; export the merged model as "
+            "GGUF"
+        )
     wrong = [file_type for file_type in options["gguf_types"] if file_type not in FILE_TYPES]
     if wrong:
-        raise UserError(f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}")
+        raise UserError(
+            f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}"
+        )
 
 
 def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
-    """The alpha of all modules, by their (scale, rank); None where they differ, and B is scaled instead.
+    """The alpha of all modules, by their (scale, rank); None where they differ, and B is scaled
+    instead.
 
     llama.cpp has one alpha for all modules.
     """
@@ -326,8 +413,12 @@ def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
     return alphas.pop() if len(alphas) == 1 else None
 
 
-def _plan_factors(a: StoredTensor, b: StoredTensor, base: FileTensor, scale: float) -> list[FileTensor]:
-    """A and B of the linear layer `base`, in fp32; B is scaled, and its rows are in the order of the base's rows."""
+def _plan_factors(
+    a: StoredTensor, b: StoredTensor, base: FileTensor, scale: float
+) -> list[FileTensor]:
+    """A and B of the linear layer `base`, in fp32; B is scaled, and its rows are in the order of
+    the base's rows.
+    """
     a_values = (stored_value(a, a.name, torch.float32),)
     b_values = (stored_value(b, b.name, torch.float32),)
     change = partial(_scaled, scale, base.change)
@@ -341,7 +432,9 @@ def _no_rows(start: int, stop: int) -> torch.Tensor:
     raise AssertionError("the base is not read")
 
 
-def _scaled(scale: float, change: Callable[[torch.Tensor], torch.Tensor] | None, rows: torch.Tensor) -> torch.Tensor:
+def _scaled(
+    scale: float, change: Callable[[torch.Tensor], torch.Tensor] | None, rows: torch.Tensor
+) -> torch.Tensor:
     return (change(rows) if change is not None else rows) * scale
 
 

@@ -1,7 +1,8 @@
-"""GGUF files: planned, streamed to disk a block of rows at a time, read back by the gguf package, run by llama.cpp.
+"""GGUF files: planned, streamed to disk a block of rows at a time, read back by the gguf package,
+run by llama.cpp.
 
-llama.cpp runs in a process of its own (`_run`): a file that it cannot use ends that process, sometimes by an abort, and
-not the export.
+llama.cpp runs in a process of its own (`_run`): a file that it cannot use ends that process,
+sometimes by an abort, and not the export.
 """
 
 import json
@@ -49,7 +50,9 @@ class PlannedFile:
 
     @property
     def byte_count(self) -> int:
-        return len(self.header) + sum(_padded(byte_count(tensor, kind)) for tensor, kind in self.tensors)
+        return len(self.header) + sum(
+            _padded(byte_count(tensor, kind)) for tensor, kind in self.tensors
+        )
 
 
 def file_name(title: str) -> str:
@@ -85,7 +88,10 @@ def plan_file(
     file_type: str,
     write_keys: Callable[[Any], Sequence[FileTensor]],
 ) -> PlannedFile:
-    """A file of `tensors`. `write_keys` adds its keys to a `gguf.GGUFWriter`, and returns tensors that go with them."""
+    """A file of `tensors`.
+
+    `write_keys` adds its keys to a `gguf.GGUFWriter`, and returns tensors that go with them.
+    """
     writer = gguf.GGUFWriter(None, architecture)
     generated = write_keys(writer)
     chosen = tuple((tensor, choose_kind(tensor, file_type)) for tensor in (*tensors, *generated))
@@ -106,7 +112,10 @@ def plan_file(
 
 
 def write_file(folder: Path, file: PlannedFile, advance: Callable[[int], object]) -> dict[str, str]:
-    """Writes `file` into `folder`. Returns the digest (xxh3, 128 bits) of each tensor's bytes, taken from memory."""
+    """Writes `file` into `folder`.
+
+    Returns the digest (xxh3, 128 bits) of each tensor's bytes, taken from memory.
+    """
     digests = {tensor.name: xxhash.xxh3_128() for tensor, _ in file.tensors}
 
     def content() -> Iterator[bytes | memoryview]:
@@ -129,7 +138,9 @@ def pack(block: torch.Tensor, kind: gguf.GGMLQuantizationType, name: str) -> mem
     if kind == Kind.F16:
         half = block.half()
         if not torch.equal(torch.isfinite(half), torch.isfinite(block)):
-            raise UserError(f"{name}: holds values beyond float16's 65,504; export with --gguf-type bf16 or f32")
+            raise UserError(
+                f"{name}: holds values beyond float16's 65,504; export with --gguf-type bf16 or f32"
+            )
         return raw_bytes(half)
     if kind in (Kind.F32, Kind.BF16):
         return raw_bytes(block.to(torch.float32 if kind == Kind.F32 else torch.bfloat16))
@@ -142,11 +153,15 @@ def _bytes_of(values: Any) -> memoryview:
 
 
 def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> list[str]:
-    """What the gguf package reads in a file otherwise than was written, in words; empty where all is the same."""
+    """What the gguf package reads in a file otherwise than was written, in words; empty where all
+    is the same.
+    """
     expected = {tensor.name: (tensor.shape, kind) for tensor, kind in file.tensors}
     in_file = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     problems = [f"{name}: not in the file" for name in expected if name not in in_file]
-    problems += [f"{name}: in the file, but not in the model" for name in in_file if name not in expected]
+    problems += [
+        f"{name}: in the file, but not in the model" for name in in_file if name not in expected
+    ]
     for name, (shape, kind) in expected.items():
         if name not in in_file:
             continue
@@ -166,7 +181,8 @@ def run_llama_cpp(
 
     Args:
         prompts: Token ids.
-        texts: Texts to cut into tokens, each with whether it begins a document, so that bos belongs before it.
+        texts: Texts to cut into tokens, each with whether it begins a document, so that bos belongs
+            before it.
 
     Returns:
         For each prompt its logits, float32[tokens, vocabulary]; for each text its ids.
@@ -174,17 +190,26 @@ def run_llama_cpp(
     Raises:
         UserError: Where llama.cpp cannot use the file.
     """
-    given = {"path": str(path), "prompts": [list(map(int, ids)) for ids in prompts], "texts": list(texts)}
+    given = {
+        "path": str(path),
+        "prompts": [list(map(int, ids)) for ids in prompts],
+        "texts": list(texts),
+    }
     with TemporaryDirectory() as folder:
         results = Path(folder) / "results.npz"
-        _run(given | {"results": str(results)}, f"{path.name}: not exported: llama.cpp cannot use it")
+        _run(
+            given | {"results": str(results)}, f"{path.name}: not exported: llama.cpp cannot use it"
+        )
         with np.load(results, allow_pickle=False) as arrays:
             logits = [arrays[f"logits{number}"] for number in range(len(prompts))]
             return logits, [arrays[f"tokens{number}"].tolist() for number in range(len(texts))]
 
 
 def quantize(source: Path, target: Path, file_type: str) -> None:
-    """Has llama.cpp write `source` as `target` in one of its own types. Raises `UserError` where it cannot."""
+    """Has llama.cpp write `source` as `target` in one of its own types.
+
+    Raises `UserError` where it cannot.
+    """
     what = f"{target.name}: not exported: llama.cpp cannot quantize to {file_type}"
     _run({"source": str(source), "target": str(target), "type": file_type}, what)
     descriptor = os.open(target, os.O_RDONLY)
@@ -193,7 +218,9 @@ def quantize(source: Path, target: Path, file_type: str) -> None:
 
 
 def _run(given: Mapping[str, Any], what: str) -> None:
-    paths = os.pathsep.join(filter(None, [str(Path(finetune.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(
+        filter(None, [str(Path(finetune.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
     process = subprocess.run(
         [sys.executable, "-m", "finetune.export.formats.gguf_file"],
         input=json.dumps(given),
@@ -213,13 +240,22 @@ def _compute(given: Mapping[str, Any]) -> None:
     from llama_cpp import llama_cpp as library
 
     default = library.llama_model_default_params()
-    default.use_extra_bufts = False  # else quantized weights are copied into memory, in another order
+    # else quantized weights are copied into memory, in another order
+    default.use_extra_bufts = False
     library.llama_model_default_params = lambda: default
     f32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    yarn = dict.fromkeys(("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"), -1.0)  # as the file says
+    # as the file says
+    yarn = dict.fromkeys(("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"), -1.0)
     longest = max(map(len, given["prompts"]), default=1)
     llama = llama_cpp.Llama(
-        given["path"], n_ctx=longest + 8, n_gpu_layers=0, logits_all=True, verbose=True, flash_attn=False, **f32, **yarn
+        given["path"],
+        n_ctx=longest + 8,
+        n_gpu_layers=0,
+        logits_all=True,
+        verbose=True,
+        flash_attn=False,
+        **f32,
+        **yarn,
     )
     arrays: dict[str, Any] = {}
     for number, ids in enumerate(given["prompts"]):
@@ -239,7 +275,9 @@ def _quantize(given: Mapping[str, Any]) -> None:
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{given['type'].upper()}")
     parameters.nthread = os.cpu_count() or 1
-    if llama_cpp.llama_model_quantize(given["source"].encode(), given["target"].encode(), parameters):
+    if llama_cpp.llama_model_quantize(
+        given["source"].encode(), given["target"].encode(), parameters
+    ):
         raise SystemExit("error: llama_model_quantize failed")
 
 

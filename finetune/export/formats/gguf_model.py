@@ -1,4 +1,6 @@
-"""A model as llama.cpp reads it: sizes as keys, and tensors under llama.cpp's names and in its order of rows."""
+"""A model as llama.cpp reads it: sizes as keys, and tensors under llama.cpp's names and in its
+order of rows.
+"""
 
 import math
 import re
@@ -15,7 +17,8 @@ from finetune.errors import UserError
 from finetune.export.target import BLOCK_BYTES, Value
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-ROUTERS = (".ffn_gate_inp.weight",)  # computed in float32, and so small that llama.cpp keeps them so
+# computed in float32, and so small that llama.cpp keeps them so
+ROUTERS = (".ffn_gate_inp.weight",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,11 @@ class FileTensor:
     @property
     def stays_float32(self) -> bool:
         """Whether llama.cpp wants it in float32 in a file of any type."""
-        return len(self.shape) <= 1 or self.name.endswith(("_norm.weight", *ROUTERS)) or "rope_f" in self.name
+        return (
+            len(self.shape) <= 1
+            or self.name.endswith(("_norm.weight", *ROUTERS))
+            or "rope_f" in self.name
+        )
 
 
 def find_llama_cpp(model_type: str) -> LlamaCpp:
@@ -49,7 +56,10 @@ def find_llama_cpp(model_type: str) -> LlamaCpp:
     family = find_family(model_type).llama_cpp
     if family is None:
         known = ", ".join(name for name, each in FAMILIES.items() if each.llama_cpp is not None)
-        raise UserError(f"--format gguf: {model_type}: not among the families that are exported as GGUF: {known}")
+        raise UserError(
+            f"--format gguf: {model_type}: not among the families that are exported as GGUF: "
+            f"{known}"
+        )
     return family
 
 
@@ -70,32 +80,46 @@ def check_config(config: Any, where: str) -> list[str]:
         "norm_topk_prob": (getattr(config, "norm_topk_prob", None), True),
         "mlp_only_layers": (getattr(config, "mlp_only_layers", None) or None, None),
         "decoder_sparse_step": (getattr(config, "decoder_sparse_step", None), 1),
-        "use_bidirectional_attention": (getattr(config, "use_bidirectional_attention", None) or None, None),
+        "use_bidirectional_attention": (
+            getattr(config, "use_bidirectional_attention", None) or None,
+            None,
+        ),
     }
     if family.rope_skipped_every:
         expected = [int((layer + 1) % family.rope_skipped_every != 0) for layer in range(layers)]
         differing["no_rope_layers"] = (list(config.no_rope_layers), expected)
     if family.window_every:
-        kinds = ["full_attention" if (n + 1) % family.window_every == 0 else "sliding_attention" for n in range(layers)]
+        kinds = [
+            "full_attention" if (n + 1) % family.window_every == 0 else "sliding_attention"
+            for n in range(layers)
+        ]
         differing["layer_types"] = (list(config.layer_types), kinds)
     for key, (value, expected) in differing.items():
         if value is not None and value != expected:
             has = f"llama.cpp's {family.architecture} has {expected!r:.60}"
             raise UserError(f"{where}: {key}: {value!r:.60}, where {has}; export safetensors")
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    is_windowed = "sliding_attention" in types and window and window < config.max_position_embeddings
+    types = getattr(config, "layer_types", None) or [
+        "sliding_attention" if window else "full_attention"
+    ]
+    is_windowed = (
+        "sliding_attention" in types and window and window < config.max_position_embeddings
+    )
     if is_windowed and not family.window_every:
         return [f"llama.cpp reads more than the last {window:,} tokens, where this model does not"]
     return []
 
 
 def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _get(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next(
+        (value for name in names if (value := getattr(config, name, None)) is not None), None
+    )
 
 
 def write_sizes(writer: Any, config: Any) -> None:
@@ -137,16 +161,22 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
     scaled_windows = windowed is not None and windowed.get("rope_type", "default") != "default"
     if kind not in ("default", *family.stretches_rope) or scaled_windows:
         known = ", ".join(family.stretches_rope)
-        raise UserError(f"{where}: rope_type: {kind}: llama.cpp's {family.architecture} has {known}")
+        raise UserError(
+            f"{where}: rope_type: {kind}: llama.cpp's {family.architecture} has {known}"
+        )
     if rotated != head_size(config) and not family.rotates_parts:
-        raise UserError(f"{where}: partial_rotary_factor: llama.cpp's {family.architecture} rotates whole heads")
+        raise UserError(
+            f"{where}: partial_rotary_factor: llama.cpp's {family.architecture} rotates whole heads"
+        )
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope["rope_theta"])
     if windowed is not None:
         writer.add_rope_freq_base_swa(windowed["rope_theta"])
     for key, fixed in (("beta_fast", 32), ("beta_slow", 1), ("truncate", True)):
         if kind == "yarn" and rope.get(key) not in (None, fixed):
-            raise UserError(f"{where}: {key}: {rope[key]}: llama.cpp's {family.architecture} has {fixed}")
+            raise UserError(
+                f"{where}: {key}: {rope[key]}: llama.cpp's {family.architecture} has {fixed}"
+            )
     return SCALINGS[kind](writer, rope, config)
 
 
@@ -165,7 +195,8 @@ def _yarn(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_scaling_orig_ctx_len(original)
-    if (attention := rope.get("attention_factor")) is not None:  # llama.cpp multiplies its own default by the key
+    # llama.cpp multiplies its own default by the key
+    if (attention := rope.get("attention_factor")) is not None:
         writer.add_rope_scaling_attn_factors(attention / (0.1 * math.log(rope["factor"]) + 1.0))
     return []
 
@@ -174,17 +205,23 @@ def _llama3(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTenso
     """Frequencies are divided by a tensor of the file."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_size(config), 2).float() / head_size(config))
+    plain = 1.0 / rope["rope_theta"] ** (
+        torch.arange(0, head_size(config), 2).float() / head_size(config)
+    )
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return [_generated("rope_freqs.weight", plain / scaled)]
 
 
 def _longrope(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
-    original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    original = (
+        rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    )
     stretched = rope.get("factor") or config.max_position_embeddings / original
     attention = rope.get("attention_factor")
     if attention is None:
-        attention = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
+        attention = (
+            math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
+        )
     writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(attention)
@@ -202,7 +239,9 @@ SCALINGS: Mapping[str, Callable[[Any, Mapping[str, Any], Any], list[FileTensor]]
 
 
 def _generated(name: str, values: torch.Tensor) -> FileTensor:
-    value = Value(name, tuple(values.shape), torch.float32, lambda start, stop: values[start:stop].float())
+    value = Value(
+        name, tuple(values.shape), torch.float32, lambda start, stop: values[start:stop].float()
+    )
     return FileTensor(name, value.shape, (value,))
 
 
@@ -212,7 +251,11 @@ def plan_tensors(values: Sequence[Value], config: Any, where: str) -> list[FileT
     Raises `UserError` for one that llama.cpp's code of the family has no place for.
     """
     family = find_llama_cpp(config.model_type)
-    names = {number: name for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture}
+    names = {
+        number: name
+        for number, name in gguf.MODEL_ARCH_NAMES.items()
+        if name == family.architecture
+    }
     mapped = gguf.get_tensor_name_map(next(iter(names)), config.num_hidden_layers)
     grouped: dict[str, list[Value]] = {}
     for value in values:  # the experts of a layer follow each other, by number
@@ -225,11 +268,18 @@ def plan_tensors(values: Sequence[Value], config: Any, where: str) -> list[FileT
         llama_name = mapped.get_name(name, try_suffixes=(".weight", ".bias"))
         module = name.split(".")[-2] if "." in name else name
         has_no_place = name.endswith(".bias") and module not in family.biases
-        if llama_name is None or has_no_place or (llama_name == "output.weight" and not family.has_own_head):
+        if (
+            llama_name is None
+            or has_no_place
+            or (llama_name == "output.weight" and not family.has_own_head)
+        ):
             raise UserError(
-                f"{where}: {name}: llama.cpp's {family.architecture} has no such tensor; export safetensors"
+                f"{where}: {name}: llama.cpp's {family.architecture} has no such tensor; export "
+                "safetensors"
             )
-        planned.append(_plan_tensor(llama_name, name, sorted(each, key=_expert_number), config, family))
+        planned.append(
+            _plan_tensor(llama_name, name, sorted(each, key=_expert_number), config, family)
+        )
     return planned
 
 
@@ -238,11 +288,19 @@ def _expert_number(value: Value) -> int:
     return int(match[1]) if match else 0
 
 
-def _plan_tensor(name: str, of_folder: str, values: list[Value], config: Any, family: LlamaCpp) -> FileTensor:
-    shape = values[0].shape if EXPERT.search(values[0].name) is None else (len(values), *values[0].shape)
+def _plan_tensor(
+    name: str, of_folder: str, values: list[Value], config: Any, family: LlamaCpp
+) -> FileTensor:
+    shape = (
+        values[0].shape
+        if EXPERT.search(values[0].name) is None
+        else (len(values), *values[0].shape)
+    )
     size = head_size(config)
     if family.rotates_neighbors and of_folder.split(".")[-2] in ("q_proj", "k_proj"):
-        return FileTensor(name, shape, tuple(values), partial(interleave_rows, size=size), group=size)
+        return FileTensor(
+            name, shape, tuple(values), partial(interleave_rows, size=size), group=size
+        )
     if family.adds_one_to_norms and of_folder.endswith("norm.weight"):
         return FileTensor(name, shape, tuple(values), lambda weight: weight + 1)
     return FileTensor(name, shape, tuple(values))

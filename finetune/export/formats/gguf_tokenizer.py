@@ -1,4 +1,6 @@
-"""A tokenizer as llama.cpp reads it: the vocabulary, how a text is cut before it is merged, and the special tokens."""
+"""A tokenizer as llama.cpp reads it: the vocabulary, how a text is cut before it is merged, and the
+special tokens.
+"""
 
 import json
 import re
@@ -19,10 +21,13 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 START = r"[^\r\n\p{L}\p{N}]?"
-CASES = f"{START}{UPPER}*{LOWER}+%s|{START}{UPPER}+{LOWER}*%s|\\p{{N}}%s| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*"
+CASES = (
+    f"{START}{UPPER}*{LOWER}+%s|{START}{UPPER}+{LOWER}*%s|\\p{{N}}%s| "
+    f"?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*"
+)
 CASES += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-# (how tokenizer.json cuts a text, whether a whole word in the vocabulary is taken unmerged) -> llama.cpp's name for it.
-# Source: llama-vocab.cpp, which has the expressions of each name.
+# (how tokenizer.json cuts a text, whether a whole word in the vocabulary is taken unmerged) ->
+# llama.cpp's name for it. Source: llama-vocab.cpp, which has the expressions of each name.
 PRE_TOKENIZERS: Mapping[tuple[str, bool], str] = {
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
@@ -32,19 +37,23 @@ PRE_TOKENIZERS: Mapping[tuple[str, bool], str] = {
     (CASES % ("", "", ""), True): "tekken",
     (CASES % (f"{CONTRACTIONS}?", f"{CONTRACTIONS}?", "{1,3}"), False): "gpt-4o",
 }
-NO_MERGES = ["never merged"]  # llama.cpp wants one; of words that no merge makes, this one never applies
-NORMALIZERS = ({"NFC"}, set[str]())  # of byte-level tokenizers; llama.cpp takes a text as it is, which mostly is NFC
+# llama.cpp wants one; of words that no merge makes, this one never applies
+NO_MERGES = ["never merged"]
+# of byte-level tokenizers; llama.cpp takes a text as it is, which mostly is NFC
+NORMALIZERS = ({"NFC"}, set[str]())
 
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
     """A tokenizer in llama.cpp's terms. Returned by `describe_tokenizer`."""
 
-    model: str  # "llama": SentencePiece's BPE; "gpt2": byte-level BPE; "gemma4": the first with merges
+    # "llama": SentencePiece's BPE; "gpt2": byte-level BPE; "gemma4": the first with merges
+    model: str
     pre_tokenizer: str
     tokens: list[str]
     types: list[int]
-    scores: list[float] | None = None  # of SentencePiece: the pair with the highest score is merged first
+    # of SentencePiece: the pair with the highest score is merged first
+    scores: list[float] | None = None
     merges: list[str] | None = None  # of byte-level BPE
     adds_space: bool | None = None  # of SentencePiece, in front of a text
     special: dict[str, int] = field(default_factory=dict)  # "bos" -> id
@@ -56,49 +65,74 @@ class GgufVocabulary:
     doubts: tuple[str, ...] = ()  # where llama.cpp may cut a text otherwise
 
 
-def describe_tokenizer(tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None) -> GgufVocabulary:
-    """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has `rows` rows.
+def describe_tokenizer(
+    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None
+) -> GgufVocabulary:
+    """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has
+    `rows` rows.
 
     Args:
-        pre_tokenizer: llama.cpp's name for how a text is cut, where tokenizer.json is not one of those known here.
+        pre_tokenizer: llama.cpp's name for how a text is cut, where tokenizer.json is not one of
+            those known here.
 
     Raises `UserError` where llama.cpp has no tokenizer of its kind.
     """
     described = _read_bpe(tokenizer, rows, folder)
     model = described["model"]
-    pairs = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    pairs = [
+        tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
+        for pair in model["merges"]
+    ]
     common = _describe_tokens(tokenizer, rows, folder, model)
     parts = _list_parts(described.get("pre_tokenizer"))
     kinds = {part["type"] for part in parts}
     if not model.get("byte_fallback") and "ByteLevel" in kinds:
-        pre = pre_tokenizer or _name_pre_tokenizer(described, parts, has_merges=bool(pairs), folder=folder)
+        pre = pre_tokenizer or _name_pre_tokenizer(
+            described, parts, has_merges=bool(pairs), folder=folder
+        )
         merges = [" ".join(map(_spell, pair)) for pair in pairs] or NO_MERGES
         return GgufVocabulary("gpt2", pre, merges=merges, **common)
     if not model.get("byte_fallback") or kinds - {"Metaspace", "Split"}:
-        raise UserError(f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors")
+        raise UserError(
+            f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors"
+        )
     doubts = _find_doubts(model["vocab"], set(pairs))
     adds_space = tokenizer.tokenize("a")[0].startswith(SPACE)
     # Gemma's kind, whose merges newer versions of llama.cpp follow.
     if doubts and common["adds_bos"] and not adds_space:
-        return GgufVocabulary("gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common)
+        return GgufVocabulary(
+            "gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common
+        )
     scores = _score_tokens(common["tokens"], pairs)
-    return GgufVocabulary("llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common)
+    return GgufVocabulary(
+        "llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common
+    )
 
 
 def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
-    """Returns the content of tokenizer.json; `UserError` unless it is a BPE, all of whose ids are below `rows`."""
+    """Returns the content of tokenizer.json; `UserError` unless it is a BPE, all of whose ids are
+    below `rows`.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
     kind = (described.get("model") or {}).get("type")
     if kind != "BPE":
         kind = kind or type(tokenizer).__name__
-        raise UserError(f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export safetensors")
+        raise UserError(
+            f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export "
+            "safetensors"
+        )
     if max(tokenizer.get_vocab().values()) >= rows:
-        raise UserError(f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its own one")
+        raise UserError(
+            f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its "
+            "own one"
+        )
     return described
 
 
-def _describe_tokens(tokenizer: Any, rows: int, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_tokens(
+    tokenizer: Any, rows: int, folder: Path, model: Mapping[str, Any]
+) -> dict[str, Any]:
     """The fields of `GgufVocabulary` that every kind of tokenizer has."""
     tokens, types = _list_tokens(tokenizer, rows, model)
     bos = [tokenizer.bos_token_id]
@@ -118,7 +152,9 @@ def _describe_tokens(tokenizer: Any, rows: int, folder: Path, model: Mapping[str
 
 
 def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> list[float]:
-    """SentencePiece's score of each token: minus the place of the first of the merges `pairs` that makes it."""
+    """SentencePiece's score of each token: minus the place of the first of the merges `pairs` that
+    makes it.
+    """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)  # several pairs may make one token
@@ -126,11 +162,16 @@ def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> li
 
 
 def _spell(token: str) -> str:
-    return token.replace(" ", "\u0120")  # a space separates the two of a pair; of byte-level BPE none has one
+    # a space separates the two of a pair; of byte-level BPE none has one
+    return token.replace(" ", "\u0120")
 
 
-def _list_tokens(tokenizer: Any, rows: int, model: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """The token of each row of the embedding, and its kind; rows without one get a name that no text has."""
+def _list_tokens(
+    tokenizer: Any, rows: int, model: Mapping[str, Any]
+) -> tuple[list[str], list[int]]:
+    """The token of each row of the embedding, and its kind; rows without one get a name that no
+    text has.
+    """
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     types = gguf.TokenType
@@ -155,28 +196,39 @@ def _list_tokens(tokenizer: Any, rows: int, model: Mapping[str, Any]) -> tuple[l
 
 
 def _looks_special(token: str) -> bool:
-    """Whether an added token is a mark, though its tokenizer does not call it special, as in Gemma's.
+    """Whether an added token is a mark, though its tokenizer does not call it special, as in
+    Gemma's.
 
     >>> _looks_special("<|im_end|>"), _looks_special("<unused7>"), _looks_special("<tool_call>")
     (True, True, False)
     """
-    marks = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"), ("<start_of_", ">"), ("<end_of_", ">"))
+    marks = (
+        ("<|", "|>"),
+        ("<\uff5c", "\uff5c>"),
+        ("<unused", ">"),
+        ("<start_of_", ">"),
+        ("<end_of_", ">"),
+    )
     return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
         token.startswith(start) and token.endswith(end) for start, end in marks
     )
 
 
 def _list_hidden(tokenizer: Any) -> tuple[str, ...]:
-    """At most one sentence: the added tokens that llama.cpp does not print, though transformers does."""
+    """At most one sentence: the added tokens that llama.cpp does not print, though transformers
+    does.
+    """
     added = tokenizer.added_tokens_decoder.values()
-    hidden = [token.content for token in added if not token.special and _looks_special(token.content)]
+    hidden = [
+        token.content for token in added if not token.special and _looks_special(token.content)
+    ]
     if not hidden:
         return ()
     shown = ", ".join(hidden[:3])
     names = shown if len(hidden) <= 3 else f"{shown} and {len(hidden) - 3:,} more"
     return (
-        f"GGUF calls {names} control tokens, as llama.cpp's own converter does for their looks: llama.cpp prints them "
-        "only with --special",
+        f"GGUF calls {names} control tokens, as llama.cpp's own converter does for their looks: "
+        "llama.cpp prints them only with --special",
     )
 
 
@@ -189,10 +241,15 @@ def _is_byte(token: str) -> bool:
 
 
 def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
-    """The ids of special tokens. What ends an answer beside eos, as generation_config.json says, is "eot" and "eom"."""
+    """The ids of special tokens.
+
+    What ends an answer beside eos, as generation_config.json says, is "eot" and "eom".
+    """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
     ends = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
-    ends = [number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)]
+    ends = [
+        number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)
+    ]
     if ends and ids["eos"] not in ends:
         ids["eos"] = ends[0]
     others = (number for number in ends if number != ids["eos"])
@@ -203,14 +260,29 @@ def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
 def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if pre_tokenizer is None:
         return []
-    inner = pre_tokenizer.get("pretokenizers", []) if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    return [part for each in inner for part in (_list_parts(each) if each["type"] == "Sequence" else [each])]
+    inner = (
+        pre_tokenizer.get("pretokenizers", [])
+        if pre_tokenizer["type"] == "Sequence"
+        else [pre_tokenizer]
+    )
+    return [
+        part
+        for each in inner
+        for part in (_list_parts(each) if each["type"] == "Sequence" else [each])
+    ]
 
 
 def _name_pre_tokenizer(
-    described: Mapping[str, Any], parts: Iterable[Mapping[str, Any]], *, has_merges: bool, folder: Path
+    described: Mapping[str, Any],
+    parts: Iterable[Mapping[str, Any]],
+    *,
+    has_merges: bool,
+    folder: Path,
 ) -> str:
-    """llama.cpp's name for how a byte-level tokenizer cuts a text. Raises `UserError` where it has none."""
+    """llama.cpp's name for how a byte-level tokenizer cuts a text.
+
+    Raises `UserError` where it has none.
+    """
     if not has_merges:
         return "gpt-2"  # every byte is a token: nothing depends on where a text is cut
     names: list[str] = []
@@ -229,8 +301,9 @@ def _name_pre_tokenizer(
         return PRE_TOKENIZERS[cut]
     more = f" after {' and '.join(sorted(normalizers))}" if normalizers not in NORMALIZERS else ""
     raise UserError(
-        f"{folder}: llama.cpp is not known to cut a text as this tokenizer does ({cut[0][:60]!r}{more}); name its "
-        "pre-tokenizer with --gguf-pre-tokenizer, or export safetensors"
+        f"{folder}: llama.cpp is not known to cut a text as this tokenizer does "
+        f"({cut[0][:60]!r}{more}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "
+        "safetensors"
     )
 
 
@@ -242,7 +315,10 @@ def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str,
 
 
 def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> tuple[str, ...]:
-    """llama.cpp merges any two tokens whose text is a token. A tokenizer that was not made by SentencePiece may not."""
+    """llama.cpp merges any two tokens whose text is a token.
+
+    A tokenizer that was not made by SentencePiece may not.
+    """
     for token in vocabulary:
         if not _is_byte(token):
             for cut in range(1, len(token)):
@@ -250,8 +326,8 @@ def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> 
                 second = token[cut:]
                 if first in vocabulary and second in vocabulary and (first, second) not in pairs:
                     return (
-                        f"llama.cpp may cut some texts otherwise: it merges {first!r} with {second!r}, which this "
-                        "tokenizer never does",
+                        f"llama.cpp may cut some texts otherwise: it merges {first!r} with "
+                        f"{second!r}, which this tokenizer never does",
                     )
     return ()
 
@@ -275,5 +351,7 @@ def write_tokenizer(writer: Any, vocabulary: GgufVocabulary) -> None:
     if vocabulary.template:
         named = vocabulary.template
         writer.add_chat_template(
-            named if isinstance(named, str) else [{"name": name, "template": each} for name, each in named.items()]
+            named
+            if isinstance(named, str)
+            else [{"name": name, "template": each} for name, each in named.items()]
         )

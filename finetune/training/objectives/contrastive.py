@@ -1,7 +1,9 @@
-"""Training embeddings: the contrastive loss of all documents of a step, on all ranks, whatever its micro-batches.
+"""Training embeddings: the contrastive loss of all documents of a step, on all ranks, whatever its
+micro-batches.
 
-Gradients are cached (Gao et al. 2021, arXiv:2101.06983, section 3): a forward of the whole step without gradients gives
-the vectors, these the loss and its gradient to each vector, and with it each micro-batch has a backward of its own.
+Gradients are cached (Gao et al. 2021, arXiv:2101.06983, section 3): a forward of the whole step
+without gradients gives the vectors, these the loss and its gradient to each vector, and with it
+each micro-batch has a backward of its own.
 """
 
 import math
@@ -29,7 +31,9 @@ NEAREST = 10  # documents, within which recall, mrr and ndcg look for a query's 
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """The vectors of all documents of a step or of all held-out data, and what the loss says of them."""
+    """The vectors of all documents of a step or of all held-out data, and what the loss says of
+    them.
+    """
 
     places: Mapping[int, int]  # example -> the row of its vector
     contrast: Contrast
@@ -37,7 +41,9 @@ class StepVectors:
 
 @dataclass(frozen=True, slots=True)
 class ContrastiveObjective(Objective):
-    """The mean over queries of the loss of their own document among those of all queries of the step."""
+    """The mean over queries of the loss of their own document among those of all queries of the
+    step.
+    """
 
     group_size: int
     temperature: float
@@ -49,7 +55,12 @@ class ContrastiveObjective(Objective):
     @classmethod
     def of(cls, recipe: Recipe, sequence_group: ProcessGroup | None) -> "ContrastiveObjective":
         """The recipe's."""
-        return cls(recipe.group_size, recipe.method.temperature, recipe.method.matryoshka_dims, sequence_group)
+        return cls(
+            recipe.group_size,
+            recipe.method.temperature,
+            recipe.method.matryoshka_dims,
+            sequence_group,
+        )
 
     def count(self, batch: StepBatch) -> int:
         """The queries of the step."""
@@ -58,14 +69,22 @@ class ContrastiveObjective(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "ContrastiveObjective":
-        """Computes the vectors of the whole step. The dropout of the forwards that follow is the same again."""
+        """Computes the vectors of the whole step.
+
+        The dropout of the forwards that follow is the same again.
+        """
         ids: list[int] = []
         vectors: list[Tensor] = []
         device = world.device
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             for each in micro_batches():
                 on_device = each.to(device)
-                vectors.append(embed_documents(model, on_device, on_device.inputs, self.sequence_group))
+                vectors.append(
+                    embed_documents(model, on_device, on_device.inputs, self.sequence_group)
+                )
                 ids += each.example_ids
         reshard(model)
         everywhere = sorted(set(chain.from_iterable(world.gather(ids))))
@@ -80,7 +99,9 @@ class ContrastiveObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's queries, with the gradient of all losses of the step to its documents."""
+        """The losses of the micro-batch's queries, with the gradient of all losses of the step to
+        its documents.
+        """
         assert self.step is not None, "a step is prepared before it is measured"
         rows = [self.step.places[example_id] for example_id in micro_batch.example_ids]
         queries = [row // self.group_size for row in rows[:: self.group_size]]
@@ -110,18 +131,26 @@ def _describe_places(places: Tensor) -> dict[str, Tensor]:
 
 
 def embed_documents(
-    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], sequence_group: ProcessGroup | None = None
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Mapping[str, Any],
+    sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The vector of each document: the mean state of its tokens with a label, fp64[documents, hidden].
+    """The vector of each document: the mean state of its tokens with a label, fp64[documents,
+    hidden].
 
-    sequence_group: The ranks that divide the documents' tokens between them; each returns the vectors of all.
+    sequence_group: The ranks that divide the documents' tokens between them; each returns the
+    vectors of all.
     """
     states: Tensor = model(**inputs, head_function=head_states)
     documents = len(micro_batch.example_ids)
     zeros = torch.zeros(documents, states.shape[1], dtype=torch.float64, device=states.device)
-    if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
+    # a filler: in the graph all the same, since its backward takes part in collectives
+    if not documents:
         return zeros + states.sum()
-    assert micro_batch.trained_documents is not None, "documents in groups say where each labeled position belongs"
+    assert micro_batch.trained_documents is not None, (
+        "documents in groups say where each labeled position belongs"
+    )
     is_pooled = micro_batch.labels.flatten()[micro_batch.trained_positions] != IGNORE_INDEX
     pooled = torch.where(is_pooled[:, None], states.double(), 0.0)
     sums = zeros.index_add(0, micro_batch.trained_documents, pooled)

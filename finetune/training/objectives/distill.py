@@ -1,7 +1,8 @@
-"""Distillation as an `Objective`: the divergence from a teacher beside the cross entropy of the labels.
+"""Distillation as an `Objective`: the divergence from a teacher beside the cross entropy of the
+labels.
 
-The teacher is asked in each step; or once before training, and its likeliest tokens are kept in files beside the token
-cache (`distill_top_k`).
+The teacher is asked in each step; or once before training, and its likeliest tokens are kept in
+files beside the token cache (`distill_top_k`).
 """
 
 import io
@@ -43,7 +44,9 @@ from finetune.units import counted
 
 
 class Distillation(Objective):
-    """alpha x divergence + (1 - alpha) x cross entropy, averaged over the trained tokens of the step."""
+    """alpha x divergence + (1 - alpha) x cross entropy, averaged over the trained tokens of the
+    step.
+    """
 
     def __init__(self, teacher: "Teacher | StoredTeacher") -> None:
         self.teacher = teacher
@@ -51,7 +54,10 @@ class Distillation(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The loss, and as metrics the divergence and the cross entropy of a token. The teacher reads no noise."""
+        """The loss, and as metrics the divergence and the cross entropy of a token.
+
+        The teacher reads no noise.
+        """
         if isinstance(self.teacher, StoredTeacher):
             head_function = self.teacher.recall(micro_batch)
         else:
@@ -59,10 +65,13 @@ class Distillation(Objective):
         loss, divergence, cross_entropy = model(**inputs, head_function=head_function).unbind()
         trained = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
         means = {"kl": divergence, "cross_entropy": cross_entropy}
-        return Measured(loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()})
+        return Measured(
+            loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()}
+        )
 
 
-# Of a piece: int64[n, 2], examples and how many trained tokens each has; int32[tokens, k]; fp32[tokens, k + 1].
+# Of a piece: int64[n, 2], examples and how many trained tokens each has; int32[tokens, k];
+# fp32[tokens, k + 1].
 PARTS = ("examples", "ids", "scores")
 
 
@@ -70,8 +79,10 @@ PARTS = ("examples", "ids", "scores")
 class StoredTeacher:
     """What a teacher has said of the trained tokens of all examples, in memory-mapped files."""
 
-    pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]  # ids and scores, of each rank that has computed
-    places: NDArray[np.int64]  # [examples, 3]: piece, first token, tokens; -1 for those that the run does not come to
+    # ids and scores, of each rank that has computed
+    pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
+    # [examples, 3]: piece, first token, tokens; -1 for those that the run does not come to
+    places: NDArray[np.int64]
     rows: int  # of the vocabulary
     options: DivergenceOptions
 
@@ -79,11 +90,19 @@ class StoredTeacher:
         """As `Teacher.compare`, for a micro-batch on the device."""
         device = micro_batch.labels.device
         k = self.pieces[0][0].shape[1]
-        read = [(self.pieces[p], slice(f, f + n)) for p, f, n in self.places[list(micro_batch.example_ids)].tolist()]
-        ids = np.concatenate([np.zeros((1, k), np.int32), *(ids[tokens] for (ids, _), tokens in read)])
-        scores = np.concatenate([np.zeros((1, k + 1), np.float32), *(each[tokens] for (_, each), tokens in read)])
+        read = [
+            (self.pieces[p], slice(f, f + n))
+            for p, f, n in self.places[list(micro_batch.example_ids)].tolist()
+        ]
+        ids = np.concatenate(
+            [np.zeros((1, k), np.int32), *(ids[tokens] for (ids, _), tokens in read)]
+        )
+        scores = np.concatenate(
+            [np.zeros((1, k + 1), np.float32), *(each[tokens] for (_, each), tokens in read)]
+        )
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-        row = torch.where(has_label, has_label.cumsum(0), 0)  # the first stands for positions without a label
+        # the first stands for positions without a label
+        row = torch.where(has_label, has_label.cumsum(0), 0)
         on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (ids, scores))
         tops, values = (each[row] for each in on_device)
         return head_divergence(TopScores(tops.long(), values, self.rows), self.options)
@@ -99,7 +118,8 @@ def find_stored_teacher(
 ) -> dict[str, StoredTeacher]:
     """What the teacher says of the training and held-out data. All ranks call it.
 
-    It is loaded, asked and freed where the files are missing or damaged. `inputs`: of `fingerprint_inputs`.
+    It is loaded, asked and freed where the files are missing or damaged. `inputs`: of
+    `fingerprint_inputs`.
     """
     batches = {"training": data.train, "held_out": data.evaluation}
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
@@ -130,23 +150,30 @@ def find_stored_teacher(
     for name in stored:
         if name not in known:
             raise UserError(
-                f"{folders[name]}: lacks what other nodes have computed; set dataset_cache_dir to a folder that all "
-                "share"
+                f"{folders[name]}: lacks what other nodes have computed; set dataset_cache_dir to "
+                "a folder that all share"
             )
     return known
 
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """What `_store` has kept in `folder` of all examples; None where it is not there, or damaged."""
+    """What `_store` has kept in `folder` of all examples; None where it is not there, or
+    damaged.
+    """
     arrays: list[tuple[NDArray[Any], ...]] = []
     rows = 0
     for path in sorted(folder.glob("*.json")):
         files = {part: path.with_name(f"{path.stem}-{part}.npy") for part in PARTS}
         described = read_json_object(path)
-        if any(not file.is_file() or checksum(file) != described.get(file.name) for file in files.values()):
+        if any(
+            not file.is_file() or checksum(file) != described.get(file.name)
+            for file in files.values()
+        ):
             return None
         rows = described["rows"]
-        arrays.append(tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values()))
+        arrays.append(
+            tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values())
+        )
     places = np.full((len(batches.examples), 3), -1, np.int64)
     for number, (examples, _, _) in enumerate(arrays):
         ids, counts = examples.T
@@ -160,15 +187,27 @@ def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeach
 
 
 def _store(
-    teacher: Teacher, folder: Path, batches: StoredBatches, model: nn.Module, recipe: Recipe, world: World
+    teacher: Teacher,
+    folder: Path,
+    batches: StoredBatches,
+    model: nn.Module,
+    recipe: Recipe,
+    world: World,
 ) -> None:
-    """Keeps in `folder` what the teacher says of the trained tokens. All ranks call it; each writes its own."""
+    """Keeps in `folder` what the teacher says of the trained tokens.
+
+    All ranks call it; each writes its own.
+    """
     began = time.monotonic()
     k = recipe.method.distill_top_k or 1
     heads: list[Any] = [unwrap(each).get_output_embeddings() for each in (model, teacher.model)]
     rows = min(head.weight.shape[0] for head in heads)
     said: list[tuple[NDArray[Any], ...]] = [
-        (np.zeros((0, 2), np.int64), np.zeros((0, min(k, rows)), np.int32), np.zeros((0, min(k, rows) + 1), np.float32))
+        (
+            np.zeros((0, 2), np.int64),
+            np.zeros((0, min(k, rows)), np.int32),
+            np.zeros((0, min(k, rows) + 1), np.float32),
+        )
     ]
     for step in steps_of(batches):
         for each in batches.step_batch(step).micro_batches:
@@ -177,7 +216,9 @@ def _store(
             has_label = (on_device.labels.flatten()[on_device.trained_positions] >= 0).cpu()
             examples = np.array(each.example_ids, np.int64)
             listed = np.stack([examples, batches.examples.trained[examples]], 1)
-            said.append((listed, ids.cpu()[has_label].int().numpy(), scores.cpu()[has_label].numpy()))
+            said.append(
+                (listed, ids.cpu()[has_label].int().numpy(), scores.cpu()[has_label].numpy())
+            )
     reshard(teacher.model)
 
     def write() -> None:
@@ -186,7 +227,9 @@ def _store(
         for part, arrays in zip(PARTS, zip(*said, strict=True), strict=True):
             content = io.BytesIO()
             np.save(content, np.concatenate(arrays), allow_pickle=False)
-            files[f"{stem}-{part}.npy"] = write_file(folder / f"{stem}-{part}.npy", [content.getbuffer()])
+            files[f"{stem}-{part}.npy"] = write_file(
+                folder / f"{stem}-{part}.npy", [content.getbuffer()]
+            )
         write_file(folder / f"{stem}.json", [json.dumps(files).encode()])
 
     RankGroup(world).on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
@@ -198,9 +241,15 @@ def _store(
 
 
 def teacher_flop_per_token(objective: Objective, length: float) -> float:
-    """FLOP of the teacher's forward of one token in a document of `length` tokens; 0 where there is no teacher."""
+    """FLOP of the teacher's forward of one token in a document of `length` tokens; 0 where there is
+    no teacher.
+    """
     teacher: Any = getattr(objective, "teacher", None)
-    return 0.0 if teacher is None or isinstance(teacher, StoredTeacher) else teacher.flop_per_token(length)
+    return (
+        0.0
+        if teacher is None or isinstance(teacher, StoredTeacher)
+        else teacher.flop_per_token(length)
+    )
 
 
 def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:

@@ -1,4 +1,6 @@
-"""What training minimizes: the `Objective` protocol, which is all that a step knows of a method, and fine-tuning's."""
+"""What training minimizes: the `Objective` protocol, which is all that a step knows of a method,
+and fine-tuning's.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -15,17 +17,27 @@ from finetune.distributed.world import World
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an objective measured in one or more micro-batches of this rank. Reading a tensor waits for the device."""
+    """What an objective measured in one or more micro-batches of this rank.
+
+    Reading a tensor waits for the device.
+    """
 
     loss_sum: Tensor  # fp32, 0-dim
-    # By the name of a metric, fp32[2]: a sum, and what it is divided by. The same names on every rank.
+    # By the name of a metric, fp32[2]: a sum, and what it is divided by. The same names on every
+    # rank.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # fp32, 0-dim: the largest of a number, not below 0
+    # fp32, 0-dim: the largest of a number, not below 0
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: "Measured") -> "Measured":
         metrics = {name: self.metrics.get(name, 0) + pair for name, pair in other.metrics.items()}
-        maxima = {name: torch.maximum(self.maxima.get(name, most), most) for name, most in other.maxima.items()}
-        return Measured(self.loss_sum + other.loss_sum, {**self.metrics, **metrics}, {**self.maxima, **maxima})
+        maxima = {
+            name: torch.maximum(self.maxima.get(name, most), most)
+            for name, most in other.maxima.items()
+        }
+        return Measured(
+            self.loss_sum + other.loss_sum, {**self.metrics, **metrics}, {**self.maxima, **maxima}
+        )
 
     def detach(self) -> "Measured":
         """The same without the graph."""
@@ -43,18 +55,32 @@ class Measured:
         Returns:
             The loss (nan if `count` is 0), and each metric whose divisor is not 0.
         """
-        total, *pairs = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
-        means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
+        total, *pairs = world.sum_over_groups(
+            torch.cat([self.loss_sum[None], *self.metrics.values()])
+        ).tolist()
+        means = {
+            name: pairs[2 * i] / pairs[2 * i + 1]
+            for i, name in enumerate(self.metrics)
+            if pairs[2 * i + 1]
+        }
         if self.maxima:
-            means |= zip(self.maxima, world.largest(torch.stack([*self.maxima.values()])).tolist(), strict=True)
+            means |= zip(
+                self.maxima,
+                world.largest(torch.stack([*self.maxima.values()])).tolist(),
+                strict=True,
+            )
         return total / count if count else float("nan"), means
 
 
 class Objective(Protocol):
     """A method of training: its loss and its metrics."""
 
-    def prepare(self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World) -> "Objective":
-        """Prepares for all micro-batches of a step or an evaluation before the first is measured. All ranks call it.
+    def prepare(
+        self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
+    ) -> "Objective":
+        """Prepares for all micro-batches of a step or an evaluation before the first is measured.
+
+        All ranks call it.
 
         Args:
             model: The model that is trained.
@@ -67,7 +93,9 @@ class Objective(Protocol):
         return self
 
     def count(self, batch: StepBatch) -> int:
-        """What the step's loss is divided by, over all ranks: its trained tokens, unless a method counts pairs."""
+        """What the step's loss is divided by, over all ranks: its trained tokens, unless a method
+        counts pairs.
+        """
         return batch.trained_tokens
 
     @abstractmethod
@@ -76,7 +104,8 @@ class Objective(Protocol):
     ) -> Measured:
         """Computes the loss summed over one micro-batch, with its graph.
 
-        The last forward of `model` must be the trained one, because the experts' auxiliary loss reads it.
+        The last forward of `model` must be the trained one, because the experts' auxiliary loss
+        reads it.
 
         Args:
             model: The model that is trained, in whatever mode it is.
@@ -90,11 +119,16 @@ class Objective(Protocol):
         return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
-        """What the steps after `step` need beside the weights: names in a checkpoint, and their content."""
+        """What the steps after `step` need beside the weights: names in a checkpoint, and their
+        content.
+        """
         return {}
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Takes what `describe_files` has left in a verified checkpoint of `step` steps. All ranks call it."""
+        """Takes what `describe_files` has left in a verified checkpoint of `step` steps.
+
+        All ranks call it.
+        """
         return
 
 

@@ -1,4 +1,6 @@
-"""Learning from sampled completions: GRPO and its kin, as one objective over the probability ratios of their tokens."""
+"""Learning from sampled completions: GRPO and its kin, as one objective over the probability ratios
+of their tokens.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,7 +53,8 @@ from finetune.training.objectives.preference import mean
 from finetune.training.reference import adapters_off, evaluating
 
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
-SAMPLING_CORRECTED = "importance_sampling/corrected"  # the share of these ratios that are outside the bounds
+# the share of these ratios that are outside the bounds
+SAMPLING_CORRECTED = "importance_sampling/corrected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,9 @@ class PolicyObjective(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "PolicyObjective":
-        """In a pipeline, asks the other model before the schedule, in which a forward is that of one stage alone."""
+        """In a pipeline, asks the other model before the schedule, in which a forward is that of
+        one stage alone.
+        """
         if self.other_model is None or world.stages == 1:
             return self
         answers = iter([self.other_model(model, each.to(world.device)) for each in micro_batches()])
@@ -84,7 +89,9 @@ class PolicyObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """Computes the summed loss of the micro-batch's completions, and as metrics their rewards and ratios."""
+        """Computes the summed loss of the micro-batch's completions, and as metrics their rewards
+        and ratios.
+        """
         rollout = micro_batch.rollout
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
@@ -98,10 +105,16 @@ class PolicyObjective(Objective):
             metrics |= own_metrics
         else:  # a filler: in the graph all the same, since its backward takes part in collectives
             loss = log_probabilities.sum() * 0.0
-        return Measured(loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima)
+        return Measured(
+            loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima
+        )
 
     def _compute_loss(
-        self, log_probabilities: Tensor, other: Tensor | None, completions: Completions, rollout: Mapping[str, Tensor]
+        self,
+        log_probabilities: Tensor,
+        other: Tensor | None,
+        completions: Completions,
+        rollout: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(the loss summed over a micro-batch, 0-dim; the metrics that its stages yield).
 
@@ -121,8 +134,8 @@ class PolicyObjective(Objective):
             advantages = completions.repeat(advantages)
         kl = None
         if other is not None and recipe.method_facts.needs_teacher:
-            # The reverse KL divergence's own estimate is the difference of log-probabilities; its negative is the
-            # advantage (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
+            # The reverse KL divergence's own estimate is the difference of log-probabilities; its
+            # negative is the advantage (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
             kl = sampled - other
             advantages = advantages - kl
         elif other is not None:
@@ -137,15 +150,20 @@ class PolicyObjective(Objective):
             weights = bound_sampling_ratios(sampling_ratios, recipe)
             losses = losses * weights
             metrics[SAMPLING_RATIO] = completions.make_mean(sampling_ratios, level)
-            metrics[SAMPLING_CORRECTED] = completions.make_mean((weights != sampling_ratios).double(), level)
+            metrics[SAMPLING_CORRECTED] = completions.make_mean(
+                (weights != sampling_ratios).double(), level
+            )
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return sum_losses(losses, completions, recipe), metrics
 
-    def _choose_old(self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]) -> Tensor:
-        """Log-probabilities under the sampled weights, fp64[positions]: in training if that is corrected, else sampled.
+    def _choose_old(
+        self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Log-probabilities under the sampled weights, fp64[positions]: in training if that is
+        corrected, else sampled.
 
         Before the first update the model in training still has these weights.
         """
@@ -168,7 +186,9 @@ class PolicyObjective(Objective):
         }
         distances = torch.where(completions.is_trained, log_ratios, 0.0).abs()
         largest = distances.max() if len(distances) else distances.new_zeros(())
-        return {name: pair.detach().float() for name, pair in metrics.items()}, {"log_ratio/max": largest.float()}
+        return {name: pair.detach().float() for name, pair in metrics.items()}, {
+            "log_ratio/max": largest.float()
+        }
 
     def _describe_stages(self, zero: Tensor) -> dict[str, Tensor]:
         """The metrics of `_compute_loss`, as a filler has them."""
@@ -180,22 +200,31 @@ class PolicyObjective(Objective):
         return dict.fromkeys(names, zero)
 
     def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics that some recipes have alone: of dynamic sampling, tools and each reward function."""
+        """The metrics that some recipes have alone: of dynamic sampling, tools and each reward
+        function.
+        """
         keys = self.recipe.rollout
         metrics = {}
         if keys.max_num_gen_batches > 1:
             metrics["sampled_groups"] = mean(rollout["groups"])
         if keys.tools:  # as TRL names them
             metrics["tools/call_frequency"] = mean(rollout["calls"])
-            metrics["tools/failure_frequency"] = torch.stack([rollout["failed_calls"].sum(), rollout["calls"].sum()])
-        for name, scores in zip(self.rollouts.sampler.reward_names, rollout["scores"].T, strict=True):
+            metrics["tools/failure_frequency"] = torch.stack(
+                [rollout["failed_calls"].sum(), rollout["calls"].sum()]
+            )
+        for name, scores in zip(
+            self.rollouts.sampler.reward_names, rollout["scores"].T, strict=True
+        ):
             metrics[f"rewards/{name}"] = mean(scores.nan_to_num(), ~scores.isnan())
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the effective sample size, as a share of the tokens: 1 where all ratios are alike."""
+        """With the effective sample size, as a share of the tokens: 1 where all ratios are
+        alike.
+        """
         square = means.pop("ratio/mean_square", 0.0)
-        share = min(1.0, means["ratio/mean"] ** 2 / square) if square else None  # sums in fp32 may round above 1
+        # sums in fp32 may round above 1
+        share = min(1.0, means["ratio/mean"] ** 2 / square) if square else None
         return means | ({} if share is None else {"ratio/effective_sample_size": share})
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
@@ -209,11 +238,15 @@ class PolicyObjective(Objective):
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRewards(Objective):
-    """The rewards of greedy answers to held-out prompts. The loss is their mean, negative, so that less is better."""
+    """The rewards of greedy answers to held-out prompts.
+
+    The loss is their mean, negative, so that less is better.
+    """
 
     sampler: Sampler
     prompts: StoredBatches | None
-    results: Mapping[int, list[float]] = field(default_factory=dict)  # example -> reward, tokens, scores
+    # example -> reward, tokens, scores
+    results: Mapping[int, list[float]] = field(default_factory=dict)
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
@@ -222,16 +255,25 @@ class HeldOutRewards(Objective):
         assert self.prompts is not None, "something is held out"
         ids = np.arange(len(self.prompts.examples))
         results: dict[int, list[float]] = {}
-        at_once = self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
-        # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal asks for that.
+        at_once = (
+            self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
+        )
+        # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal
+        # asks for that.
         asked = chain.from_iterable(micro_batches() for _ in count())
         for first in range(0, len(ids), at_once):
             next(asked)
             asked_ids = ids[first : first + at_once]
-            rollout = self.sampler.roll_out(self.prompts.examples, asked_ids, 0, 1, greedy=True, first_place=first)
+            rollout = self.sampler.roll_out(
+                self.prompts.examples, asked_ids, 0, 1, greedy=True, first_place=first
+            )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
-                results[example_id] = [float(rollout.rewards[i]), float(tokens), *rollout.scores[i].tolist()]
+                results[example_id] = [
+                    float(rollout.rewards[i]),
+                    float(tokens),
+                    *rollout.scores[i].tolist(),
+                ]
         return replace(self, results=results)
 
     def count(self, batch: StepBatch) -> int:
@@ -244,7 +286,9 @@ class HeldOutRewards(Objective):
         """The rewards that `prepare` has collected."""
         names = ["reward", "completions/mean_length"]
         names += [f"rewards/{name}" for name in self.sampler.reward_names]
-        rows = torch.tensor([self.results[i] for i in micro_batch.example_ids]).reshape(-1, len(names))
+        rows = torch.tensor([self.results[i] for i in micro_batch.example_ids]).reshape(
+            -1, len(names)
+        )
         columns = rows.to(micro_batch.labels.device).T
         metrics = {}
         for name, column in zip(names, columns, strict=True):
@@ -262,12 +306,18 @@ def _describe_completions(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "reward_failures": mean(rollout["failed"]),
         "completions/mean_length": mean(rollout["tokens"]),
         "completions/clipped_ratio": mean(rollout["is_cut"]),
-        "entropy": torch.stack([rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]),
+        "entropy": torch.stack(
+            [rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]
+        ),
     }
 
 
-def _describe_ratios(log_ratios: Tensor, completions: Completions, bounds: tuple[float, float]) -> dict[str, Tensor]:
-    """Metrics of how far the model in training is from the one that sampled; `log_ratios`: fp64[positions]."""
+def _describe_ratios(
+    log_ratios: Tensor, completions: Completions, bounds: tuple[float, float]
+) -> dict[str, Tensor]:
+    """Metrics of how far the model in training is from the one that sampled; `log_ratios`:
+    fp64[positions].
+    """
     is_trained = completions.is_trained
     distances = torch.where(is_trained, log_ratios, 0.0).abs()
     ratios = log_ratios.exp()
@@ -285,13 +335,21 @@ def _describe_ratios(log_ratios: Tensor, completions: Completions, bounds: tuple
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
-"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's log-probabilities."""
+"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
+log-probabilities.
+"""
 
 
 def make_policy_objectives(
-    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, teacher: Teacher | None, folder: Path | None
+    model: nn.Module,
+    recipe: Recipe,
+    data: PreparedData,
+    world: World,
+    teacher: Teacher | None,
+    folder: Path | None,
 ) -> Objectives:
-    """The objective of a run that samples, with its engine and rewards; and that of held-out prompts.
+    """The objective of a run that samples, with its engine and rewards; and that of held-out
+    prompts.
 
     Args:
         model: The model that is trained.
@@ -309,25 +367,45 @@ def make_policy_objectives(
     tools = make_tool_turns(recipe, data.tokenizer) if recipe.rollout.tools else None
     rewards = Rewards(recipe.rollout)
     paying = load_reward_models(recipe, world)
-    sampler = Sampler(recipe, world, data.tokenizer, engine, rewards, data.train.steps, shares_prompts, tools, paying)
+    sampler = Sampler(
+        recipe,
+        world,
+        data.tokenizer,
+        engine,
+        rewards,
+        data.train.steps,
+        shares_prompts,
+        tools,
+        paying,
+    )
     rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world))
     training = PolicyObjective(recipe, rollouts, _make_other_model(recipe, teacher), teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
 
-def _make_engine(model: nn.Module, recipe: Recipe, data: PreparedData, world: World, folder: Path | None) -> Engine:
-    """What samples: the model itself, or a vLLM server. Raises `UserError` for a server without a run's folder."""
+def _make_engine(
+    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, folder: Path | None
+) -> Engine:
+    """What samples: the model itself, or a vLLM server.
+
+    Raises `UserError` for a server without a run's folder.
+    """
     keys = recipe.rollout
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     if keys.vllm_server_base_url is None:
         return EmbeddedEngine(model, world, stop_ids, keys.per_device_generation_batch_size)
     if folder is None:
-        raise UserError("vllm_server_base_url: the server reads weights from the run's folder; a session saves none")
+        raise UserError(
+            "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
+            "none"
+        )
     return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
-    """The teacher or reference: a model of its own, or the trained one without adapters; None where none is asked."""
+    """The teacher or reference: a model of its own, or the trained one without adapters; None where
+    none is asked.
+    """
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 
     def ask_own_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
@@ -345,7 +423,8 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
 
 
 def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:
-    """What asks for log-probabilities in training before the first update; None where the loss needs none of them.
+    """What asks for log-probabilities in training before the first update; None where the loss
+    needs none of them.
 
     Only a correction of the sampler needs them, once the weights have moved since it sampled.
     """
@@ -366,7 +445,8 @@ CHECKED_ROWS = 100  # of the data, whose columns reward functions may take
 
 
 def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Looks whether the reward functions are there and take what the rows have, before a model is loaded.
+    """Looks whether the reward functions are there and take what the rows have, before a model is
+    loaded.
 
     All ranks call it. Raises `UserError` on all.
     """
@@ -385,9 +465,12 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Asks the rewards about an empty and a short completion, and whether the server can sample. All ranks call it.
+    """Asks the rewards about an empty and a short completion, and whether the server can sample.
 
-    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for another server.
+    All ranks call it.
+
+    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for
+    another server.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples

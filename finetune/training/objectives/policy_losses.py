@@ -1,4 +1,5 @@
-"""The losses of sampled completions, a function a stage: ratios, the bounded loss, corrections, divergence, the sum.
+"""The losses of sampled completions, a function a stage: ratios, the bounded loss, corrections,
+divergence, the sum.
 
 A stage's values belong to tokens or to sequences: `Level` says to which, and with it their shape.
 """
@@ -26,7 +27,8 @@ class Level(Enum):
 class Completions:
     """Which completion of a micro-batch each trained position belongs to."""
 
-    of_position: Tensor  # int64[positions]: a place in `MicroBatch.example_ids`; 0 for positions without a label
+    # int64[positions]: a place in `MicroBatch.example_ids`; 0 for positions without a label
+    of_position: Tensor
     is_trained: Tensor  # bool[positions]; False for those without a label
     count: int
 
@@ -36,7 +38,9 @@ class Completions:
         return zeros.index_add(0, self.of_position, torch.where(self.is_trained, values, 0.0))
 
     def average(self, values: Tensor) -> Tensor:
-        """Averages over each completion's trained tokens: [positions] -> [completions]; 0 where it has none."""
+        """Averages over each completion's trained tokens: [positions] -> [completions]; 0 where it
+        has none.
+        """
         tokens = self.sum(torch.ones_like(self.of_position, dtype=torch.float64))
         return (self.sum(values) / tokens.clamp(min=1)).to(values.dtype)
 
@@ -45,7 +49,10 @@ class Completions:
         return values[self.of_position]
 
     def make_mean(self, values: Tensor, level: Level) -> Tensor:
-        """A metric that is the mean of `values`: their sum and their number. Positions without a label do not count."""
+        """A metric that is the mean of `values`: their sum and their number.
+
+        Positions without a label do not count.
+        """
         return mean(values, self.is_trained if level is Level.TOKEN else None)
 
 
@@ -62,7 +69,9 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
 
 
 def loss_level(recipe: Recipe) -> Level:
-    """Sequences where one ratio stands for all tokens of a completion (RLOO); tokens in every other loss."""
+    """Sequences where one ratio stands for all tokens of a completion (RLOO); tokens in every other
+    loss.
+    """
     return Level.SEQUENCE if policy_loss(recipe).average == "sums" else Level.TOKEN
 
 
@@ -75,7 +84,8 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
         recipe: With its loss and `importance_sampling_level`.
 
     Returns:
-        At `loss_level`: of each sequence, the product of its tokens' ratios (RLOO); of each token, its own (GRPO), or
+        At `loss_level`: of each sequence, the product of its tokens' ratios (RLOO); of each token,
+            its own (GRPO), or
         the geometric mean of its sequence's (GSPO: Zheng et al. 2025, arXiv:2507.18071, eq. 7).
     """
     if loss_level(recipe) is Level.SEQUENCE:
@@ -86,7 +96,9 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
 
 
 def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
-    """The lowest and the highest ratio that the recipe's loss follows: 1 - epsilon and 1 + epsilon_high (DAPO)."""
+    """The lowest and the highest ratio that the recipe's loss follows: 1 - epsilon and 1 +
+    epsilon_high (DAPO).
+    """
     keys = recipe.rollout
     high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
     if policy_loss(recipe).bound == "weight":
@@ -100,8 +112,11 @@ def is_outside(ratios: Tensor, bounds: tuple[float, float]) -> Tensor:
     return (ratios < low) | (ratios > high)
 
 
-def compute_losses(ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe) -> Tensor:
-    """Computes the bounded losses: PPO's clipped surrogate, or the log-probability under a bounded weight (CISPO).
+def compute_losses(
+    ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
+) -> Tensor:
+    """Computes the bounded losses: PPO's clipped surrogate, or the log-probability under a bounded
+    weight (CISPO).
 
     Args:
         ratios: At `loss_level`.
@@ -119,9 +134,11 @@ def compute_losses(ratios: Tensor, advantages: Tensor, log_probabilities: Tensor
 
 
 def find_clipped(ratios: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
-    """Whether the bounds take each loss its gradient; bool, at `loss_level` like `ratios` and `advantages`.
+    """Whether the bounds take each loss its gradient; bool, at `loss_level` like `ratios` and
+    `advantages`.
 
-    The surrogate keeps it where the ratio went against the advantage: bad tokens that grew, good ones that shrank.
+    The surrogate keeps it where the ratio went against the advantage: bad tokens that grew, good
+    ones that shrank.
     """
     is_clipped = is_outside(ratios, ratio_bounds(recipe))
     if policy_loss(recipe).bound == "weight":
@@ -130,15 +147,18 @@ def find_clipped(ratios: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
 
 
 def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
-    """Computes by how much training and sampling differ: the ratios of their probabilities under the same weights.
+    """Computes by how much training and sampling differ: the ratios of their probabilities under
+    the same weights.
 
     Args:
         log_ratios: [positions], of single tokens.
         completions: Of the positions.
-        recipe: `importance_sampling_correction` says whether a ratio is a token's or a whole sequence's.
+        recipe: `importance_sampling_correction` says whether a ratio is a token's or a whole
+            sequence's.
 
     Returns:
-        At `loss_level`; a sequence's ratio is repeated for its tokens where they have losses of their own.
+        At `loss_level`; a sequence's ratio is repeated for its tokens where they have losses of
+        their own.
     """
     if recipe.rollout.importance_sampling_correction.startswith("token"):
         return log_ratios.exp()
@@ -149,10 +169,11 @@ def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe
 
 
 def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
-    """The weights of the losses: `ratios` that are truncated to their bounds, or set to 0 outside of them.
+    """The weights of the losses: `ratios` that are truncated to their bounds, or set to 0 outside
+    of them.
 
-    Truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Masked: Liu et
-    al. 2025, "When Speed Kills Stability".
+    Truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training". Masked: Liu et al. 2025, "When Speed Kills Stability".
     """
     keys = recipe.rollout
     low = keys.importance_sampling_clip_min or 0.0
@@ -163,9 +184,11 @@ def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
 
 
 def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
-    """Estimates the KL divergence from the reference, token by token: unbiased, never negative, with a gradient.
+    """Estimates the KL divergence from the reference, token by token: unbiased, never negative,
+    with a gradient.
 
-    Source: k3 of Schulman 2020, "Approximating KL divergence". Arguments and result are [positions].
+    Source: k3 of Schulman 2020, "Approximating KL divergence". Arguments and result are
+    [positions].
     """
     return (reference - log_probabilities).exp() - (reference - log_probabilities) - 1
 

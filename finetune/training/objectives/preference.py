@@ -1,4 +1,6 @@
-"""Training on preferences: DPO, ORPO, SimPO and KTO as objectives over the log-probabilities of documents."""
+"""Training on preferences: DPO, ORPO, SimPO and KTO as objectives over the log-probabilities of
+documents.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,23 +39,28 @@ class Pairs(NamedTuple):
         return Pairs(self.chosen / other.chosen, self.rejected / other.rejected)
 
 
-def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: float = 0.0) -> Tensor:
+def dpo_losses(
+    log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: float = 0.0
+) -> Tensor:
     """Direct preference optimization, [pairs], without the term of `rpo_alpha`.
 
     Args:
         log_ratios: log-probabilities summed over each answer's tokens, minus the reference's.
-        tokens: of each answer; IPO's alone are averaged over them, as TRL's, which its authors confirmed.
-        label_smoothing: the share of pairs whose order is wrong (Mitchell 2023, "A note on DPO with noisy
-            preferences").
+        tokens: of each answer; IPO's alone are averaged over them, as TRL's, which its authors
+            confirmed.
+        label_smoothing: the share of pairs whose order is wrong (Mitchell 2023, "A note on DPO with
+            noisy preferences").
 
-    Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023, arXiv:2305.10425, eq. 6
-    (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, with tau = beta; apo_zero: D'Oosterlinck
-    et al. 2024, arXiv:2408.06266, eq. 2.
+    Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023,
+    arXiv:2305.10425, eq. 6 (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq.
+    17, with tau = beta; apo_zero: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 2.
     """
     if keys.loss_type == "ipo":
         return (log_ratios.divide_by(tokens).margin - 1 / (2 * keys.beta)) ** 2
     if keys.loss_type == "apo_zero":
-        return torch.sigmoid(-keys.beta * log_ratios.chosen) + torch.sigmoid(keys.beta * log_ratios.rejected)
+        return torch.sigmoid(-keys.beta * log_ratios.chosen) + torch.sigmoid(
+            keys.beta * log_ratios.rejected
+        )
     margin = keys.beta * log_ratios.margin
     if keys.loss_type == "hinge":
         return torch.relu(1 - margin)
@@ -61,17 +68,19 @@ def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: 
 
 
 def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
-    """The odds ratio's part of odds ratio preference optimization, [pairs], and the log odds ratio as a metric.
+    """The odds ratio's part of odds ratio preference optimization, [pairs], and the log odds ratio
+    as a metric.
 
-    averages: log-probabilities per token. The other part is the cross entropy of the chosen answers.
-    Source: Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda.
+    averages: log-probabilities per token. The other part is the cross entropy of the chosen
+    answers. Source: Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda.
     """
     log_odds_ratio = averages.margin - (_log1mexp(averages.chosen) - _log1mexp(averages.rejected))
     return -keys.beta * F.logsigmoid(log_odds_ratio), {"log_odds_chosen": mean(log_odds_ratio)}
 
 
 def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
-    """Simple preference optimization, [pairs], without metrics of its own. averages: log-probabilities per token.
+    """Simple preference optimization, [pairs], without metrics of its own. averages:
+    log-probabilities per token.
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
     """
@@ -84,7 +93,7 @@ WITH_REFERENCE: Mapping[str, Callable[[Pairs, Pairs, Method, float], Tensor]] = 
 WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
     "orpo": (orpo_losses, 1.0),
     "simpo": (simpo_losses, 0.0),
-}  # fmt: skip
+}
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) -> Tensor:
@@ -109,7 +118,8 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x <= 0, without cancellation (Maechler 2012).
 
-    Where the probability rounds to 1, one step below 1 is taken: the odds are finite, and have no gradient.
+    Where the probability rounds to 1, one step below 1 is taken: the odds are finite, and have no
+    gradient.
     """
     x = x.clamp(max=-torch.finfo(torch.float32).eps)
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
@@ -117,17 +127,21 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(Objective):
-    """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has one.
+    """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has
+    one.
 
-    That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a micro-batch.
+    That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a
+    micro-batch.
     """
 
     keys: Method
     reference: Reference | None  # None: the method needs none
     label_smoothing: float = 0.0
-    # Trained tokens of chosen answers for each pair; None: those of the step. Held out, all batches are one.
+    # Trained tokens of chosen answers for each pair; None: those of the step. Held out, all batches
+    # are one.
     chosen_tokens_per_pair: float | None = None
-    sequence_group: ProcessGroup | None = None  # the ranks that divide the documents' tokens between them
+    # the ranks that divide the documents' tokens between them
+    sequence_group: ProcessGroup | None = None
 
     def count(self, batch: StepBatch) -> int:
         """The pairs of the step."""
@@ -145,7 +159,9 @@ class PreferenceObjective(Objective):
         metrics: dict[str, Tensor] = {}
         if reference is not None:
             ratios = Pairs(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
-            losses = WITH_REFERENCE[self.keys.method](ratios, lengths, self.keys, self.label_smoothing)
+            losses = WITH_REFERENCE[self.keys.method](
+                ratios, lengths, self.keys, self.label_smoothing
+            )
             rewards = ratios
             shown = policy
             weight = self.keys.rpo_alpha or 0.0
@@ -167,7 +183,8 @@ class PreferenceObjective(Objective):
             "logps/rejected": mean(shown.rejected),
         }
         return Measured(
-            share_of(loss.float(), self.sequence_group), {name: pair.detach().float() for name, pair in metrics.items()}
+            share_of(loss.float(), self.sequence_group),
+            {name: pair.detach().float() for name, pair in metrics.items()},
         )
 
 
@@ -175,25 +192,31 @@ class PreferenceObjective(Objective):
 class RatingObjective(Objective):
     """KTO: the mean over rated answers of their loss.
 
-    How far the model is from its reference is estimated from mismatched answers, over all of a step's (or of an
-    evaluation's) on all ranks: in a forward before the first backward, since every answer's loss depends on it.
+    How far the model is from its reference is estimated from mismatched answers, over all of a
+    step's (or of an evaluation's) on all ranks: in a forward before the first backward, since every
+    answer's loss depends on it.
     """
 
     keys: Method
     reference: Reference
     kl: Tensor | None = None  # 0-dim fp64; None before `prepare`
-    sequence_group: ProcessGroup | None = None  # the ranks that divide the documents' tokens between them
+    # the ranks that divide the documents' tokens between them
+    sequence_group: ProcessGroup | None = None
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "RatingObjective":
-        """With the KL divergence of the model in training from its reference, estimated without dropout."""
+        """With the KL divergence of the model in training from its reference, estimated without
+        dropout.
+        """
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for each in micro_batches():
             assert each.mismatched is not None, "rated answers come with mismatched ones"
             other = each.mismatched.to(world.device)
             with evaluating(model):
-                log_probabilities, _ = sum_log_probabilities(model, other, other.inputs, self.sequence_group)
+                log_probabilities, _ = sum_log_probabilities(
+                    model, other, other.inputs, self.sequence_group
+                )
                 total += mean(log_probabilities - self.reference(model, other))
         world.sum(total)
         return replace(self, kl=(total[0] / total[1].clamp(min=1)).clamp(min=0))
@@ -205,10 +228,14 @@ class RatingObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's answers, and TRL's metrics of them: chosen are those that are rated good."""
+        """The losses of the micro-batch's answers, and TRL's metrics of them: chosen are those that
+        are rated good.
+        """
         desirable = micro_batch.desirable
         kl = self.kl
-        assert desirable is not None and kl is not None, "answers are rated, and `prepare` has been called"
+        assert desirable is not None and kl is not None, (
+            "answers are rated, and `prepare` has been called"
+        )
         reference = self.reference(model, micro_batch)
         policy, _ = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         losses = kto_losses(policy - reference, desirable, kl, self.keys)
@@ -233,11 +260,16 @@ class RatingObjective(Objective):
 
 
 def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
-    """A rank's share of a loss that all ranks of a sequence compute. Metrics need none: they are means."""
+    """A rank's share of a loss that all ranks of a sequence compute.
+
+    Metrics need none: they are means.
+    """
     return loss if sequence_group is None else loss / sequence_group.size()
 
 
 def mean(values: Tensor, where: Tensor | None = None) -> Tensor:
     """A metric that is the mean of `values` (of those `where`): their sum, and their number."""
     counted = torch.ones_like(values) if where is None else where.to(values.dtype)
-    return torch.stack([(values * counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
+    return torch.stack(
+        [(values * counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)]
+    )

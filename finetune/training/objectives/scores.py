@@ -21,10 +21,11 @@ from finetune.training.objectives.preference import Pairs, mean, share_of
 
 @dataclass(frozen=True, slots=True)
 class PairScores(Objective):
-    """The mean over pairs of how surely the chosen answer has the larger score (Bradley and Terry 1952).
+    """The mean over pairs of how surely the chosen answer has the larger score (Bradley and Terry
+    1952).
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the centering: Eisenstein et al. 2023, arXiv:2312.09244,
-    section 5, as TRL's RewardTrainer.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the centering: Eisenstein et al. 2023,
+    arXiv:2312.09244, section 5, as TRL's RewardTrainer.
     """
 
     center_coefficient: float | None
@@ -58,8 +59,9 @@ class PairScores(Objective):
 class ClassScores(Objective):
     """The mean over documents of the cross entropy of their class.
 
-    Its metrics are means over the documents of a step or of all held-out data: accuracy, and the F1 of each class
-    (twice its hits, divided by how often it was given and how often it was right), whose mean is `f1_macro`.
+    Its metrics are means over the documents of a step or of all held-out data: accuracy, and the F1
+    of each class (twice its hits, divided by how often it was given and how often it was right),
+    whose mean is `f1_macro`.
     """
 
     labels: tuple[str, ...]
@@ -77,10 +79,13 @@ class ClassScores(Objective):
         metrics = {"accuracy": mean((given == classes).double())}
         for index, name in enumerate(self.labels):
             hits = ((given == index) & (classes == index)).sum(dtype=torch.float64)
-            named = (given == index).sum(dtype=torch.float64) + (classes == index).sum(dtype=torch.float64)
+            named = (given == index).sum(dtype=torch.float64) + (classes == index).sum(
+                dtype=torch.float64
+            )
             metrics[f"f1/{name}"] = torch.stack([2 * hits, named])
         return Measured(
-            share_of(loss.float(), self.sequence_group), {name: pair.float() for name, pair in metrics.items()}
+            share_of(loss.float(), self.sequence_group),
+            {name: pair.float() for name, pair in metrics.items()},
         )
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
@@ -90,27 +95,38 @@ class ClassScores(Objective):
 
 
 SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {
-    "scored_pairs": lambda recipe, group: PairScores(recipe.method.center_rewards_coefficient, group),
+    "scored_pairs": lambda recipe, group: PairScores(
+        recipe.method.center_rewards_coefficient, group
+    ),
     "classes": lambda recipe, group: ClassScores(recipe.data.labels, group),
 }
 
 
 def score_documents(
-    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], sequence_group: ProcessGroup | None = None
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Mapping[str, Any],
+    sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The scores of each document of the micro-batch at its labeled token, fp64[documents, scores].
 
-    sequence_group: The ranks that divide the documents' tokens between them; each returns the scores of all.
+    sequence_group: The ranks that divide the documents' tokens between them; each returns the
+    scores of all.
     """
     of_tokens: Tensor = model(**inputs, head_function=head_scores)
     documents = len(micro_batch.example_ids)
     zeros = torch.zeros(documents, of_tokens.shape[1], dtype=torch.float64, device=of_tokens.device)
-    if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
+    # a filler: in the graph all the same, since its backward takes part in collectives
+    if not documents:
         return zeros + of_tokens.sum()
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
     labeled = torch.where(labels[:, None] == IGNORE_INDEX, 0.0, of_tokens.double())
-    assert micro_batch.trained_documents is not None, "what is scored says to which document it belongs"
-    return sum_over_group(zeros.index_add(0, micro_batch.trained_documents, labeled), sequence_group)
+    assert micro_batch.trained_documents is not None, (
+        "what is scored says to which document it belongs"
+    )
+    return sum_over_group(
+        zeros.index_add(0, micro_batch.trained_documents, labeled), sequence_group
+    )
 
 
 def _find_classes(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:

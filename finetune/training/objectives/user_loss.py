@@ -30,7 +30,10 @@ class FunctionObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The function's loss. A filler's is 0, so that its backward still takes part in the ranks' collectives."""
+        """The function's loss.
+
+        A filler's is 0, so that its backward still takes part in the ranks' collectives.
+        """
         outputs = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(outputs.sum() * 0.0)
@@ -38,8 +41,8 @@ class FunctionObjective(Objective):
             loss: object = self.function(outputs, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UserError(
-                f"{place_of(self.function)}loss: returned {_describe(loss)}; return one number with its graph, such "
-                "as -log_probabilities.sum()"
+                f"{place_of(self.function)}loss: returned {_describe(loss)}; return one number "
+                "with its graph, such as -log_probabilities.sum()"
             )
         return Measured(loss)
 
