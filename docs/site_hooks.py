@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: linked files outside docs/, and lists as GitHub reads them."""
+"""What the site needs beyond its pages: files outside docs/, and lists as GitHub has them."""
 
 import re
 from pathlib import Path

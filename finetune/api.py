@@ -107,7 +107,9 @@ class RunResult:
         return self._existing(ADAPTER)
 
     def _existing(self, name: str) -> Path | None:
-        return self.folder / name if (self.folder / name).is_dir() else None
+        if (self.folder / name).is_dir():
+            return self.folder / name
+        return None
 
 
 def train(

@@ -513,9 +513,10 @@ def _take(parser: Any, name: str, metavar: str, what: str, **keys: Any) -> None:
 
 def _flag(parser: Any, name: str, what: str, *, clears: str | None = None) -> None:
     """A flag that sets its own name, or `clears` another that is set without it."""
-    keys: dict[str, Any] = (
-        {"action": "store_true"} if clears is None else {"action": "store_false", "dest": clears}
-    )
+    if clears is None:
+        keys: dict[str, Any] = {"action": "store_true"}
+    else:
+        keys = {"action": "store_false", "dest": clears}
     parser.add_argument(name, help=what, **keys)
 
 

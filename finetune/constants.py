@@ -107,7 +107,9 @@ def count_cores() -> int:
     """The CPU cores that this process may use: of its affinity mask where the system has one, else
     the machine's.
     """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
@@ -142,7 +144,9 @@ def count_steps(interval: float | None, steps: int) -> int | None:
     """
     if interval is None:
         return None
-    return math.ceil(interval * steps) if interval < 1 else int(interval)
+    if interval < 1:
+        return math.ceil(interval * steps)
+    return int(interval)
 
 
 def grow_rows(rows: int, tokens: int, multiple: int) -> int:
@@ -152,4 +156,6 @@ def grow_rows(rows: int, tokens: int, multiple: int) -> int:
     >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
     (128256, 128320)
     """
-    return rows if tokens <= rows else -(-tokens // multiple) * multiple
+    if tokens <= rows:
+        return rows
+    return -(-tokens // multiple) * multiple

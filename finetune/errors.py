@@ -292,7 +292,9 @@ def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], objec
 
 def unfiltered(stream: TextIO) -> TextIO:
     """The stream for a text that is `printable` but for colors of our own."""
-    return stream.unfiltered if isinstance(stream, CleanStream) else stream
+    if isinstance(stream, CleanStream):
+        return stream.unfiltered
+    return stream
 
 
 def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
@@ -330,5 +332,8 @@ def silence_libraries() -> None:
 
 def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+    else:
+        shell = None
     return getattr(shell, "kernel", None) is not None

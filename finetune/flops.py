@@ -144,8 +144,6 @@ def peak_flops_of(device_name: str) -> float | None:
     """
     words = set(re.split(r"[\s-]+", device_name))
     fitting = [model for model in PEAK_FLOPS if words.issuperset(model.split())]
-    return (
-        PEAK_FLOPS[max(fitting, key=len)]
-        if fitting and not words & {"MIG", "Laptop", "D"}
-        else None
-    )
+    if fitting and not words & {"MIG", "Laptop", "D"}:
+        return PEAK_FLOPS[max(fitting, key=len)]
+    return None

@@ -99,7 +99,9 @@ def fine_tune(
             session.check_model()
             if recipe.method_facts.samples:
                 try_rewards(session.recipe, world, data)
-            return print_plan(session.recipe, world, data) if world.is_main else None
+            if world.is_main:
+                return print_plan(session.recipe, world, data)
+            return None
         if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
             return None
         with session.signals as signals:
@@ -136,14 +138,20 @@ def launch_command(options: argparse.Namespace) -> int:
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
-    file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
+    if config:
+        file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config")
+    else:
+        file = None
     if file is not None and options.num_processes is None:
         _say_ranks(file, ranks)
     recipe, sharding = _check(recipe, sharding, ranks)
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
     script += ["--dry-run"] if options.dry_run else []
     # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.
-    precision = "fp8" if sharding.fp8 is not None else sharding.mixed_precision
+    if sharding.fp8 is not None:
+        precision = "fp8"
+    else:
+        precision = sharding.mixed_precision
     return _launch(ranks, file, precision, [str(RUN), *script, *options.overrides])
 
 
@@ -249,7 +257,10 @@ def _describe_end(code: int) -> str:
     """
     if code >= 0:
         return f"with exit code {code}"
-    often = " (often because the machine ran out of memory)" if -code == signal.SIGKILL else ""
+    if -code == signal.SIGKILL:
+        often = " (often because the machine ran out of memory)"
+    else:
+        often = ""
     return f"by {signal.Signals(-code).name}{often}"
 
 

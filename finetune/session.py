@@ -301,7 +301,10 @@ class Session:
         """The batches of the recipe's data that are still to be trained on, in the command's
         order.
         """
-        training = self._loaded.objectives.training if self._loaded.objectives else None
+        if self._loaded.objectives:
+            training = self._loaded.objectives.training
+        else:
+            training = None
         if isinstance(training, PolicyObjective):
             return training.rollouts.batches(self.progress.step)
         return self.data.train.batches(self.progress.step)
@@ -349,7 +352,10 @@ class Session:
                 "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or "
                 "use train"
             )
-        step_batch = batch if isinstance(batch, StepBatch) else self.batch(batch)
+        if isinstance(batch, StepBatch):
+            step_batch = batch
+        else:
+            step_batch = self.batch(batch)
         objective = self._objective(loss, has_own_rows=step_batch.has_own_rows)
         with self.computing(), self._or_no_gradients():
             self.model.train()
@@ -406,7 +412,10 @@ class Session:
         guard = self._guard
         set_learning_rate(optimizer, learning_rate)
         has_saved = "_saver" in vars(self)
-        before_update = self._saver.before_update if has_saved else _do_nothing
+        if has_saved:
+            before_update = self._saver.before_update
+        else:
+            before_update = _do_nothing
         with uninterrupted():  # what is updated is counted
             with self._or_no_gradients():
                 result = clip_and_update(
@@ -525,7 +534,9 @@ class Session:
         verify.
         """
         self.close()
-        return export_run(self.folder) if self.world.is_main else self.folder / EXPORT
+        if self.world.is_main:
+            return export_run(self.folder)
+        return self.folder / EXPORT
 
     def start(self, hooks: Hooks) -> TrainingRun:
         """The run that the command trains, from the progress so far: its log, and its first

@@ -86,7 +86,9 @@ def gib(size_bytes: float) -> str:
     value = size_bytes / GIB
     if value >= 100:
         return f"{value:.0f}"
-    return f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.3f}"
+    if value >= 0.01 or value == 0:
+        return f"{value:.2f}"
+    return f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
@@ -107,7 +109,9 @@ def count(number: int) -> str:
     """
     if number >= 10**9:
         return f"{number / 1e9:.2f} B"
-    return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+    if number >= 10**6:
+        return f"{number / 1e6:.1f} M"
+    return f"{number:,}"
 
 
 def format_compact(value: float) -> str:
@@ -147,7 +151,9 @@ def name_place(path: str, number: int) -> str:
       name_place("openai/gsm8k", 3)
     ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
     """
-    return f"{path}:{number}" if has_lines(path) else f"{path}, row {number}"
+    if has_lines(path):
+        return f"{path}:{number}"
+    return f"{path}, row {number}"
 
 
 def has_lines(path: str) -> bool:

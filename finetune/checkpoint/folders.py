@@ -59,9 +59,10 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
     Not verified.
     """
     folder = checkpoints_folder(run_folder)
-    matches = (
-        [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    )
+    if folder.is_dir():
+        matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    else:
+        matches = []
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
@@ -257,14 +258,21 @@ def refuse_small_disk(
     over from the base, and the space that it keeps free.
     """
     keys = recipe.checkpoint
-    every = (
-        steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
-    )
+    if keys.save_strategy == "epoch":
+        every = steps_per_epoch
+    else:
+        every = count_steps(keys.save_steps, steps)
     saves = math.ceil(steps / every) if every else 1
-    kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
+    if keys.save_total_limit is None:
+        kept = saves
+    else:
+        kept = min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
     name = recipe.model.model_name_or_path
-    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
+    if name is not None:
+        base = find_local_folder(name, recipe.model.model_revision)
+    else:
+        base = None
     dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
     of_format = parameters * dtype.itemsize + carried_bytes
     export = of_format * len(keys.export_formats) if keys.export_at_end else 0  # at most
@@ -272,7 +280,10 @@ def refuse_small_disk(
     needed = new * checkpoint_bytes + export + spare
     free = shutil.disk_usage(run_folder).free
     if needed > free:
-        fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
+        if keys.save_total_limit != 1 and kept > 1:
+            fewer = "lower save_total_limit, "
+        else:
+            fewer = ""
         raise UserError(
             f"{run_folder}: the run will write {counted(new, 'checkpoint')} of "
             f"{disk_size(checkpoint_bytes)} and an export of "
@@ -318,7 +329,9 @@ def checkpoints_command(options: argparse.Namespace) -> int:
     else:
         for line in format_list(run, summaries, options.verify):
             print(line)
-    return EXIT_DAMAGED if any(summary.problems for summary in summaries) else 0
+    if any(summary.problems for summary in summaries):
+        return EXIT_DAMAGED
+    return 0
 
 
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
@@ -354,14 +367,20 @@ def _why_none(run: Path) -> str:
 
 def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str]:
     """The list for a terminal, the newest last, and what comes next."""
-    sound = "verified" if verified else "whole (--verify reads every byte)"
+    if verified:
+        sound = "verified"
+    else:
+        sound = "whole (--verify reads every byte)"
     lines = []
     for one in summaries:
         if one.problems:
             lines.append(f"step {one.step:>8,}  DAMAGED: {'; '.join(one.problems)}")
             continue
         size = disk_size(one.bytes or 0)
-        at = f"epoch {one.epoch:.2f}, {one.tokens or 0:,} tokens" if one.epoch is not None else ""
+        if one.epoch is not None:
+            at = f"epoch {one.epoch:.2f}, {one.tokens or 0:,} tokens"
+        else:
+            at = ""
         lines.append(
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on "
             f"{counted(one.ranks or 0, 'rank')}; {sound}"

@@ -306,7 +306,9 @@ def _file_problems(
 
 def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any]) -> str | None:
     try:
-        return None if durable.checksum(path, advance) == entry else "does not match its checksum"
+        if durable.checksum(path, advance) == entry:
+            return None
+        return "does not match its checksum"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 

@@ -167,7 +167,10 @@ def refuse_damaged_model(recipe: Recipe) -> None:
     named += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
     for key, model in named:
         name = None if model is None else model.model_name_or_path
-        checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
+        if name is not None:
+            checkpoint = find_checkpoint_of(Path(name))
+        else:
+            checkpoint = None
         if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
             raise UserError(
                 f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint"
@@ -244,7 +247,9 @@ def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
     if _is_base_read(recipe):
         return hashes | {"base": hash_weights(folder)}
     carried = read_carried(recipe.model)
-    return hashes | {"carried": hash_tensors(carried)} if carried else hashes
+    if carried:
+        return hashes | {"carried": hash_tensors(carried)}
+    return hashes
 
 
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
@@ -269,7 +274,9 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
 def _find_folder(model: Model | None) -> Path | None:
     """A model's folder on this machine; None where there is no such model, or it is inline."""
     name = None if model is None else model.model_name_or_path
-    return None if model is None or name is None else find_local_folder(name, model.model_revision)
+    if model is None or name is None:
+        return None
+    return find_local_folder(name, model.model_revision)
 
 
 def _hash_config(folder: Path) -> str:
@@ -382,7 +389,9 @@ def list_changes(
     is_decided_by_them = (
         recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
     )
-    return (deciding + held_out, other) if is_decided_by_them else (deciding, other + held_out)
+    if is_decided_by_them:
+        return (deciding + held_out, other)
+    return (deciding, other + held_out)
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -485,4 +494,6 @@ def _plain(value: Any) -> Any:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     # paths differ at their ends
-    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"
+    if len(text) <= 200:
+        return text
+    return f"{text[:100]} ... {text[-95:]}"

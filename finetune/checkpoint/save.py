@@ -96,14 +96,19 @@ class Saver:
         wanted = recipe.checkpoint.async_save
         # else the copy on the host would hold it whole
         is_in_memory = recipe.optimization.optim_offload == "none"
-        self.is_async = (world.device.type == "cuda" and is_in_memory) if wanted is None else wanted
-        group = (
-            dist.new_group(backend="gloo", timeout=world.collective_timeout)
-            if dist.is_initialized()
-            else None
-        )
+        if wanted is None:
+            self.is_async = world.device.type == "cuda" and is_in_memory
+        else:
+            self.is_async = wanted
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=world.collective_timeout)
+        else:
+            group = None
         self._ranks = RankGroup(world, group)
-        self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
+        if world.is_main:
+            self._descriptions = describe_model(model, recipe, tokenizer)
+        else:
+            self._descriptions = {}
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
         self._phases = phases or Phases()
@@ -140,7 +145,10 @@ class Saver:
 
     def _save(self, progress: Progress) -> None:
         self.finish()
-        self._files = self._describe_files(progress.step) if self.world.is_main else {}
+        if self.world.is_main:
+            self._files = self._describe_files(progress.step)
+        else:
+            self._files = {}
         scaler = self.world.accelerator.scaler
         progress = replace(progress, scaler=scaler.state_dict() if scaler is not None else None)
         shards = self._shards()
@@ -222,7 +230,10 @@ class Saver:
         }
         stages = self.world.stages
         pipeline = find_pipeline(unwrap(self.model))
-        copied = tuple(f"{name}." for name in pipeline.copied) if pipeline else ()
+        if pipeline:
+            copied = tuple(f"{name}." for name in pipeline.copied)
+        else:
+            copied = ()
         shards = []
         for part, tensors in parts.items():
             for shard in list_shards(tensors, part, stages):
@@ -247,7 +258,10 @@ class Saver:
             self._phases.add("publication", time.perf_counter() - started, progress.step)
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
-            outcome = f"{published} exists" if published.exists() else "nothing was published"
+            if published.exists():
+                outcome = f"{published} exists"
+            else:
+                outcome = "nothing was published"
             raise UserError(
                 f"the save of step {progress.step} failed, and {outcome}: {error}"
             ) from error
@@ -338,7 +352,10 @@ def describe_model(
             _in_order(plain.peft_config["default"]).save_pretrained(made)
         tokenizer.save_pretrained(made)
         base = recipe.model.model_name_or_path
-        base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
+        if base:
+            base_folder = find_local_folder(base, recipe.model.model_revision)
+        else:
+            base_folder = None
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             # The base's own lists the tokens that end an answer.
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)

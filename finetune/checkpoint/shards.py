@@ -93,7 +93,9 @@ def allocate_on_host(tensor: Any) -> Any:
 
 def record_event(device: torch.device) -> Any:
     """A CUDA event after all work queued so far; None on a CPU, where that work is done."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device).record_event()
+    return None
 
 
 def copy_to_host(
@@ -321,7 +323,10 @@ def read_shards(
     """
     # an optimizer without state (SGD) leaves none
     has_files = any((checkpoint / part).glob("*.safetensors"))
-    stored = read_folder(checkpoint / part) if has_files or part == MODEL else {}
+    if has_files or part == MODEL:
+        stored = read_folder(checkpoint / part)
+    else:
+        stored = {}
     stages = world.stages
     shards = list_shards(state, part, stages)
     known = (
@@ -332,8 +337,14 @@ def read_shards(
     missing = _without(optional, known - stored.keys(), stored.keys())
     left = _without(optional, stored.keys() - known, known)
     if missing or left:
-        named = f"it lacks {missing[0]}" if missing else f"there is no {left[0]} here"
-        what = "from a different model" if part == MODEL else "with a different optimizer or model"
+        if missing:
+            named = f"it lacks {missing[0]}"
+        else:
+            named = f"there is no {left[0]} here"
+        if part == MODEL:
+            what = "from a different model"
+        else:
+            what = "with a different optimizer or model"
         raise UserError(
             f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)"
         )
@@ -348,9 +359,10 @@ def read_shards(
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
         values = read_slice(stored[shard.name], box)
         # torchao quantizes what is copied into its tensors, from fp32 on the same device.
-        own = (
-            values.to(shard.tensor.device, torch.float32) if is_quantized(shard.tensor) else values
-        )
+        if is_quantized(shard.tensor):
+            own = values.to(shard.tensor.device, torch.float32)
+        else:
+            own = values
         shard.tensor.copy_(own)
 
 
@@ -495,7 +507,10 @@ def _all_gather_json(
     parameter name.
     """
     is_states = isinstance(value, dict)
-    plain = {name: _encode_state(info) for name, info in value.items()} if is_states else value
+    if is_states:
+        plain = {name: _encode_state(info) for name, info in value.items()}
+    else:
+        plain = value
     for index, received in enumerate(gather_json(plain, group, _get_pg_default_device(group))):
         if is_states:
             gathered[index] = {name: _decode_state(info) for name, info in received.items()}

@@ -205,7 +205,9 @@ def read_file(path: Path) -> Settings:
         translated=tuple(_list_ignored(mesh, fp8)),
         places=_plain_places(where),
     )
-    return settings if translation is None else _with_translation(settings, translation)
+    if translation is None:
+        return settings
+    return _with_translation(settings, translation)
 
 
 def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
@@ -243,11 +245,10 @@ def _translate_section(
         except UserError as error:
             problems.append(str(error))
     elif section:
-        stated = (
-            "a mapping is expected"
-            if distributed_type == "DEEPSPEED"
-            else "it needs distributed_type: DEEPSPEED"
-        )
+        if distributed_type == "DEEPSPEED":
+            stated = "a mapping is expected"
+        else:
+            stated = "it needs distributed_type: DEEPSPEED"
         problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
     return None
 
@@ -262,11 +263,10 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
     plain = {}
     for name, place in where.items():
         section, _, key = name.rpartition(".")
-        prefix = (
-            "parallelism_config_"
-            if section == "parallelism_config"
-            else section.removesuffix("config")
-        )
+        if section == "parallelism_config":
+            prefix = "parallelism_config_"
+        else:
+            prefix = section.removesuffix("config")
         plain[key.removeprefix(prefix)] = place
     return plain
 
@@ -359,11 +359,9 @@ def _explain_unknown_key(key: str) -> str:
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
     close = difflib.get_close_matches(key, ACCELERATE_KEYS, n=1)
-    return (
-        f"no such key; did you mean {close[0]}?"
-        if close
-        else "no such key of an Accelerate config; remove it"
-    )
+    if close:
+        return f"no such key; did you mean {close[0]}?"
+    return "no such key of an Accelerate config; remove it"
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
@@ -396,7 +394,9 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
         divided = [key for key in GROUP_KEYS if str(mesh.get(key, "1")) != "1"]
-        return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh) if divided else None
+        if divided:
+            return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh)
+        return None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
     version = str(fsdp.get("version", "1"))
     # The launcher exports both of these whatever the version; each version reads one.
@@ -495,7 +495,10 @@ def _interpret(settings: Settings) -> Sharding:
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     _refuse_impossible_mesh(read, layout, sizes)
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
-    classes = classes.split(",") if isinstance(classes, str) else classes
+    if isinstance(classes, str):
+        classes = classes.split(",")
+    else:
+        classes = classes
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
@@ -559,7 +562,10 @@ def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> 
             )
             read.refuse("reshard_after_forward", text)
             return "FULL_SHARD"
-        key = "sharding_strategy" if "sharding_strategy" in fsdp else "reshard_after_forward"
+        if "sharding_strategy" in fsdp:
+            key = "sharding_strategy"
+        else:
+            key = "reshard_after_forward"
         return cast(Strategy, read.one_of(key, get_args(Strategy), "FULL_SHARD", numbered=True))
     if layout == "fsdp2":
         if "sharding_strategy" in fsdp:
@@ -571,9 +577,9 @@ def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> 
             )
         if (replicas or 1) > 1:
             return "HYBRID_SHARD"
-        return (
-            "FULL_SHARD" if read.boolean("reshard_after_forward", default=True) else "SHARD_GRAD_OP"
-        )
+        if read.boolean("reshard_after_forward", default=True):
+            return "FULL_SHARD"
+        return "SHARD_GRAD_OP"
     return "FULL_SHARD"
 
 

@@ -176,11 +176,10 @@ def _lacks_flash_gpu(case: Case) -> bool:
 def _describe_flash_gpu(case: Case) -> str:
     name = case["attn_implementation"]
     capability = case.machine.capability
-    here = (
-        "this is a CPU run"
-        if capability is None
-        else f"this GPU has {capability[0]}.{capability[1]}"
-    )
+    if capability is None:
+        here = "this is a CPU run"
+    else:
+        here = f"this GPU has {capability[0]}.{capability[1]}"
     needed = " or ".join(f"{major}.x" for major in FLASH_GPUS[name])
     return f"attn_implementation: {name} needs a GPU of compute capability {needed}, and {here}"
 

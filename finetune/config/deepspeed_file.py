@@ -258,7 +258,10 @@ class _DeepspeedReader:
             self._refuse(key, f"{value} does not fit; a number is expected")
 
     def _read_precision(self, name: str, section: Any) -> None:
-        enabled = section.get("enabled", True) if isinstance(section, dict) else section
+        if isinstance(section, dict):
+            enabled = section.get("enabled", True)
+        else:
+            enabled = section
         if enabled is True and self._precision_of_json not in (None, name):
             self._refuse(
                 name, f"on here, and {self._precision_of_json} too; set one of the two to false"
@@ -276,7 +279,10 @@ class _DeepspeedReader:
             )
 
     def _read_optimizer(self, section: Any) -> None:
-        kind = section.get("type", "auto") if isinstance(section, dict) else section
+        if isinstance(section, dict):
+            kind = section.get("type", "auto")
+        else:
+            kind = section
         if kind not in ("auto", "Adam", "AdamW"):
             self._refuse(
                 "optimizer", f"{kind}: the recipe's optim names the optimizer; remove this section"
@@ -300,7 +306,10 @@ class _DeepspeedReader:
 
 
 def _parameters(section: Any) -> Iterator[tuple[str, Any]]:
-    parameters = section.get("params") if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        parameters = section.get("params")
+    else:
+        parameters = None
     yield from (parameters if isinstance(parameters, dict) else {}).items()
 
 

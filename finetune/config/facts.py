@@ -280,9 +280,9 @@ def has_compiler() -> bool:
 
 def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
     """Adds to `recipe` how its base is quantized, where the files of the base already are."""
-    return (
-        recipe if facts.quantization is None else replace(recipe, quantization=facts.quantization)
-    )
+    if facts.quantization is None:
+        return recipe
+    return replace(recipe, quantization=facts.quantization)
 
 
 def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
@@ -316,12 +316,17 @@ def read_family_source(model_type: str) -> str:
         return ""
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
-    listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
+    if mappings.is_file():
+        listed = mappings.read_text(encoding="utf-8")
+    else:
+        listed = ""
     # gemma3_text is in gemma3's file
     of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
     folder = of_another[1] if of_another else model_type
     source = models / folder / f"modeling_{folder}.py"
-    return source.read_text(encoding="utf-8") if source.is_file() else ""
+    if source.is_file():
+        return source.read_text(encoding="utf-8")
+    return ""
 
 
 @cache

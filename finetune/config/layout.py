@@ -138,7 +138,9 @@ class Sharding:
     def pipeline_chunks(self) -> int:
         """Into how many groups of neighboring layers the model is cut."""
         stages = self.pipeline_parallel_size
-        return 1 if stages == 1 else stages * CHUNKS_PER_RANK[self.pipeline_schedule]
+        if stages == 1:
+            return 1
+        return stages * CHUNKS_PER_RANK[self.pipeline_schedule]
 
     @property
     def group_sizes(self) -> dict[str, int]:
@@ -164,8 +166,12 @@ class Sharding:
         """
         if self.strategy == "HYBRID_SHARD":
             replicas = self.replicate_size if self.layout == "fsdp2" else None
-            return ranks // replicas if replicas else min(ranks, ranks_per_node)
-        return ranks if self.is_fsdp and self.strategy != "NO_SHARD" else 1
+            if replicas:
+                return ranks // replicas
+            return min(ranks, ranks_per_node)
+        if self.is_fsdp and self.strategy != "NO_SHARD":
+            return ranks
+        return 1
 
     def describe_sequences(self, ranks: int) -> str | None:
         """Says in a line how the tokens of a row are sharded; None where they are not."""
@@ -262,7 +268,9 @@ def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, 
     own = shape[0] // size
     if own % shards == 0:
         return (own // shards, *shape[1:])
-    return (own, shape[1] // shards, *shape[2:]) if shape[1] % shards == 0 else None
+    if shape[1] % shards == 0:
+        return (own, shape[1] // shards, *shape[2:])
+    return None
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -348,4 +356,6 @@ def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
     `dtype` for others.
     """
     trained = "float32" if lora.use_peft else model.dtype
-    return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]
+    if sharding.mixed_precision == "no":
+        return trained
+    return COMPUTE_DTYPE[sharding.mixed_precision]

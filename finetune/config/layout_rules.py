@@ -123,7 +123,9 @@ def _count_mesh(case: Case) -> int:
 
 
 def _describe_stages(case: Case) -> str:
-    return f" x pipeline_parallel_size {case.layout.pipeline_parallel_size}" if has_pp(case) else ""
+    if has_pp(case):
+        return f" x pipeline_parallel_size {case.layout.pipeline_parallel_size}"
+    return ""
 
 
 def _count_micro_batches(case: Case) -> int:
@@ -150,8 +152,14 @@ def _find_unequal_numbers(case: Case) -> list[str]:
     problems = []
     for key, value in case.layout.asked:
         if ours[key] != value:
-            by = COMMAND_LINE if recipe.place_of(key) == COMMAND_LINE else "recipe"
-            on = f" on {ranks} ranks" if "batch" in key or "steps" in key else ""
+            if recipe.place_of(key) == COMMAND_LINE:
+                by = COMMAND_LINE
+            else:
+                by = "recipe"
+            if "batch" in key or "steps" in key:
+                on = f" on {ranks} ranks"
+            else:
+                on = ""
             number = "null" if ours[key] is None else format(ours[key], "g")
             name = DEEPSPEED_NAMES.get(key, key)
             problems.append(
@@ -177,7 +185,10 @@ def _describe_ep_ranks(case: Case) -> str:
     size = case.layout.expert_parallel_size
     replicas = case.layout.replicate_size or 1
     shards = case.shards
-    run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {case.layout.source}"
+    if replicas == 1:
+        run = "the run"
+    else:
+        run = f"each of the {replicas} replicas of {case.layout.source}"
     return (
         f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} "
         "is not a whole number"

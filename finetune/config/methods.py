@@ -88,7 +88,9 @@ def name_of_reward(name: str) -> str:
     if not is_reward_model(name):
         return name.rpartition(":")[2]
     parts = name.rstrip("/").split("/")
-    return parts[-2] if parts[-1] == EXPORT and len(parts) > 1 else parts[-1]
+    if parts[-1] == EXPORT and len(parts) > 1:
+        return parts[-2]
+    return parts[-1]
 
 
 # A key: its type and marks, then its help and default.
@@ -595,4 +597,6 @@ def _show(value: Any) -> str:
 
 
 def _show_name(text: str) -> str:
-    return text.rpartition("/")[2] if ".py:" in text else name_of_reward(text)
+    if ".py:" in text:
+        return text.rpartition("/")[2]
+    return name_of_reward(text)

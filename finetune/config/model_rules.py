@@ -49,7 +49,9 @@ def list_divisors(number: int, least: int = 2) -> str:
     ('2, 3 or 6', '7', '')
     """
     sizes = [str(size) for size in range(least, number + 1) if number % size == 0]
-    return f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else "".join(sizes)
+    if len(sizes) > 1:
+        return f"{', '.join(sizes[:-1])} or {sizes[-1]}"
+    return "".join(sizes)
 
 
 def set_to_divisor(key: str, number: int, condition: str = "") -> str:
@@ -59,7 +61,9 @@ def set_to_divisor(key: str, number: int, condition: str = "") -> str:
     ('set it to 2, 3 or 6', 'remove tp_size')
     """
     sizes = list_divisors(number)
-    return f"set it to {sizes}{condition}" if sizes else f"remove {key}"
+    if sizes:
+        return f"set it to {sizes}{condition}"
+    return f"remove {key}"
 
 
 def count_local_heads(case: Case) -> int:
@@ -71,11 +75,10 @@ def count_local_heads(case: Case) -> int:
 def describe_local_heads(case: Case) -> str:
     local = count_local_heads(case)
     tensors = case.layout.tensor_parallel_size
-    left = (
-        f", of which tp_size {tensors} leaves {local} on a rank"
-        if local != case.model.heads
-        else ""
-    )
+    if local != case.model.heads:
+        left = f", of which tp_size {tensors} leaves {local} on a rank"
+    else:
+        left = ""
     return (
         f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention "
         f"heads of {case.model.model_type}, whose scores are computed in blocks of whole rows, but "
@@ -179,7 +182,9 @@ def _find_unknown_targets(case: Case) -> list[str]:
     ):
         return []
     if lora.lora_target_modules == "all-linear":
-        return [] if layers or lora.lora_target_parameters else ["all-linear"]
+        if layers or lora.lora_target_parameters:
+            return []
+        return ["all-linear"]
     # a head that is trained whole may be named
     kept = {name.rpartition(".")[2] for name in lora.modules_to_save}
     names = ((target, target.rpartition(".")[2]) for target in lora.lora_target_modules)
@@ -189,14 +194,14 @@ def _find_unknown_targets(case: Case) -> list[str]:
 
 def _describe_unknown_targets(case: Case) -> str:
     known = ", ".join(sorted(find_linear_layers(case.model.model_type)))
-    layers = (
-        f"it has {known}"
-        if known
-        else "its layers are transformers' Conv1D, which have no adapters here"
-    )
-    experts = (
-        "; routed experts are adapted with lora_target_parameters" if case.model.experts else ""
-    )
+    if known:
+        layers = f"it has {known}"
+    else:
+        layers = "its layers are transformers' Conv1D, which have no adapters here"
+    if case.model.experts:
+        experts = "; routed experts are adapted with lora_target_parameters"
+    else:
+        experts = ""
     targets = ", ".join(_find_unknown_targets(case))
     return (
         f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; "
@@ -308,7 +313,10 @@ def _lacks_kernels(case: Case) -> bool:
 
 
 def _describe_kernels(case: Case) -> str:
-    packages = case.model.family.recurrence.packages if case.model.family.recurrence else ()
+    if case.model.family.recurrence:
+        packages = case.model.family.recurrence.packages
+    else:
+        packages = ()
     names = " ".join(
         DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package)
     )

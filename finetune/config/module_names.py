@@ -149,7 +149,10 @@ def refuse_unknown_layers(
     ]
     if wrong:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-        experts = "; routed experts are adapted with lora_target_parameters" if has_experts else ""
+        if has_experts:
+            experts = "; routed experts are adapted with lora_target_parameters"
+        else:
+            experts = ""
         raise UserError(
             f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has "
             f"{known}{experts}"
@@ -236,7 +239,10 @@ def refuse_unmatched(
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
             short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
-            more = f" and {len(short) - SHOWN_MODULES} more" if len(short) > SHOWN_MODULES else ""
+            if len(short) > SHOWN_MODULES:
+                more = f" and {len(short) - SHOWN_MODULES} more"
+            else:
+                more = ""
             raise UserError(
                 f"{key}: {pattern}: names no module of the model; it has "
                 f"{', '.join(short[:SHOWN_MODULES])}{more}"
@@ -264,11 +270,10 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
     for key in keys:
         section = getattr(recipe, key.section)
         value = getattr(section, key.name)
-        renamed = (
-            _rename(value, find_renames(model_type))
-            if isinstance(value, tuple | Mapping)
-            else value
-        )
+        if isinstance(value, tuple | Mapping):
+            renamed = _rename(value, find_renames(model_type))
+        else:
+            renamed = value
         if renamed != value:
             pairs = (
                 f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new
@@ -354,11 +359,10 @@ def _as_name(part: Any) -> str | None:
     """Returns the parts of a module's name that transformers' pattern spells out; None where it
     stands for more.
     """
-    name = (
-        str(part).replace("\\.", ".").strip("^.").removesuffix(".weight")
-        if isinstance(part, str)
-        else ""
-    )
+    if isinstance(part, str):
+        name = str(part).replace("\\.", ".").strip("^.").removesuffix(".weight")
+    else:
+        name = ""
     return name if re.fullmatch(r"\w+(\.\w+)*", name) else None
 
 
@@ -379,11 +383,10 @@ def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
     shares).
     """
     spec = importlib.util.find_spec("transformers")
-    path = (
-        Path(spec.origin).parent / "conversion_mapping.py"
-        if spec is not None and spec.origin
-        else Path()
-    )
+    if spec is not None and spec.origin:
+        path = Path(spec.origin).parent / "conversion_mapping.py"
+    else:
+        path = Path()
     tree = ast.parse(path.read_text("utf-8") if path.is_file() else "")
     listed: dict[str, ast.List] = {}
     aliases: dict[str, str] = {}

@@ -61,7 +61,9 @@ def find_config_file(name: str, revision: str | None) -> Path:
             f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a "
             "hub name"
         )
-    return folder / CONFIG_FILE if folder.exists() else download_file(name, CONFIG_FILE, revision)
+    if folder.exists():
+        return folder / CONFIG_FILE
+    return download_file(name, CONFIG_FILE, revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,10 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
     config.architectures = [mapping[type(config)].__name__]
     config.id2label = dict(enumerate(scores))
     config.label2id = {name: index for index, name in enumerate(scores)}
-    config.problem_type = "single_label_classification" if len(scores) > 1 else None
+    if len(scores) > 1:
+        config.problem_type = "single_label_classification"
+    else:
+        config.problem_type = None
     config.tie_word_embeddings = False
     config.pad_token_id = pad_id
 
@@ -247,7 +252,10 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
         ):
             raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
     weights = Path(where).with_name(ADAPTER_WEIGHTS)
-    largest = _find_largest_rank(weights) if weights.is_file() else None
+    if weights.is_file():
+        largest = _find_largest_rank(weights)
+    else:
+        largest = None
     # before anything of that size is made
     for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):
         if largest is not None and rank > RANK_TIMES * largest:

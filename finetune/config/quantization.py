@@ -179,7 +179,9 @@ def divide_quantization(numbers: int, quantization: Quantization) -> Quantizatio
     Scales stay in fp32 where a rank's share would cut a block of scales that are quantized again.
     """
     is_cut = quantization.bnb_4bit_use_double_quant and numbers % (BLOCK * NESTED_BLOCK)
-    return replace(quantization, bnb_4bit_use_double_quant=False) if is_cut else quantization
+    if is_cut:
+        return replace(quantization, bnb_4bit_use_double_quant=False)
+    return quantization
 
 
 def describe_quantization(quantization: Quantization) -> str:
@@ -191,11 +193,10 @@ def describe_quantization(quantization: Quantization) -> str:
     '8 bits (int8)'
     """
     kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
-    double = (
-        ", double quantization"
-        if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant
-        else ""
-    )
+    if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant:
+        double = ", double quantization"
+    else:
+        double = ""
     return f"{quantization.bits} bits ({kind}{double})"
 
 
@@ -225,7 +226,9 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
 
 def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
     """Returns the key that asks for a quantization of the base, or of the teacher."""
-    return "teacher_load_in_4bit" if of_teacher else f"load_in_{quantization.bits}bit"
+    if of_teacher:
+        return "teacher_load_in_4bit"
+    return f"load_in_{quantization.bits}bit"
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
@@ -239,7 +242,9 @@ def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
 
 def quantize_teacher(method: Method) -> Quantization:
     """Reads how the recipe says that a teacher is kept."""
-    return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
+    if method.teacher_load_in_4bit:
+        return quantize_to(4, double=True)
+    return Quantization()
 
 
 # What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or
@@ -263,11 +268,10 @@ FORMS = {
 
 def read_published_form(settings: Any) -> str | None:
     """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
-    method = (
-        settings.get("quant_method")
-        if isinstance(settings, Mapping)
-        else getattr(settings, "quant_method", None)
-    )
+    if isinstance(settings, Mapping):
+        method = settings.get("quant_method")
+    else:
+        method = getattr(settings, "quant_method", None)
     name = str(getattr(method, "value", method))
     return name if name in PUBLISHED else None
 
@@ -280,7 +284,10 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     """
     if settings is None or read_published_form(settings) is not None:
         return None
-    settings = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    else:
+        settings = settings
     if not isinstance(settings, dict):
         raise UserError(f"{name}: quantization_config: a mapping is expected; fix its config.json")
     method = str(settings.get("quant_method") or "")
@@ -304,17 +311,21 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
         )
     if in_8_bits:
         return quantize_to(8)
-    quant_type = "nf4" if settings.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+    if settings.get("bnb_4bit_quant_type") == "nf4":
+        quant_type = "nf4"
+    else:
+        quant_type = "fp4"
     return quantize_to(4, quant_type, settings.get("bnb_4bit_use_double_quant") is True)
 
 
 def _find_unquantized(name: str) -> str:
     """Names the model that a quantized one was made from, as the card in its folder says."""
     card = Path(name) / "README.md"
-    text = card.read_text("utf-8", "replace")[:CARD_BYTES] if card.is_file() else ""
+    if card.is_file():
+        text = card.read_text("utf-8", "replace")[:CARD_BYTES]
+    else:
+        text = ""
     base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
-    return (
-        f"{base_model[1]}, by its model card"
-        if base_model
-        else "the BF16 files that these were made from"
-    )
+    if base_model:
+        return f"{base_model[1]}, by its model card"
+    return "the BF16 files that these were made from"

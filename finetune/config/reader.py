@@ -83,9 +83,10 @@ def read_override(text: str) -> tuple[Entry | None, list[str]]:
 
 def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
     known = recipe_keys()
-    close = (
-        [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
-    )
+    if key in known:
+        close = []
+    else:
+        close = difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
     if close and close[0] in options:
         raise UserError(
             f"{COMMAND_LINE}: --{name}: no such option; did you mean "
@@ -168,7 +169,9 @@ def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
 def _expected(kind: str, context: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"one of {str(context['expected']).replace(chr(39), '').replace(' or ', ', ')}"
-    return EXPECTED[kind].format(**context) if kind in EXPECTED else kind.replace("_", " ")
+    if kind in EXPECTED:
+        return EXPECTED[kind].format(**context)
+    return kind.replace("_", " ")
 
 
 def _hint(details: Any, value: Any) -> str:
@@ -182,7 +185,9 @@ def _hint(details: Any, value: Any) -> str:
             plain = parse_json(value.lower())
         except ValueError:
             return ""
-        return f"; in quotes it is text: write {value}" if isinstance(plain, (int, float)) else ""
+        if isinstance(plain, (int, float)):
+            return f"; in quotes it is text: write {value}"
+        return ""
     if isinstance(value, str) and "literal_error" in kinds:
         stated = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
         close = difflib.get_close_matches(value.lower(), re.findall("'([^']*)'", stated), n=1)
@@ -232,17 +237,19 @@ def find_file(name: str, folder: Path, what: str) -> Path:
         raise UserError(
             f"the name of {article} {what} is empty; give a path, or a name of those in {folder}"
         )
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    if folder.is_relative_to(Path.cwd()):
+        shown = folder.relative_to(Path.cwd())
+    else:
+        shown = folder
     for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
     if Path(name).is_dir():
         of_run = Path(name) / "recipe.yaml"
-        hint = (
-            f"did you mean {of_run}?"
-            if of_run.is_file() and folder == RECIPES
-            else f"name the {what}'s file"
-        )
+        if of_run.is_file() and folder == RECIPES:
+            hint = f"did you mean {of_run}?"
+        else:
+            hint = f"name the {what}'s file"
         raise UserError(f"{name}: a folder, not {article} {what}; {hint}")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
@@ -372,7 +379,10 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
             checked.problems.append(f"{entry.where}: {sentence}")
             continue
         readable = entry.value is not UNREADABLE
-        problems = _check_value(entry, key, folder, checked.values) if readable else []
+        if readable:
+            problems = _check_value(entry, key, folder, checked.values)
+        else:
+            problems = []
         if problems or not readable:
             checked.unusable.add(entry.key)
             checked.problems.extend(problems)
@@ -385,7 +395,10 @@ class _Unfit(ValueError):
 
 def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
-    value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+    if isinstance(entry.value, list):
+        value = tuple(entry.value)
+    else:
+        value = entry.value
     if entry.key in NESTED and isinstance(value, tuple):
         value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
         if problems:
@@ -495,7 +508,10 @@ def _check_sources(
 
 @cache
 def _adapter(key: str, section: str) -> TypeAdapter[Any]:
-    known = keys_of(SECTIONS[section], section) if section else keys_of(DatasetSource)
+    if section:
+        known = keys_of(SECTIONS[section], section)
+    else:
+        known = keys_of(DatasetSource)
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
 
 
@@ -507,7 +523,9 @@ def _located(value: str, folder: Path) -> str | None:
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
             return _model_folder(str(candidate))
-    return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
+    if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS):
+        return None
+    return value
 
 
 def _matches(pattern: Path) -> bool:
@@ -529,7 +547,10 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
         return close[0], f"{key}: no such key; did you mean {close[0]}?"
-    listed = "docs/recipes.md lists them" if is_at_top else f"one of {', '.join(known)}"
+    if is_at_top:
+        listed = "docs/recipes.md lists them"
+    else:
+        listed = f"one of {', '.join(known)}"
     return key, f"{key}: no such key; {listed}"
 
 
@@ -577,7 +598,10 @@ def explain_value(key: str, value: object) -> str | None:
     if key == "temperature" and value == 0:
         return "0: the likeliest token alone gives nothing to compare; set 1, or less, such as 0.5"
     if key in NESTED and isinstance(value, str | dict):
-        source = f"{{path: {value}}}" if isinstance(value, str) else json.dumps(value, default=str)
+        if isinstance(value, str):
+            source = f"{{path: {value}}}"
+        else:
+            source = json.dumps(value, default=str)
         return f"a list of sources is expected; write [{source}]"
     if not isinstance(value, str):
         return None

@@ -52,11 +52,10 @@ class Case:
     def name(self) -> str:
         """The model, for messages."""
         keys = self.recipe.method if self.is_teacher else self.recipe.model
-        name = (
-            keys.teacher_model_name_or_path
-            if keys is self.recipe.method
-            else self.recipe.model.model_name_or_path
-        )
+        if keys is self.recipe.method:
+            name = keys.teacher_model_name_or_path
+        else:
+            name = self.recipe.model.model_name_or_path
         return name or "model_config"
 
     @property
@@ -87,7 +86,9 @@ class Case:
     @property
     def precision(self) -> str:
         """`mixed_precision` as the Accelerate file has it."""
-        return "fp8" if self.layout.fp8 is not None else self.layout.mixed_precision
+        if self.layout.fp8 is not None:
+            return "fp8"
+        return self.layout.mixed_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,10 @@ class Rule:
         )
         if isinstance(messages, str):
             messages = [messages]
-        advice = self.advice if isinstance(self.advice, str) else self.advice(case)
+        if isinstance(self.advice, str):
+            advice = self.advice
+        else:
+            advice = self.advice(case)
         if not advice and self.fix is not None:
             advice = "set " + " and ".join(
                 f"{key}: {_in_yaml(value)}" for key, value in self.fix.items()
@@ -162,7 +166,9 @@ def _find_place(keys: tuple[str, ...], case: Case) -> str:
 def _in_yaml(value: Any) -> str:
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
@@ -199,7 +205,9 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
 
     def check(case: Case) -> bool:
         value = case[key]
-        return bool(value != recipe_keys()[key].default) if to is ... else bool(value == to)
+        if to is ...:
+            return bool(value != recipe_keys()[key].default)
+        return bool(value == to)
 
     return check
 

@@ -800,7 +800,9 @@ class Recipe:
         """
         if not self.method_facts.scores:
             return ()
-        return self.data.labels if self.method_facts.rows == "classes" else (self.method.method,)
+        if self.method_facts.rows == "classes":
+            return self.data.labels
+        return (self.method.method,)
 
     @property
     def samples_itself(self) -> bool:

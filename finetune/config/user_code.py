@@ -73,7 +73,10 @@ def load(name: str) -> Any:
             if callable(value) and not key.startswith("_")
         ]
         close = difflib.get_close_matches(wanted, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known) or 'none'}"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"it has {', '.join(known) or 'none'}"
         raise UserError(f"{path}: no function or class {wanted}; {hint}")
     return getattr(module, wanted)
 

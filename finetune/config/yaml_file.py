@@ -180,9 +180,10 @@ def _entries_of(
         key = str(key_node.value)
         where = place(key_node)
         if key in entries:
-            first = (
-                "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
-            )
+            if nested is None:
+                first = ""
+            else:
+                first = f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
             problems.append(f"{where}: {key}: given twice{first}; keep one")
         else:
             entries[key] = _entry(key, value_node, where, place, nested or frozenset(), problems)
@@ -208,11 +209,10 @@ def _entry(
     problems += [
         f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)
     ]
-    places = (
-        {str(k.value): place(k) for k, _ in node.value}
-        if isinstance(node, yaml.MappingNode)
-        else {}
-    )
+    if isinstance(node, yaml.MappingNode):
+        places = {str(k.value): place(k) for k, _ in node.value}
+    else:
+        places = {}
     try:
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:

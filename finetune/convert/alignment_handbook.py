@@ -53,11 +53,9 @@ def _cut(split: str, share: float) -> dict[str, Any]:
     percent = round(100 * share, 9)
     if share >= 1:
         return {"split": split}
-    return (
-        {"split": f"{split}[:{percent:.0f}%]"}
-        if percent % 1 == 0
-        else {"split": split, "weight": share}
-    )
+    if percent % 1 == 0:
+        return {"split": f"{split}[:{percent:.0f}%]"}
+    return {"split": split, "weight": share}
 
 
 def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:

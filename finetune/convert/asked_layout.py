@@ -122,11 +122,10 @@ def _find_fp8(settings: ToolFile) -> str:
     for none.
     """
     section = read_section(settings, "fp8")
-    asks = (
-        section.get("enabled", True)
-        if section
-        else settings.get("fp8") or settings.get("enable_fp8_training")
-    )
+    if section:
+        asks = section.get("enabled", True)
+    else:
+        asks = settings.get("fp8") or settings.get("enable_fp8_training")
     if not asks:
         return ""
     return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
@@ -181,7 +180,10 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
 
 def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
     deepspeed = str(settings.get("deepspeed") or "").lower()
-    sharding = _read_deepspeed(deepspeed) if deepspeed else _read_fsdp(settings)
+    if deepspeed:
+        sharding = _read_deepspeed(deepspeed)
+    else:
+        sharding = _read_fsdp(settings)
     asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
     # TRL's is in the Accelerate file of the launch
     if sharding == "none" and (asks_fsdp2 or tool == "TRL"):
@@ -197,16 +199,17 @@ def _read_deepspeed(file: str) -> AskedSharding:
         return "none"
     if "offload" in file:
         return "offload"
-    return (
-        "full"
-        if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3"))
-        else "grad_op"
-    )
+    if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3")):
+        return "full"
+    return "grad_op"
 
 
 def _read_fsdp(settings: ToolFile) -> AskedSharding:
     fsdp = settings.get("fsdp")
-    options = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
+    if isinstance(fsdp, list):
+        options = " ".join(map(str, fsdp))
+    else:
+        options = str(fsdp or "")
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
     strategy = str(inner.get("sharding_strategy", "")).upper()
     if not options and not inner:
@@ -250,7 +253,9 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
         return "offload"
     if settings.get("fsdp_reshard_after_forward") is False:
         return "grad_op"
-    return "hybrid" if _read_size(settings.get("data_parallel_replicate_dim")) > 1 else "full"
+    if _read_size(settings.get("data_parallel_replicate_dim")) > 1:
+        return "hybrid"
+    return "full"
 
 
 def _read_automodel(settings: ToolFile) -> AskedLayout:
@@ -275,7 +280,9 @@ def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
         return "offload"
     if _read_size(distributed.get("dp_replicate_size")) > 1:
         return "hybrid"
-    return "grad_op" if distributed.get("reshard_after_forward") is False else "full"
+    if distributed.get("reshard_after_forward") is False:
+        return "grad_op"
+    return "full"
 
 
 def _drop_prefix(config: Mapping[Any, Any]) -> dict[str, Any]:

@@ -231,7 +231,10 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     is_cut = dataset.get("truncation") not in NOT_CUT
     row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
     if packed_length:
-        overlength = "drop" if packed.get("drop_long_samples", True) else "error"
+        if packed.get("drop_long_samples", True):
+            overlength = "drop"
+        else:
+            overlength = "error"
         recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
     elif row_length:
         recipe["max_length"] = row_length

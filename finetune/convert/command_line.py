@@ -48,7 +48,10 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
     Raises `UserError` where there is no such command, or an option has a value that only a shell
     knows.
     """
-    text = source.read_text(encoding="utf-8-sig") if source.is_file() else str(source)
+    if source.is_file():
+        text = source.read_text(encoding="utf-8-sig")
+    else:
+        text = str(source)
     variables: dict[str, str] = {}
     for words in _list_commands(text, variables, source):
         program = _find_program(words)
@@ -188,7 +191,10 @@ def _read_value(text: str) -> Any:
 
 
 def _read_file(name: str, source: Path) -> dict[str, Any]:
-    path = find_from_root(source, name) if source.is_file() else Path(name)
+    if source.is_file():
+        path = find_from_root(source, name)
+    else:
+        path = Path(name)
     if path is None or not path.is_file():
         raise UserError(
             f"{source}: {name}: no such file, here or in the script's folder; name it as it is "

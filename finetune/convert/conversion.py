@@ -91,7 +91,10 @@ def convert_command(arguments: argparse.Namespace) -> int:
         print(text, end="")
     to_do = [f"to do: {problem}" for problem in [*problems, *conversion.to_do]]
     is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
-    notes = [] if is_seen else [*conversion.differences, *conversion.remarks]
+    if is_seen:
+        notes = []
+    else:
+        notes = [*conversion.differences, *conversion.remarks]
     for line in notes + to_do:
         print(line, file=sys.stderr)
     return EXIT_TO_DO if conversion.to_do else 0

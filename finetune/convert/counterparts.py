@@ -105,7 +105,10 @@ def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
 
 def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
     status = row["status"]
-    capability = status.removeprefix(LACKS) if status.startswith(LACKS) else ""
+    if status.startswith(LACKS):
+        capability = status.removeprefix(LACKS)
+    else:
+        capability = ""
     note = row["note"]
     if note.startswith("$"):
         note = NOTES[note.removeprefix("$")]

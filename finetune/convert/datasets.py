@@ -56,7 +56,10 @@ def _read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> 
     keys = entry.take_name_and_split()
     if component in TORCHTUNE_PAIRS:
         entry.take("_component_")
-    usual = STACK_EXCHANGE if component == "stack_exchange_paired" else {}
+    if component == "stack_exchange_paired":
+        usual = STACK_EXCHANGE
+    else:
+        usual = {}
     for name, ours in PAIRED_COLUMNS.items():
         column = entry.take(f"column_map.{name}") or usual.get(name)
         if column != name:
@@ -182,7 +185,9 @@ def _read_automodel(
 
     def list_one(key: str) -> list[DataSetEntry]:
         section = settings.get(key)
-        return [DataSetEntry.make(key, section)] if isinstance(section, dict) else []
+        if isinstance(section, dict):
+            return [DataSetEntry.make(key, section)]
+        return []
 
     train = read_each("Automodel", list_one("dataset"), read, conversion)
     return train, read_each("Automodel", list_one("validation_dataset"), read, conversion)
@@ -321,16 +326,20 @@ def _take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> di
     entry.take("ranking")
     if entry.unread.get("columns.query") == "input":
         entry.take("columns.query")
-    prompt = (
-        (taken["messages"] or "conversations") if is_chat else (taken["prompt"] or "instruction")
-    )
+    if is_chat:
+        prompt = taken["messages"] or "conversations"
+    else:
+        prompt = taken["prompt"] or "instruction"
     if method == "kto":
         return _take_rated_columns(entry, prompt, is_chat)
     keys = {"prompt_column": None if prompt in PROMPTS else prompt}
     if not is_chat and prompt != "instruction":
         keys = {"prompt_column": prompt, "type": "messages"}
     for side in ("chosen", "rejected"):
-        keys[f"{side}_column"] = taken[side] if taken[side] != side else None
+        if taken[side] != side:
+            keys[f"{side}_column"] = taken[side]
+        else:
+            keys[f"{side}_column"] = None
     return keys
 
 
@@ -557,7 +566,9 @@ class _FactoryData:
         model = str(self.settings.get("model_name_or_path"))
         conversion.images = conversion.images or guess_vision_family(model)
         folder = self.settings.get("media_dir")
-        return [made | {"image_folder": str(folder)} for made in sources] if folder else sources
+        if folder:
+            return [made | {"image_folder": str(folder)} for made in sources]
+        return sources
 
 
 def _read_factory(
@@ -565,7 +576,10 @@ def _read_factory(
 ) -> tuple[Sources, Sources]:
     listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
     path = find_from_root(source, listed) or source.parent / listed
-    info = load_json(path, "fix it, or name another dataset_dir") if path.is_file() else {}
+    if path.is_file():
+        info = load_json(path, "fix it, or name another dataset_dir")
+    else:
+        info = {}
     data = _FactoryData(settings, source, conversion, path, info)
     return data.read("dataset"), data.read("eval_dataset")
 

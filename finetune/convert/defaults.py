@@ -188,10 +188,9 @@ def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
     """
     kept: set[str] = set()
     if recipe.get("use_peft"):
-        kept = (
-            {"use_peft", "adapter_name_or_path"}
-            if recipe.get("adapter_name_or_path")
-            else set(keys_of(Lora))
-        )
+        if recipe.get("adapter_name_or_path"):
+            kept = {"use_peft", "adapter_name_or_path"}
+        else:
+            kept = set(keys_of(Lora))
     for key in keys_of(Lora).keys() - kept:
         recipe.pop(key, None)

@@ -106,10 +106,13 @@ def _find(key: str, tool: Tool) -> Counterpart | None:
 
 def _describe(pair: Counterpart) -> str:
     """Returns our key, with the note where the key alone does not say what to write."""
-    note = "" if pair.note in ("", NOTES["OWN_DATA"]) else f" ({pair.note})"
+    if pair.note in ("", NOTES["OWN_DATA"]):
+        note = ""
+    else:
+        note = f" ({pair.note})"
     if pair.ours in NESTED:
         return f"{pair.ours}: {SOURCES_FORM}{note}"
     is_of_entry = pair.key in {field.name for field in fields(DatasetSource)}
-    return (
-        f"{pair.ours}{note}" if pair.ours == "accelerate_config" or is_of_entry else str(pair.ours)
-    )
+    if pair.ours == "accelerate_config" or is_of_entry:
+        return f"{pair.ours}{note}"
+    return str(pair.ours)

@@ -319,9 +319,10 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     if is_all:
         conversion.recipe["lora_target_modules"] = "all-linear"
     elif not targets or "*_proj" in str(targets):  # the default, too
-        conversion.recipe["lora_target_modules"] = (
-            projections if len(projections) < len(layers) else "all-linear"
-        )
+        if len(projections) < len(layers):
+            conversion.recipe["lora_target_modules"] = projections
+        else:
+            conversion.recipe["lora_target_modules"] = "all-linear"
 
 
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
@@ -348,7 +349,9 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
     if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
         return "template"
     target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
-    return "model" if tool == "Automodel" and re.search("ForVLM|ImageText", target) else None
+    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
+        return "model"
+    return None
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write

@@ -101,17 +101,17 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     if tool == "TRL":
         return _find_trl_method(settings, source)
     if tool == "Axolotl":
-        return (
-            "reward"
-            if settings.get("reward_model")
-            else AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
-        )
+        if settings.get("reward_model"):
+            return "reward"
+        return AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
     if tool == "LLaMA-Factory":
         return _find_factory_method(settings)
     if find_distillation(settings) is not None:
         return "distill"
     loss = str(read_section(settings, "loss").get("_component_"))
-    return "dpo" if tool == "torchtune" and loss.endswith("DPOLoss") else "sft"
+    if tool == "torchtune" and loss.endswith("DPOLoss"):
+        return "dpo"
+    return "sft"
 
 
 def _find_factory_method(settings: ToolFile) -> str:
@@ -178,7 +178,9 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
     compares = any(key in settings for key in TRL_SIGNS)
     names_sft_loss = "beta" not in settings and settings.get("loss_type") in SFT_LOSSES[1:]
     if not compares or names_sft_loss:
-        return "reward" if _find_name(source, REWARD_COMMANDS[:1]) else "sft"
+        if _find_name(source, REWARD_COMMANDS[:1]):
+            return "reward"
+        return "sft"
     return _find_name(source, TRL_NAMES) or "dpo"
 
 

@@ -175,7 +175,10 @@ class Refusal(UserError):
             "not supported; supervised fine-tuning and preference training of text models are "
             "converted"
         )
-        sentence = f"{cause}: {reason}" if is_training else f"{cause}, not a training recipe"
+        if is_training:
+            sentence = f"{cause}: {reason}"
+        else:
+            sentence = f"{cause}, not a training recipe"
         refusal = cls(f"{where}: {evidence}: {sentence}")
         refusal.cause = cause
         refusal.is_training = is_training
@@ -408,7 +411,10 @@ def _torchtune(settings: ToolFile) -> Iterator[Unsupported]:
 
 def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
     recipe = settings.get("recipe")
-    target = recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE
+    if isinstance(recipe, dict):
+        target = recipe.get("_target_")
+    else:
+        target = recipe or AUTOMODEL_RECIPE
     name = str(target).rsplit(".", 1)[-1]
     if name not in AUTOMODEL_RECIPES and (
         "Embedding" in name or find_distillation(settings) is None
@@ -442,7 +448,9 @@ def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
     reference = REFERENCE.fullmatch(value)
     if reference:
         named = _look_up(settings, reference[1])
-        return value if named is None else _resolve_references(named, settings, depth + 1)
+        if named is None:
+            return value
+        return _resolve_references(named, settings, depth + 1)
     return REFERENCE.sub(
         lambda match: str(_resolve_references(match[0], settings, depth + 1)), value
     )

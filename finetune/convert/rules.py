@@ -109,7 +109,9 @@ def convert_names(value: Any) -> list[str] | None:
     (['<a>', '<b>'], ['<a>'], None)
     """
     names = value.split(",") if isinstance(value, str) else value
-    return [str(name).strip() for name in names] if isinstance(names, list) else None
+    if isinstance(names, list):
+        return [str(name).strip() for name in names]
+    return None
 
 
 def convert_targets(value: Any) -> Any:
@@ -175,11 +177,9 @@ def _convert_attention(value: Any) -> Any:
     if value == "xformers" or "/" in str(value):  # a kernel of the hub
         return LEAVE  # exact attention, as every one here
     name = ATTENTION.get(str(value), str(value))
-    return (
-        name
-        if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0])
-        else None
-    )
+    if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]):
+        return name
+    return None
 
 
 def _convert_tracker(key: str, value: Any) -> Any:
@@ -273,7 +273,9 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
                 pair.key.rsplit(".", 1)[-1]: convert_number(value)
             }
         case "optimizer-flag":
-            return convert_optimizer(pair.key.removeprefix("use_")) if value else LEAVE
+            if value:
+                return convert_optimizer(pair.key.removeprefix("use_"))
+            return LEAVE
         case "steps":
             return _convert_steps(pair.key, value)
         case "min-rate":

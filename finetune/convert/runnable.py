@@ -199,7 +199,10 @@ def _change(problem: Problem, conversion: Conversion) -> None:
     made = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
     sentence = _say(problem, conversion)
     line = f"{made}   ({sentence.rpartition('; ')[0] or sentence})"
-    lines = conversion.remarks if changed.keys() <= {*SAME_LOSS} else conversion.differences
+    if changed.keys() <= {*SAME_LOSS}:
+        lines = conversion.remarks
+    else:
+        lines = conversion.differences
     lines.append(line)
 
 

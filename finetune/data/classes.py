@@ -44,11 +44,10 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
     others = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(others, source)
     is_conversation = row_format in ("messages", "sharegpt")
-    document = (
-        _read_conversation(columns, source)
-        if is_conversation
-        else PARSERS[row_format](columns, source)
-    )
+    if is_conversation:
+        document = _read_conversation(columns, source)
+    else:
+        document = PARSERS[row_format](columns, source)
     return ParsedRow((Group((document,), score=score),), row_format, columns.unused)
 
 

@@ -93,7 +93,10 @@ class SourceReport:
 
 def count_groups(examples: Examples) -> dict[str, int]:
     """How many pairs, good answers and bad answers `examples` has."""
-    ratings = examples.find_ratings() if examples.group_size > 1 else np.zeros(0, np.int8)
+    if examples.group_size > 1:
+        ratings = examples.find_ratings()
+    else:
+        ratings = np.zeros(0, np.int8)
     counts = {"pairs": ratings == 0, "desirable": ratings > 0, "undesirable": ratings < 0}
     return {name: int(np.count_nonzero(are_counted)) for name, are_counted in counts.items()}
 
@@ -105,7 +108,9 @@ def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: i
     """
     if rated := desirable + undesirable:
         return f"{counted(rated, 'rated answer')} ({desirable:,} good, {undesirable:,} bad)"
-    return counted(pairs, "pair") if pairs else counted(examples, "example")
+    if pairs:
+        return counted(pairs, "pair")
+    return counted(examples, "example")
 
 
 def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
@@ -115,7 +120,9 @@ def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
     trained']
     """
     share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
-    return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
+    if lost:
+        return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"]
+    return []
 
 
 def select_examples(
@@ -281,11 +288,10 @@ class DataReport:
         counts = f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
         counts += counted(self.tokens, "token")
         # Of prompts nothing is trained on: their completions are sampled, and fill the rows.
-        rows = (
-            f", {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
-            if self.trained_tokens
-            else " of prompts"
-        )
+        if self.trained_tokens:
+            rows = f", {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
+        else:
+            rows = " of prompts"
         totals = counts + rows
         sources = (*self.sources, *self.eval_sources)
         drawn = [line for source in sources for line in source.sample()]
@@ -347,7 +353,10 @@ def measure_fill(train: StoredBatches, steps: int = 256) -> float:
         rows += len(of_step)
         for rank in range(0 if train.config.packing else train.world.size):
             for micro_batch in train.list_micro_batches(of_step, rank):
-                longest = int(lengths[micro_batch].max()) if len(micro_batch) else ROUND_TOKENS
+                if len(micro_batch):
+                    longest = int(lengths[micro_batch].max())
+                else:
+                    longest = ROUND_TOKENS
                 padded += longest * max(len(micro_batch), 1)
     return tokens / (rows * train.row_tokens if train.config.packing else padded)
 

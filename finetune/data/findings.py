@@ -334,10 +334,22 @@ class Tally:
         findings = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
-            severity = check.every if rows >= of or rows > check.many * of else check.some
-            unused = f"; not used: {list_columns(unused_columns)}" if check.names_unused else ""
-            more = f"; {self.tokens[name]:,} more tokens" if name in self.tokens else ""
-            first = f"; first: {self.details[name]}" if name in self.details else ""
+            if rows >= of or rows > check.many * of:
+                severity = check.every
+            else:
+                severity = check.some
+            if check.names_unused:
+                unused = f"; not used: {list_columns(unused_columns)}"
+            else:
+                unused = ""
+            if name in self.tokens:
+                more = f"; {self.tokens[name]:,} more tokens"
+            else:
+                more = ""
+            if name in self.details:
+                first = f"; first: {self.details[name]}"
+            else:
+                first = ""
             what = check.what + unused + more + first
             findings.append(
                 Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what)

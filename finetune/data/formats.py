@@ -193,7 +193,10 @@ class Columns:
         return value
 
     def _describe(self, column: str, value: Any) -> str:
-        present = "" if column in self.row else f"; its columns are {list_columns(self.row)}"
+        if column in self.row:
+            present = ""
+        else:
+            present = f"; its columns are {list_columns(self.row)}"
         return describe_value(value) + present
 
     @property
@@ -259,11 +262,9 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     question = questions[0]
     answer = answers[0]
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
-    return (
-        (question, answer)
-        if is_known and isinstance(row[question], str) and isinstance(row[answer], str)
-        else None
-    )
+    if is_known and isinstance(row[question], str) and isinstance(row[answer], str):
+        return (question, answer)
+    return None
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
@@ -317,7 +318,10 @@ def _refuse_null_column(row: Row, present: set[str]) -> None:
     ]
     if whole:
         name, columns = max(whole, key=lambda each: len(present.intersection(each[1])))
-        expected = "text" if name in ("alpaca", "prompt_completion", "text") else "a value"
+        if name in ("alpaca", "prompt_completion", "text"):
+            expected = "text"
+        else:
+            expected = "a value"
         null = next(column for column in columns if column not in present)
         raise BadRow(f"{null}: {expected} is expected, found nothing")
 
@@ -329,7 +333,10 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
     row = columns.row
     for column in LABEL_COLUMNS:
         label = row.get(column)
-        rating = str(label).strip().lower() if isinstance(label, bool | str) else ""
+        if isinstance(label, bool | str):
+            rating = str(label).strip().lower()
+        else:
+            rating = ""
         if rating == "true":
             columns.take(column)
         if rating == "false":
@@ -339,7 +346,10 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:
-        key = "messages_column" if row_format == "messages" else "completion_column"
+        if row_format == "messages":
+            key = "messages_column"
+        else:
+            key = "completion_column"
         raise BadRow(
             f"rejected: method: {' or '.join(PAIRED)} learns from pairs; to train on the chosen "
             f"answers alone, set {key}: chosen"
@@ -358,12 +368,18 @@ def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
         return make_conversation(
             columns, [make_message("user", question), make_message("assistant", answer)]
         )
-    default = "messages" if columns.row.get("messages") is not None else "chosen"
+    if columns.row.get("messages") is not None:
+        default = "messages"
+    else:
+        default = "chosen"
     return make_conversation(columns, columns.take_messages(source.messages_column or default))
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
-    default = "conversations" if columns.row.get("conversations") is not None else "conversation"
+    if columns.row.get("conversations") is not None:
+        default = "conversations"
+    else:
+        default = "conversation"
     turns = list(columns.take_messages(source.messages_column or default))
     chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
     if chosen is not None:
@@ -383,7 +399,10 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
     Raises `BadRow`.
     """
     instruction = columns.take_text(source.prompt_column or "instruction")
-    extra = columns.take_text("input") if columns.row.get("input") is not None else ""
+    if columns.row.get("input") is not None:
+        extra = columns.take_text("input")
+    else:
+        extra = ""
     if source.alpaca_prompt:
         question = make_message("user", _make_alpaca_prompt(instruction, extra))
     elif extra:
@@ -400,7 +419,10 @@ def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
     >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
     ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
-    paired = ", paired with an input that provides further context" if extra else ""
+    if extra:
+        paired = ", paired with an input that provides further context"
+    else:
+        paired = ""
     task = (
         f"Below is an instruction that describes a task{paired}. Write a response that "
         "appropriately completes the request."
@@ -458,7 +480,10 @@ def _parse_text(columns: Columns, source: DatasetSource) -> Document:
 def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
     """SQuAD's rows as NeMo Automodel writes them: the first of the answers."""
     answers = columns.take(source.completion_column or "answers")
-    texts = answers.get("text") if isinstance(answers, Mapping) else None
+    if isinstance(answers, Mapping):
+        texts = answers.get("text")
+    else:
+        texts = None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise BadRow(
             f"answers: a mapping with a list of text is expected, found {describe_value(answers)}"
@@ -548,9 +573,10 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills with nulls
     given = {name: value for name, value in variables.items() if value is not None}
-    of_system = (
-        messages[0].pop("tools", None) if messages[0]["role"] in ("system", "developer") else None
-    )
+    if messages[0]["role"] in ("system", "developer"):
+        of_system = messages[0].pop("tools", None)
+    else:
+        of_system = None
     return Conversation(
         messages, trained, parse_tools(columns.take("tools") or of_system), given, images
     )

@@ -61,7 +61,9 @@ class EncodedImage:
 
     def stored(self) -> bytes:
         """What a store keeps of it: where it is, or all of it."""
-        return IN_STORE + self.content if self.path is None else IN_FILE + self.path.encode()
+        if self.path is None:
+            return IN_STORE + self.content
+        return IN_FILE + self.path.encode()
 
 
 def load_stored(stored: bytes) -> EncodedImage:
@@ -155,7 +157,9 @@ def open_image(image: EncodedImage) -> Any:
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
         # to the same mode it would be a copy
-        return picture if picture.mode == "RGB" else picture.convert("RGB")
+        if picture.mode == "RGB":
+            return picture
+        return picture.convert("RGB")
     except BadRow:
         raise
     except Image.DecompressionBombError:
@@ -174,7 +178,10 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
     """What would take far more memory or time than the file's size lets expect, in words."""
     width, height = picture.size
     most = most_unpacked(len(content))
-    scans = _count_scans(content) if picture.format in ("JPEG", "MPO") else 1
+    if picture.format in ("JPEG", "MPO"):
+        scans = _count_scans(content)
+    else:
+        scans = 1
     if width * height > MAX_PIXELS:
         return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
     if RGB_BYTES * width * height > most:
@@ -236,11 +243,10 @@ class ImageProcessor:
                 f"{name or family}: a row holds an image, and this model takes none; name another "
                 "model"
             )
-        options = (
-            {"revision": self._model.model_revision}
-            if name == self._model.model_name_or_path
-            else {}
-        )
+        if name == self._model.model_name_or_path:
+            options = {"revision": self._model.model_revision}
+        else:
+            options = {}
         try:
             read = [json.loads(text) for text in self.describe().values()]
             named = next(
@@ -322,11 +328,9 @@ class ImageProcessor:
         in_windows = (
             getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
         )
-        return (
-            f"{config.model_type} with use_bidirectional_attention: vision"
-            if in_windows
-            else str(config.model_type)
-        )
+        if in_windows:
+            return f"{config.model_type} with use_bidirectional_attention: vision"
+        return str(config.model_type)
 
     @property
     def token(self) -> str:
@@ -385,7 +389,10 @@ class ImageProcessor:
 
         is_image = torch.isin(input_ids, torch.tensor(self.token_ids, device=input_ids.device))
         names = inspect.signature(model.forward).parameters
-        types = "token_type_ids" if "token_type_ids" in names else "mm_token_type_ids"
+        if "token_type_ids" in names:
+            types = "token_type_ids"
+        else:
+            types = "mm_token_type_ids"
         inputs = {types: is_image.long()} if types in names else {}
         return {
             name: value.to(model.device)

@@ -72,11 +72,20 @@ def inspect_command(options: argparse.Namespace) -> int:
     train, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
     names_model = options.recipe or options.model or not options.file
-    longest = recipe.data.max_length if recipe.data.streaming else int(examples.lengths.max())
-    warnings = check_model(recipe, tokenizer, longest) if names_model else []
+    if recipe.data.streaming:
+        longest = recipe.data.max_length
+    else:
+        longest = int(examples.lengths.max())
+    if names_model:
+        warnings = check_model(recipe, tokenizer, longest)
+    else:
+        warnings = []
     example_ids = _select_examples(options, examples)
     places = [examples.where(example_id) for example_id in example_ids]
-    turns = read_turns(recipe, tokenizer, places) if options.turns or options.html else {}
+    if options.turns or options.html:
+        turns = read_turns(recipe, tokenizer, places)
+    else:
+        turns = {}
     if options.json:
         rows = _examples_as_json(examples, tokenizer, example_ids, turns)
         content = {"report": report.as_json(), "warnings": warnings, "rows": rows}
@@ -135,9 +144,10 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
             f"{options.file}: not a data file; for a recipe write --recipe {options.file}"
         )
     named = "function" if ".py:" in (options.file or "") else "path"
-    overrides = (
-        [f"datasets={json.dumps([{named: options.file}])}"] if options.file is not None else []
-    )
+    if options.file is not None:
+        overrides = [f"datasets={json.dumps([{named: options.file}])}"]
+    else:
+        overrides = []
     if options.model is not None:
         overrides += [
             f"model_name_or_path={json.dumps(options.model)}",
@@ -151,7 +161,10 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
             'model_config={"model_type": "llama"}',
             f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}",
         ]
-    recipe = options.recipe if options.file is not None else options.recipe or "quickstart"
+    if options.file is not None:
+        recipe = options.recipe
+    else:
+        recipe = options.recipe or "quickstart"
     return read_recipe(recipe, [*overrides, *options.overrides])
 
 
@@ -290,7 +303,10 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
     for end in range(1, len(ids) + 1):
         context = decode(before, begin) if begin else ""
         text = decode(before, end)
-        text = text.removeprefix(context) if text.startswith(context) else decode(begin, end)
+        if text.startswith(context):
+            text = text.removeprefix(context)
+        else:
+            text = decode(begin, end)
         if text.endswith("\ufffd") and end < len(ids) and end - begin < 4:
             texts.append("")
             continue
@@ -544,11 +560,9 @@ def write_page(
                 f'<span class="token">{html.escape(token[0])}</span>',
             ]
             position = token.end()
-        return (
-            f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
-            if text
-            else ""
-        )
+        if text:
+            return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
+        return ""
 
     parts = []
     for place, turns in rows.items():

@@ -134,7 +134,10 @@ def read_reasoning(message: Message) -> str:
     own = next(
         (message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), ""
     ).strip()
-    inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
+    if not own:
+        inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1]
+    else:
+        inside = ""
     return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
 
 
@@ -200,11 +203,9 @@ def describe_value(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         text = "deeply nested values"
-    return (
-        f"{text[:60]}... ({type(value).__name__})"
-        if len(text) > 60
-        else f"{text} ({type(value).__name__})"
-    )
+    if len(text) > 60:
+        return f"{text[:60]}... ({type(value).__name__})"
+    return f"{text} ({type(value).__name__})"
 
 
 def list_columns(columns: Collection[str]) -> str:
@@ -218,7 +219,10 @@ def list_columns(columns: Collection[str]) -> str:
         name if name.isprintable() else repr(name)
         for name in map(str, islice(columns, SHOWN_COLUMNS))
     ]
-    more = [f"{len(columns) - SHOWN_COLUMNS:,} more"] if len(columns) > SHOWN_COLUMNS else []
+    if len(columns) > SHOWN_COLUMNS:
+        more = [f"{len(columns) - SHOWN_COLUMNS:,} more"]
+    else:
+        more = []
     return ", ".join([*(name if len(name) <= 200 else f"{name[:200]}..." for name in names), *more])
 
 
@@ -244,7 +248,10 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         "role": ROLES[name],
         "content": _read_content(content, ROLES[name], number, images),
     }
-    known = KNOWN_KEYS | {"recipient"} if isinstance(turn.get("recipient"), str) else KNOWN_KEYS
+    if isinstance(turn.get("recipient"), str):
+        known = KNOWN_KEYS | {"recipient"}
+    else:
+        known = KNOWN_KEYS
     message |= {key: value for key, value in turn.items() if key not in known and value is not None}
     if calls:
         listed = calls if isinstance(calls, list) else [calls]
@@ -304,7 +311,10 @@ def _read_train(turn: Message, number: int) -> bool:
 
     Raises `BadRow`.
     """
-    train = turn.get("train") if turn.get("train") is not None else turn.get("weight")
+    if turn.get("train") is not None:
+        train = turn.get("train")
+    else:
+        train = turn.get("weight")
     if train not in (None, True, False):  # 0 and 1 are equal to these
         raise BadRow(
             f"message {number}: train: true or false is expected, found {describe_value(train)}"
@@ -314,12 +324,16 @@ def _read_train(turn: Message, number: int) -> bool:
 
 def role_of(turn: Any) -> Any:
     """What a turn of a row names as its role, which may be anything; None where it names none."""
-    return turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    if isinstance(turn, dict):
+        return turn.get("role", turn.get("from"))
+    return None
 
 
 def _normalize_role(turn: Any) -> str:
     role = role_of(turn)
-    return role.lower().replace("-", "_") if isinstance(role, str) else ""
+    if isinstance(role, str):
+        return role.lower().replace("-", "_")
+    return ""
 
 
 def _parse_call(value: Any, number: int) -> dict[str, Any]:
@@ -334,7 +348,10 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
             **outer,
             "function": {"arguments": {}} | {k: v for k, v in call.items() if k not in outer},
         }
-    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(call, dict):
+        function = call.get("function")
+    else:
+        function = None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(
             f"message {number}: a tool call {{name, arguments}} is expected, found "

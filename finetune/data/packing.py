@@ -52,7 +52,9 @@ class Rows:
 
     def expand(self, size: int) -> "Rows":
         """The rows with the documents of each group in place of the group."""
-        return self if size == 1 else Rows(expand_groups(self.ids, size), self.starts * size)
+        if size == 1:
+            return self
+        return Rows(expand_groups(self.ids, size), self.starts * size)
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
@@ -214,11 +216,9 @@ def _group_by_length(
     ]
     whole = [step for step in steps if len(step) == step_rows]
     short = [step for step in steps if len(step) < step_rows]  # at most one: it ends the epoch
-    return (
-        np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
-        if steps
-        else drawn
-    )
+    if steps:
+        return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +392,9 @@ def collate(
     """
     if not examples.is_rated:
         micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
-        return micro_batch if images is None else _add_images(micro_batch, examples, images)
+        if images is None:
+            return micro_batch
+        return _add_images(micro_batch, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
     rated, mismatched = (
         _collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1)
@@ -407,15 +409,16 @@ def _collate(
         micro_batch = make_filler(packing, parts)
     else:
         documents = [examples[example_id] for example_id in ids]
-        micro_batch = (
-            pack_documents(documents, parts)
-            if packing
-            else pad_documents(documents, pad_token_id, parts)
-        )
+        if packing:
+            micro_batch = pack_documents(documents, parts)
+        else:
+            micro_batch = pad_documents(documents, pad_token_id, parts)
         micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist()))
     if parts > 1:
         micro_batch = _take_part(micro_batch, part, parts)
-    return micro_batch if examples.group_size == 1 else micro_batch.with_documents()
+    if examples.group_size == 1:
+        return micro_batch
+    return micro_batch.with_documents()
 
 
 def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:

@@ -74,8 +74,14 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
     names = _require_sides(row, source)
     sides = [columns.take(name) for name in names]
     prompt_name = _find_prompt(row, source, names)
-    prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
-    is_chat = FORMATS[source.type].is_chat if source.type else prompt_name in OF_CHAT
+    if prompt_name is None:
+        prompt = None
+    else:
+        prompt = _take_prompt(columns, prompt_name, source)
+    if source.type:
+        is_chat = FORMATS[source.type].is_chat
+    else:
+        is_chat = prompt_name in OF_CHAT
     if (
         not is_chat
         and not isinstance(prompt, list)
@@ -162,7 +168,10 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     if chosen is not None and rejected is not None:
         return chosen, rejected
     rated = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
-    hint = f"; method: {RATED[0]} learns from answers rated by {rated}" if rated else ""
+    if rated:
+        hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
+    else:
+        hint = ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "
@@ -218,7 +227,10 @@ def _read_messages(
     """The pair of a conversational row: a prompt and answers, or two conversations that begin
     alike.
     """
-    turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
+    if isinstance(prompt, str):
+        turns = [make_message("user", prompt)]
+    else:
+        turns = list(prompt or [])
     holds_prompt = any(role_of(side[0]) in ASKING for side in sides)
     if turns and not holds_prompt:
         before = without_training(turns)
@@ -226,7 +238,10 @@ def _read_messages(
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such
     # as a system message.
-    before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
+    if prompt_name == "prompt" and isinstance(prompt, list):
+        before = turns
+    else:
+        before = []
     is_repeated = all(side[: len(before)] == before for side in sides)
     if is_repeated:
         before = []
@@ -270,7 +285,9 @@ def _check_prompt(
     """Names of the checks for what is wrong with `prompt`, the content of its column."""
     if isinstance(chosen, Conversation):
         return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
-    return ("prompt_missing",) if prompt is None and _lacks_prompt(columns, chosen.prompt) else ()
+    if prompt is None and _lacks_prompt(columns, chosen.prompt):
+        return ("prompt_missing",)
+    return ()
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
@@ -339,11 +356,10 @@ def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
     that it has.
     """
     for name in columns.row:
-        other = (
-            f"{name[:-2]}_l"
-            if name.endswith("_w")
-            else re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
-        )
+        if name.endswith("_w"):
+            other = f"{name[:-2]}_l"
+        else:
+            other = re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
         values = [columns.row.get(column) for column in (name, other)]
         is_number = all(
             isinstance(value, int | float) and not isinstance(value, bool) for value in values
@@ -401,11 +417,10 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     if isinstance(prompt, Completion):
         if isinstance(answer, Completion):
             return replace(prompt, completion=answer.completion)
-        contents = (
-            [m["content"] for m, on in _split(answer)[1] if on]
-            if isinstance(answer, Conversation)
-            else []
-        )
+        if isinstance(answer, Conversation):
+            contents = [m["content"] for m, on in _split(answer)[1] if on]
+        else:
+            contents = []
         return replace(prompt, completion="\n".join(contents))
     assert isinstance(prompt, Conversation), "plain text has no prompt"
     if isinstance(answer, Conversation):
@@ -500,7 +515,10 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     else:
         value = columns.take(name)
         if isinstance(value, str):
-            is_chat = FORMATS[source.type].is_chat if source.type else name != "prompt"
+            if source.type:
+                is_chat = FORMATS[source.type].is_chat
+            else:
+                is_chat = name != "prompt"
             turns = [make_message("user", value)] if is_chat else []
         elif isinstance(value, list) and value:
             turns = value

@@ -330,9 +330,9 @@ class PreparedData:
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """At most `count` held-out examples as prompts."""
-        return (
-            cut_prompts(self.evaluation.examples, count, self.tokenizer) if self.evaluation else []
-        )
+        if self.evaluation:
+            return cut_prompts(self.evaluation.examples, count, self.tokenizer)
+        return []
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
@@ -433,7 +433,10 @@ def _read_stored(
         )
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
-    leaked = [] if held_out is None else find_held_out_in_training(examples, held_out)
+    if held_out is None:
+        leaked = []
+    else:
+        leaked = find_held_out_in_training(examples, held_out)
     if any(finding.name == "plain_template" for finding in findings):
         tokenizer.chat_template = PLAIN
     train = make_train_batches(recipe, examples, tokenizer, world)

@@ -246,7 +246,10 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
-        delimiter = "\t" if Path(path.removesuffix(".gz")).suffix.lower() == ".tsv" else ","
+        if Path(path.removesuffix(".gz")).suffix.lower() == ".tsv":
+            delimiter = "\t"
+        else:
+            delimiter = ","
         reader = csv.reader(_decode_lines(path, stream), delimiter=delimiter, strict=True)
         columns: list[str] | None = None
         row_type: type[dict[str, Any]] = dict
@@ -266,7 +269,10 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
             if columns is None:
                 columns = values
                 _refuse_other_delimiter(path, columns, delimiter)
-                row_type = dict if len(set(columns)) == len(columns) else RepeatedKeys
+                if len(set(columns)) == len(columns):
+                    row_type = dict
+                else:
+                    row_type = RepeatedKeys
             elif len(values) == len(columns):
                 yield number, row_type(zip(columns, values, strict=True))
             elif values:
@@ -326,11 +332,9 @@ def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
 
 
 def _as_row(value: Any) -> dict[str, Any] | BadRow:
-    return (
-        value
-        if isinstance(value, dict)
-        else BadRow(f"a JSON object is expected, found {type(value).__name__}")
-    )
+    if isinstance(value, dict):
+        return value
+    return BadRow(f"a JSON object is expected, found {type(value).__name__}")
 
 
 def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:

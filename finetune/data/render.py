@@ -113,7 +113,10 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     document = replace(document, variables={})
     if renderer.turns == "last":
         document = _keep_turns(document, _trained_turns(document)[-1:])
-    laid_out = _render_laid_out(document, renderer) if renderer.turns != "split" else None
+    if renderer.turns != "split":
+        laid_out = _render_laid_out(document, renderer)
+    else:
+        laid_out = None
     if laid_out is not None:
         earlier = laid_out.spans[:-1]
         if renderer.turns == "whole" or not any(
@@ -136,15 +139,19 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
             "answers_apart: a text with images is encoded as one; remove the key from this entry "
             "of datasets"
         )
-    turns: Turns = renderer.turns if renderer.assistant_only else "whole"
+    if renderer.assistant_only:
+        turns: Turns = renderer.turns
+    else:
+        turns = "whole"
     texts: list[RenderedText] = []
     for text in render_turns(
         document, replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
     ):
         answers = [start for start, _ in text.turns.values() or text.spans]
-        after_bos = (
-            [len(renderer.bos)] if renderer.bos and text.text.startswith(renderer.bos) else []
-        )
+        if renderer.bos and text.text.startswith(renderer.bos):
+            after_bos = [len(renderer.bos)]
+        else:
+            after_bos = []
         text = replace(text, own_texts=(*after_bos, *answers))
         if not renderer.assistant_only and not text.is_plain:
             text = replace(text, spans=((0, len(text.text)),))
@@ -284,7 +291,10 @@ def _check(
             rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
         )
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
-    ends = [extents[i][1] for i in trained if i in extents] if renderer.assistant_only else []
+    if renderer.assistant_only:
+        ends = [extents[i][1] for i in trained if i in extents]
+    else:
+        ends = []
     findings = [
         *_check_turns(conversation, text, rendered.spans, ends, renderer),
         *_find_dropped(conversation, text, extents),
@@ -325,11 +335,9 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
         end = start + len(words)
     else:
         return None
-    return (
-        None
-        if start < 0
-        else (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
-    )
+    if start < 0:
+        return None
+    return (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
 
 
 def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
@@ -354,10 +362,16 @@ def _compare_with_asked(
     token of that.
     """
     for i, turn in sorted(turns.items()):
-        expected = turn.prompt if not turn.is_continued else turn.text[: turn.end]
+        if not turn.is_continued:
+            expected = turn.prompt
+        else:
+            expected = turn.text[: turn.end]
         if rendered.text.startswith(expected) and turn.is_continued:
             continue
-        name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
+        if not turn.is_continued:
+            name = "prompt_not_continued"
+        else:
+            name = "unlike_inference"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
         # what it would say is part of this
@@ -384,11 +398,10 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         )
     except Exception as error:  # a template of the model's own, with patterns of its own
         return f"response_template cannot read {reply!r}: {error}"
-    content = (
-        message["content"]
-        if any(key in message for key in REASONING_KEYS)
-        else THINKING_END.split(message["content"])[-1]
-    )
+    if any(key in message for key in REASONING_KEYS):
+        content = message["content"]
+    else:
+        content = THINKING_END.split(message["content"])[-1]
     expected = {
         "reasoning": read_reasoning(message),
         "content": content.strip(),
@@ -400,7 +413,9 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         "calls": _list_calls(read),
     }
     name = next((name for name in expected if read_back[name] != expected[name]), None)
-    return f"{name} {expected[name]!r} is read back as {read_back[name]!r}" if name else ""
+    if name:
+        return f"{name} {expected[name]!r} is read back as {read_back[name]!r}"
+    return ""
 
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
@@ -419,7 +434,9 @@ def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
@@ -483,7 +500,10 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             laid_out = _render_laid_out(document, renderer)
             if laid_out is not None:
                 return laid_out
-            asked = ask_turns(document, renderer) if renderer.assistant_only else {}
+            if renderer.assistant_only:
+                asked = ask_turns(document, renderer)
+            else:
+                asked = {}
             last = len(document.messages) - 1
             if (
                 renderer.turns != "whole"

@@ -58,11 +58,10 @@ def _find(row: Row, named: str | None, usual: Iterable[str], what: str, key: str
 def _take_text(columns: Columns, name: str) -> str:
     """The text of a column, or the first of its list."""
     value = columns.take(name)
-    texts = (
-        list(_read_texts(value, name))
-        if isinstance(value, list)
-        else [columns.take_text(name, may_be_empty=False)]
-    )
+    if isinstance(value, list):
+        texts = list(_read_texts(value, name))
+    else:
+        texts = [columns.take_text(name, may_be_empty=False)]
     if not texts:
         raise BadRow(f"{name}: an empty list")
     return texts[0]

@@ -62,7 +62,10 @@ def read_rows(
 
     Raises `UserError` where nothing is at its path, or a file cannot be read.
     """
-    left = source.max_samples if streaming and source.max_samples is not None else sys.maxsize
+    if streaming and source.max_samples is not None:
+        left = source.max_samples
+    else:
+        left = sys.maxsize
     for file, rows in _open_rows(source, streaming):
         for batch in _batch_rows(file, islice(rows, left), batch_rows):
             left -= len(batch.rows)
@@ -119,7 +122,10 @@ def _keep_encoded(rows: Any) -> Any:
     """
     if "Image(" not in str(rows.features):
         return rows
-    stream = rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
+    if hasattr(rows, "to_iterable_dataset"):
+        stream = rows.to_iterable_dataset()
+    else:
+        stream = rows
     return stream.decode(False)
 
 
@@ -161,11 +167,9 @@ def list_files(source: DatasetSource) -> tuple[str, ...]:
     if source.function is not None:
         return (str(user_code.file_of(source.function)),)
     splits = find_splits(source.path)
-    return (
-        ()
-        if splits is None
-        else tuple(f for name in _split_names(source, splits) for f in splits[name])
-    )
+    if splits is None:
+        return ()
+    return tuple(f for name in _split_names(source, splits) for f in splits[name])
 
 
 def _match_glob(pattern: str) -> tuple[str, ...]:
@@ -375,7 +379,10 @@ def describe_source(source: DatasetSource) -> Any:
     """A source and, where it is local, its files with size and time: their content would take too
     long to hash.
     """
-    splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
+    if source.function:
+        splits = {"function": list_files(source)}
+    else:
+        splits = find_splits(source.path) or {}
     files = [
         (file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns)
         for f in splits.values()
@@ -395,7 +402,9 @@ def read_file(path: str) -> Iterator[NumberedRow]:
     kind = file_kind(path)
     if kind is None:
         raise _unknown_kind(path)
-    return TEXT_READERS[kind](path) if kind in TEXT_READERS else _read_columns(path, kind)
+    if kind in TEXT_READERS:
+        return TEXT_READERS[kind](path)
+    return _read_columns(path, kind)
 
 
 def _unknown_kind(path: str) -> UserError:
@@ -437,12 +446,16 @@ def _count_repeated_arrow(path: str) -> int:
     with memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
-        reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+        if is_file:
+            reader = ipc.open_file(source)
+        else:
+            reader = ipc.open_stream(source)
         if "dictionary<" not in str(reader.schema):
             return 0
-        batches = (
-            (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-        )
+        if is_file:
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = reader
         return sum(_count_repeated(column) for batch in batches for column in batch.columns)
 
 
@@ -488,11 +501,10 @@ def _count_unpacked_arrow(path: str) -> int:
             def follow(table: int, field: int, metadata: bytes = metadata) -> int:
                 fields = table - struct.unpack_from("<i", metadata, table)[0]
                 has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
-                offset = (
-                    struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0]
-                    if has_field
-                    else 0
-                )
+                if has_field:
+                    offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0]
+                else:
+                    offset = 0
                 return (
                     table + offset + struct.unpack_from("<I", metadata, table + offset)[0]
                     if offset
@@ -500,7 +512,10 @@ def _count_unpacked_arrow(path: str) -> int:
                 )
 
             batch = follow(struct.unpack_from("<I", metadata)[0], 2)
-            batch = follow(batch, 1) if message.type == "dictionary" else batch
+            if message.type == "dictionary":
+                batch = follow(batch, 1)
+            else:
+                batch = batch
             buffers = follow(batch, 2)
             if not buffers or not follow(batch, 3):
                 continue  # nothing is compressed
@@ -553,4 +568,6 @@ def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
 def _remove_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _remove_none(inner) for key, inner in value.items() if inner is not None}
-    return [_remove_none(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_remove_none(inner) for inner in value]
+    return value

@@ -153,7 +153,9 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
         around = _probe_turns(text, messages, between, contents, renderer)
     except (BadRow, IndexError):
         return None
-    return None if around is None else _Layout(tuple(between), tuple(trims), around)
+    if around is None:
+        return None
+    return _Layout(tuple(between), tuple(trims), around)
 
 
 def _probe_turns(
@@ -248,9 +250,10 @@ def find_turns(
     """
     messages = read_messages(conversation, renderer)
     tools = conversation.tools
-    wanted = (
-        [i for i, on in enumerate(conversation.trained) if on] if renderer.assistant_only else []
-    )
+    if renderer.assistant_only:
+        wanted = [i for i, on in enumerate(conversation.trained) if on]
+    else:
+        wanted = []
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, tools)
         # White space that the markers include is trained on, as by transformers.
@@ -322,7 +325,10 @@ def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
     """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind
     <|channel>.
     """
-    special = None if mark.ends else renderer.special_tokens.search(text, mark.position)
+    if mark.ends:
+        special = None
+    else:
+        special = renderer.special_tokens.search(text, mark.position)
     return special.start() if special else mark.position
 
 
@@ -388,16 +394,16 @@ def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
     answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
     if answer.rstrip().endswith(renderer.end_of_turn):
         answer = answer.rstrip().removesuffix(renderer.end_of_turn)
-    return (
-        end
-        if renderer.special_tokens.sub("", after).strip()
-        else begin + len(answer + renderer.end_of_turn)
-    )
+    if renderer.special_tokens.sub("", after).strip():
+        return end
+    return begin + len(answer + renderer.end_of_turn)
 
 
 def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
     """The prompt that inference gives after some messages; None where there are none."""
-    return Rendering(before, tools, renderer, add_generation_prompt=True) if before else None
+    if before:
+        return Rendering(before, tools, renderer, add_generation_prompt=True)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,10 @@ def _size_format(text: Any, *values: Any, **named: Any) -> Any:
     text = str(text)
     given = (*values, *named.values())
     widths = [int(match[1][:20]) if match[1] else math.inf for match in WIDTH.finditer(text)]
-    numbers = [abs(value) for value in given if type(value) is int] if math.inf in widths else []
+    if math.inf in widths:
+        numbers = [abs(value) for value in given if type(value) is int]
+    else:
+        numbers = []
     wide = sum(width for width in (*widths, *numbers) if width < math.inf)
     return len(text) + wide + (text.count("%") + text.count("{")) * sum(map(_weigh, given))
 
@@ -123,11 +126,10 @@ def _size_urls(text: Any, *options: Any, **named: Any) -> Any:
 
 
 def _size_split(text: str, separator: Any = None, *_: Any, **__: Any) -> Any:
-    parts = (
-        text.count(separator)
-        if isinstance(separator, str) and separator
-        else sum(map(text.count, " \t\r\n"))
-    )
+    if isinstance(separator, str) and separator:
+        parts = text.count(separator)
+    else:
+        parts = sum(map(text.count, " \t\r\n"))
     return len(text) + parts * ELEMENT // MADE
 
 
@@ -220,7 +222,9 @@ def _charge(kind: str, node: Any) -> Any:
     is_short = isinstance(node, nodes.Const) or (
         isinstance(node, nodes.List | nodes.Tuple) and not node.items
     )
-    return node if is_short else nodes.Filter(node, f"charge_{kind}", [], [], None, None)
+    if is_short:
+        return node
+    return nodes.Filter(node, f"charge_{kind}", [], [], None, None)
 
 
 class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
@@ -245,7 +249,9 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def charge_search(self, value: Any) -> Any:
-        return value if isinstance(value, dict) else self.charge_read(value)
+        if isinstance(value, dict):
+            return value
+        return self.charge_read(value)
 
     def charge_copy(self, value: Any) -> Any:
         self.charge(MADE * (len(value) if type(value) is str else _weigh(value)))
@@ -303,11 +309,10 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
                         (MADE if isinstance(one, str | bytes) else POINTER) * len(one) * other
                     )
         if isinstance(left, int) and isinstance(right, int) and operator in "**":
-            bits = (
-                left.bit_length() * right
-                if operator == "**"
-                else left.bit_length() + right.bit_length()
-            )
+            if operator == "**":
+                bits = left.bit_length() * right
+            else:
+                bits = left.bit_length() + right.bit_length()
             if bits > MAX_DIGITS * 3:
                 _refuse(f"computes a number of more than {MAX_DIGITS:,} digits")
         return super().call_binop(context, operator, left, right)
@@ -355,7 +360,10 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if name in AT_ONCE:
             return function
         size = FILTERS.get(name)
-        first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
+        if getattr(function, "jinja_pass_arg", None) is None:
+            first = 0
+        else:
+            first = 1
 
         @wraps(function)  # what jinja is to pass first is an attribute of the function
         def guarded(*args: Any, **kwargs: Any) -> Any:

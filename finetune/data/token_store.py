@@ -93,11 +93,9 @@ class TokenStore:
 
     def count_images(self, document: int) -> int:
         """The images of a document."""
-        return (
-            0
-            if self.first_images is None
-            else int(self.first_images[document + 1] - self.first_images[document])
-        )
+        if self.first_images is None:
+            return 0
+        return int(self.first_images[document + 1] - self.first_images[document])
 
     def read_images(self, document: int) -> list[EncodedImage]:
         """The images of a document. Raises `UserError` where one is no longer what it was."""
@@ -265,7 +263,9 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
         raise DamagedStore(
             f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)"
         )
-    return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)
+    if size:
+        return np.memmap(path, dtype=kind, mode="r")
+    return np.zeros(0, kind)
 
 
 # of how rows become tokens, and of a store's files; raised when the same rows would give others

@@ -79,7 +79,9 @@ class GroupReader:
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
         """The groups of each of `rows`, or what is wrong with it."""
         read = [_read_row(row, source, self.kind, self.data) for row in rows]
-        return self._add_mismatched(read) if self.kind == "ratings" else read
+        if self.kind == "ratings":
+            return self._add_mismatched(read)
+        return read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
         """With the second document of rated answers: the next answer, in these rows, to another
@@ -166,7 +168,10 @@ def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[b
 
     A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
     """
-    identity = encoded[0] + bytes([group.rating > 0]) if group.rating else b"".join(encoded)
+    if group.rating:
+        identity = encoded[0] + bytes([group.rating > 0])
+    else:
+        identity = b"".join(encoded)
     images = "".join(hash_images(text.images) for text in texts if text.images)
     return xxhash.xxh3_64_intdigest(identity + images.encode())
 
@@ -195,7 +200,10 @@ def _begin_alike(
     rest_of_prompt = (len(short), len(long))
     alike = []
     for text, start in zip(texts, starts, strict=True):
-        spans = (rest_of_prompt, *text.spans) if start == len(long) else text.spans
+        if start == len(long):
+            spans = (rest_of_prompt, *text.spans)
+        else:
+            spans = text.spans
         alike.append(replace(text, spans=spans))
     return tuple(alike)
 
@@ -621,7 +629,10 @@ def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> It
     pieces = [_cut_document(document, encoder) for document in documents]
     encoded = _encode(list(chain.from_iterable(pieces)), encoder)
     for document, own_pieces in zip(documents, pieces, strict=True):
-        runs: list[Run] = [(False, encoder.bos_ids)] if document.is_plain else []
+        if document.is_plain:
+            runs: list[Run] = [(False, encoder.bos_ids)]
+        else:
+            runs = []
         runs += [(piece.trained, next(encoded)) for piece in own_pieces]
         runs += document.tokens.runs() if document.tokens else ()
         yield runs
@@ -679,11 +690,9 @@ def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 
 def _hash(document: RenderedText) -> int:
-    return (
-        xxhash.xxh3_64_intdigest(document.text.encode())
-        if document.group_hash is None
-        else document.group_hash
-    )
+    if document.group_hash is None:
+        return xxhash.xxh3_64_intdigest(document.text.encode())
+    return document.group_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,11 +718,10 @@ def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_P
         before = ""
         if start > 0 and start not in document.own_texts:
             is_token = text.endswith(added_tokens, 0, start)
-            before = (
-                max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
-                if is_token
-                else "\n"
-            )
+            if is_token:
+                before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
+            else:
+                before = "\n"
         yield _Piece(text[start:end], start < trained_until, before)
 
 

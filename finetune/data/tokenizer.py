@@ -66,12 +66,14 @@ def read_template(name: str) -> str:
     path = Path(name)
     if not path.is_file():
         near = name.replace("_", "-")
-        close = [near] if near in known else get_close_matches(near, known)
-        hint = (
-            f"; did you mean {' or '.join(close)}?"
-            if close
-            else f", which are {', '.join(sorted(known))}"
-        )
+        if near in known:
+            close = [near]
+        else:
+            close = get_close_matches(near, known)
+        if close:
+            hint = f"; did you mean {' or '.join(close)}?"
+        else:
+            hint = f", which are {', '.join(sorted(known))}"
         raise UserError(
             f"chat_template: {name}: not a file, not Jinja text, and not one of the named "
             f"templates{hint}"
@@ -133,11 +135,10 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
     difference = ""
     if different:
         token, index = different[0]
-        whose = (
-            "the teacher's tokenizer"
-            if token in theirs and theirs[token] == index
-            else "the model's tokenizer"
-        )
+        if token in theirs and theirs[token] == index:
+            whose = "the teacher's tokenizer"
+        else:
+            whose = "the model's tokenizer"
         difference = f"{token!r} is token {index} only of {whose}"
     else:
         parts = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, own)]
@@ -182,7 +183,10 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=True) for token in model.eot_tokens]
     )
-    bos = [known[special["bos_token"]]] if "bos_token" in special else None
+    if "bos_token" in special:
+        bos = [known[special["bos_token"]]]
+    else:
+        bos = None
     if writes_bos and bos is not None and encode_bos(tokenizer) != bos:
         raise UserError(
             f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} "
@@ -214,7 +218,10 @@ def _load_own(model: Model) -> Any:
         raise UserError("no tokenizer; set tokenizer_name_or_path")
     if Path(name).exists() and not Path(name).is_dir():
         raise UserError(f"{name}: a folder with tokenizer.json is expected, this is a file")
-    revision = model.model_revision if model.tokenizer_name_or_path is None else None
+    if model.tokenizer_name_or_path is None:
+        revision = model.model_revision
+    else:
+        revision = None
     if not Path(name).is_dir():
         go_offline_without_network()
     try:
@@ -243,7 +250,10 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
     if not Path(name).is_dir():
         # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or
         # unknown
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(error.__cause__, Exception):
+            cause = error.__cause__
+        else:
+            cause = error
         return hub_error(name, cause, what="its tokenizer", revision=revision)
     if not (Path(name) / TOKENIZER_FILE).is_file():
         refuse_other_path(Path(name))
@@ -288,7 +298,9 @@ def find_pad_id(tokenizer: Any) -> int | None:
     neither.
     """
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
-    return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
+    if pad is None:
+        return getattr(tokenizer, "eos_token_id", None)
+    return pad
 
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
@@ -334,7 +346,10 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
         _raise_exceptions_for_connection_errors=False,
     )
     # A damaged file is reported where it is written into an export.
-    stops = read_json_object(Path(file)).get("eos_token_id") if file else None
+    if file:
+        stops = read_json_object(Path(file)).get("eos_token_id")
+    else:
+        stops = None
     ids = stops if isinstance(stops, list) else [stops]
     return [
         str(token)
@@ -468,7 +483,9 @@ def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
     Raises `BadRow` as `add_variables` does.
     """
     renderer = add_variables(renderer, source.chat_template_kwargs)
-    return replace(renderer, answers_apart=True) if source.answers_apart else renderer
+    if source.answers_apart:
+        return replace(renderer, answers_apart=True)
+    return renderer
 
 
 @lru_cache(maxsize=64)
@@ -513,7 +530,10 @@ def _probe_turn(renderer: Renderer) -> Renderer:
     prompt, (before, _, after) = asked.removeprefix(bare), answered.rpartition("ANSWER")
     thinks = "REASONING" in reasoned and not THINKING_END.search(prompt)
     special = renderer.special_tokens.search(after)
-    stop = renderer.up_to_stop.match(after, special.start()) if special else None
+    if special:
+        stop = renderer.up_to_stop.match(after, special.start())
+    else:
+        stop = None
     return replace(
         renderer,
         generation_prompt=prompt,

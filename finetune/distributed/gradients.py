@@ -80,11 +80,10 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     if len(by_mesh) == 1 and pipeline is None:
         norm = whole_norm(_total_norm(gradients))
     else:
-        copied = (
-            {id(model.get_parameter(name).grad) for name in pipeline.copied}
-            if pipeline
-            else set[int]()
-        )
+        if pipeline:
+            copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
+        else:
+            copied = set[int]()
         norm = _norm_over_meshes(gradients, copied, pipeline.size if pipeline else 1)
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
@@ -147,7 +146,10 @@ def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
     On a CPU it is computed in fp64: torch's fp32 sum is 1e-4 too low for millions of numbers, by
     the sharding.
     """
-    dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
+    if gradient.device.type == "cpu":
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm
 

@@ -69,11 +69,10 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     rank = accelerator.process_index
     sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
     set_timeouts(timeout)  # of the groups of the meshes too
-    left = (
-        watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
-        if dist.is_initialized()
-        else threading.Event()
-    )
+    if dist.is_initialized():
+        left = watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
+    else:
+        left = threading.Event()
     world = World(
         rank=rank,
         size=accelerator.num_processes,
@@ -358,16 +357,15 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
     environment.
     """
     version = 2 if sharding.layout == "fsdp2" else 1
-    by_version: dict[str, Any] = (
-        {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
-        if version == 2
-        else {
+    if version == 2:
+        by_version: dict[str, Any] = {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
+    else:
+        by_version = {
             "use_orig_params": True,
             "sync_module_states": False,
             "forward_prefetch": sharding.forward_prefetch,
             "backward_prefetch": "BACKWARD_PRE",
         }
-    )
     return FullyShardedDataParallelPlugin(
         fsdp_version=version,
         cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -390,7 +388,10 @@ def _precision(sharding: Sharding) -> Any:
     """
     if sharding.mixed_precision == "no":
         return None
-    dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
+    if sharding.mixed_precision == "bf16":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float16
     if sharding.layout == "fsdp2":
         return MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None

@@ -38,7 +38,9 @@ def trunk_of(model: Any) -> Any:
         (part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base
     )
     # Llama 4 holds a ...ForCausalLM
-    return part.model if hasattr(part, "lm_head") and part is not base else part
+    if hasattr(part, "lm_head") and part is not base:
+        return part.model
+    return part
 
 
 def head_of(model: Any) -> Any:
@@ -181,7 +183,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on
     the weight itself.
     """
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        local: torch.Tensor = tensor.to_local()
+    else:
+        local = tensor
     return getattr(local, "_tensor", local)
 
 

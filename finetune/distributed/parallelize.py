@@ -241,11 +241,10 @@ def list_groups(unit: FSDPModule) -> list[Any]:
     most one.
     """
     state: Any = unit._get_fsdp_state()
-    groups = (
-        state._fsdp_param_groups
-        if hasattr(state, "_fsdp_param_groups")
-        else [state._fsdp_param_group]
-    )
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:
+        groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
@@ -353,7 +352,10 @@ def _fsdp2(
     plugin.ignored_modules = find_unmanaged(model, world)
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)
-    parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
+    if world.sharding.cpu_offload:
+        parameters_on = torch.device("cpu")
+    else:
+        parameters_on = world.device
     _materialize(model, values, parameters_on, world.device, unfilled)
     assert isinstance(model, FSDPModule)
     _overlap_collectives(model, world)

@@ -106,9 +106,10 @@ class Pipeline:
 
         weight = self._embedding.weight
         precision = world.sharding.mixed_precision
-        self._dtype = (
-            weight.dtype if precision == "no" else getattr(torch, COMPUTE_DTYPE[precision])
-        )
+        if precision == "no":
+            self._dtype = weight.dtype
+        else:
+            self._dtype = getattr(torch, COMPUTE_DTYPE[precision])
         self._width = weight.shape[1]
         # Tied weights are on the first and the last rank, which sum their gradients.
         self._has_copies = weight is self._head.weight and weight.requires_grad
@@ -185,7 +186,9 @@ class Pipeline:
     def cross(self, hidden: Tensor, *, sends: bool, receives: bool) -> Tensor:
         """What leaves a layer of another rank, where `hidden` enters it."""
         if self._chunk is not None:
-            return self._received if receives and self._received is not None else hidden
+            if receives and self._received is not None:
+                return self._received
+            return hidden
         assert not torch.is_grad_enabled(), "with gradients, layers run by a schedule"
         if sends:
             dist.send(hidden.contiguous(), self._after, self.group)
@@ -202,7 +205,9 @@ class Pipeline:
         self, head: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self._chunk is not None:
-            return head(hidden, *args, **kwargs) if self._chunk == self._last_chunk else hidden
+            if self._chunk == self._last_chunk:
+                return head(hidden, *args, **kwargs)
+            return hidden
         is_last = self.rank == self.size - 1
         return self.share([{"": head(hidden, *args, **kwargs)}] if is_last else [])[0][""]
 
@@ -305,7 +310,10 @@ class Pipeline:
     ) -> Tensor:
         rows, tokens = self._sizes[index]
         numbers = rows * tokens * self._width
-        hidden = None if chunk == 0 else received[0][0, :numbers].view(rows, tokens, self._width)
+        if chunk == 0:
+            hidden = None
+        else:
+            hidden = received[0][0, :numbers].view(rows, tokens, self._width)
         with self._computing(chunk, hidden):
             result = self._compute(index)
         if chunk == self._last_chunk:
@@ -333,7 +341,10 @@ class Pipeline:
         if not self._has_copies or 0 < self.rank < self.size - 1:
             return
         gradient: Any = self._embedding.weight.grad
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if isinstance(gradient, DTensor):
+            own = gradient.to_local()
+        else:
+            own = gradient
         sent = own.to(self.device).contiguous()
         other = torch.empty_like(sent)
         peer = self._last_rank if self.rank == 0 else self._first_rank

@@ -141,11 +141,13 @@ def _check_plan(model: Any, where: str) -> None:
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     kind = model.config.model_type
     of_heads = plan.get("layers.*.self_attn.q_proj") == "colwise"
-    norms = (
-        {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"}
-        if of_heads
-        else set()
-    )
+    if of_heads:
+        norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {
+            "q_norm",
+            "k_norm",
+        }
+    else:
+        norms = set()
     unplanned = [
         name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE
     ]

@@ -119,11 +119,9 @@ class World:
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same layers; None where all do."""
-        return (
-            None
-            if self.mesh is None or self.stage_size == self.size
-            else self.mesh[STAGE].get_group()
-        )
+        if self.mesh is None or self.stage_size == self.size:
+            return None
+        return self.mesh[STAGE].get_group()
 
     @property
     def shard_group_size(self) -> int:
@@ -196,7 +194,9 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.sum(torch.tensor(int(flag))).item()) if dist.is_initialized() else flag
+        if dist.is_initialized():
+            return bool(self.sum(torch.tensor(int(flag))).item())
+        return flag
 
     def barrier(self) -> None:
         """Waits for every rank. Over gloo, so that a GPU's queue is left alone."""
@@ -209,7 +209,9 @@ class World:
 
         A thread beside the loop gives a gloo `group` of its own.
         """
-        return gather_json(value, group) if dist.is_initialized() else [value]
+        if dist.is_initialized():
+            return gather_json(value, group)
+        return [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,9 @@ class RankGroup:
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}{_describe_full_disk(error)}"
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _describe_full_disk(error: OSError) -> str:

@@ -62,7 +62,10 @@ class BaseAccount:
             and not any(fnmatchcase(name, each) for each in named)
         ]
         if lost:
-            more = f" and {len(lost) - LISTED} more" if len(lost) > LISTED else ""
+            if len(lost) > LISTED:
+                more = f" and {len(lost) - LISTED} more"
+            else:
+                more = ""
             raise UserError(
                 f"{self.where}: not exported: the result lacks "
                 f"{', '.join(sorted(lost)[:LISTED])}{more}, which the base has; this is a fault of "
@@ -165,7 +168,10 @@ def plan_carried(
         is_computed = name in account.quantized or any(
             isinstance(part, ComputedPart) for part in stored.parts
         )
-        stored_dtype = source.compute_dtype if name in account.quantized else stored.dtype
+        if name in account.quantized:
+            stored_dtype = source.compute_dtype
+        else:
+            stored_dtype = stored.dtype
         written = target.written_dtype(
             name, stored_dtype, dtype if is_asked or is_computed else stored_dtype
         )
@@ -200,11 +206,16 @@ def _account(
         for part in box.parts:
             files_of[own[part.name].name] |= holders.get(first, frozenset())
     files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
-    left_out = sorted(name for name, its in files_of.items() if not its) if drop_vision else []
+    if drop_vision:
+        left_out = sorted(name for name, its in files_of.items() if not its)
+    else:
+        left_out = []
     reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
     account = BaseAccount(where, files_of, carried, quantized, reasons, target=target)
     other_rows = _find_other_rows(target, boxes, carried)
-    return account if other_rows is None else _leave_out(account, other_rows)
+    if other_rows is None:
+        return account
+    return _leave_out(account, other_rows)
 
 
 def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, Box]) -> TargetModel:

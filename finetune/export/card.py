@@ -94,10 +94,19 @@ def model_card(
     """
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
-    base = _shown_path(source.base_model) if source.base_model else None
-    origin = ", trained from random weights" if source.recipe.get("model_config") else ""
+    if source.base_model:
+        base = _shown_path(source.base_model)
+    else:
+        base = None
+    if source.recipe.get("model_config"):
+        origin = ", trained from random weights"
+    else:
+        origin = ""
     teacher = source.recipe.get("teacher_model_name_or_path")
-    teacher = f", distilled from {_shown_path(str(teacher))}" if teacher else ""
+    if teacher:
+        teacher = f", distilled from {_shown_path(str(teacher))}"
+    else:
+        teacher = ""
     sections = [
         f"---\n{front}---",
         f"# {name}",
@@ -163,7 +172,9 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
 
 
 def _name_library(source: Source) -> str:
-    return "sentence-transformers" if is_embedder(source.recipe) else "transformers"
+    if is_embedder(source.recipe):
+        return "sentence-transformers"
+    return "transformers"
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -177,9 +188,15 @@ def _license(source: Source) -> dict[str, Any]:
 
 def _front_of(card: Path) -> dict[str, Any]:
     """The front matter of a model card; empty where there is none."""
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = ""
     match = re.match(r"---\s*\n(.{0,65536}?)\n---", text, re.DOTALL)
-    front = read_value(match[1], "front", str(card))[0].value if match else None
+    if match:
+        front = read_value(match[1], "front", str(card))[0].value
+    else:
+        front = None
     return front if isinstance(front, dict) else {}
 
 
@@ -215,7 +232,10 @@ def _training(source: Source) -> str:
             if (points := _series(lines, of, state.get("step")))
         ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
-    warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    if diverged:
+        warning = [f"**This run diverged**: {diverged}."]
+    else:
+        warning = []
     step = state.get("step")
     if (
         source.run
@@ -241,11 +261,10 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     text += f" Each on {len(merge.rows)} {kind} rows ({tokens}), computed in float32:"
     rows = []
     for name, score in merge.measured.items():
-        label = (
-            f"{quantization.bits}-bit base with the adapter"
-            if name == TRAINED
-            else f"merged onto the {name} base"
-        )
+        if name == TRAINED:
+            label = f"{quantization.bits}-bit base with the adapter"
+        else:
+            label = f"merged onto the {name} base"
         label += " (this one)" if name == merge.onto else ""
         rows.append((label, f"{score.loss:.4f}", f"{score.logit_difference:.3g}"))
     return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
@@ -271,25 +290,27 @@ _PREFERENCES = (
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without those that cannot be read."""
-    return (
-        [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
-    )
+    if run:
+        return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None]
+    return []
 
 
 def _data(source: Source) -> str:
     """A table of what was trained on and what the held-out loss was measured on."""
-    report = read_json_object(source.run / "data_report.json") if source.run else {}
+    if source.run:
+        report = read_json_object(source.run / "data_report.json")
+    else:
+        report = {}
     kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
     rows = []
     for key, report_key, use in kinds:
         entries = _entries(source.recipe, key)
         reported = report.get(report_key)
         for number, entry in enumerate(entries):
-            of_entry = (
-                reported[number]
-                if isinstance(reported, list) and len(reported) == len(entries)
-                else {}
-            )
+            if isinstance(reported, list) and len(reported) == len(entries):
+                of_entry = reported[number]
+            else:
+                of_entry = {}
             rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
     table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
     size = source.recipe.get("eval_split_size")
@@ -306,9 +327,10 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
     data_report.json.
     """
     formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
-    recognized = (
-        ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
-    )
+    if isinstance(formats, list) and formats:
+        recognized = ", ".join(map(str, formats))
+    else:
+        recognized = "recognized"
     size = ""
     if pairs:
         size = f"{pairs:,} pairs"
@@ -371,9 +393,10 @@ def _use(source: Source, is_adapter: bool) -> str:
             "multiplies in bf16 on some CPUs, and fails there where a layer's output width is no "
             "multiple of 32."
         )
-    auto_class = (
-        "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
-    )
+    if _is_vision_language(source):
+        auto_class = "AutoModelForImageTextToText"
+    else:
+        auto_class = "AutoModelForCausalLM"
     names = _read_scores(source)
     if names:
         auto_class = "AutoModelForSequenceClassification"
@@ -401,7 +424,9 @@ def _read_scores(source: Source) -> Sequence[str]:
     """The names of the scores of a reward model or classifier; none of a language model."""
     config = read_json_object(source.description / CONFIG_FILE)
     is_scoring = any(name.endswith(SCORING_CLASS) for name in config.get("architectures") or ())
-    return list((config.get("id2label") or {}).values()) if is_scoring else ()
+    if is_scoring:
+        return list((config.get("id2label") or {}).values())
+    return ()
 
 
 def _find_pipeline(source: Source) -> str:
@@ -409,7 +434,9 @@ def _find_pipeline(source: Source) -> str:
         return "sentence-similarity"
     if _read_scores(source):
         return "text-classification"
-    return "image-text-to-text" if _is_vision_language(source) else "text-generation"
+    if _is_vision_language(source):
+        return "image-text-to-text"
+    return "text-generation"
 
 
 def _is_vision_language(source: Source) -> bool:

@@ -152,7 +152,10 @@ def export_source(
     phases = phases or Phases()
     output = output.absolute()
     _check_output_is_apart(source, output)
-    title = output.parent.name if output.parent == source.run else output.name
+    if output.parent == source.run:
+        title = output.parent.name
+    else:
+        title = output.name
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
@@ -160,9 +163,10 @@ def export_source(
     # with all cores: it computes more than it reads
     merge = choose_merge(source, target, options, log)
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        account = (
-            account_for_base(source, target, options.formats) if options.model else NOTHING_CARRIED
-        )
+        if options.model:
+            account = account_for_base(source, target, options.formats)
+        else:
+            account = NOTHING_CARRIED
         target = account.target or target
         weights = plan_weights(source, target, options, merge, account)
         plans = [
@@ -210,7 +214,10 @@ def _find_commands(
     rows = [EXPORT_FORMATS[name] for name in options.formats]
     of_files = dict[str, str]()
     for row in rows:
-        files = sorted(output.glob(f"*{row.suffix}")) if row.suffix is not None else []
+        if row.suffix is not None:
+            files = sorted(output.glob(f"*{row.suffix}"))
+        else:
+            files = []
         of_files |= row.use(files[0], not weights.model) if files else {}
     config = target.config_json
     model_type = str(config.get("model_type"))
@@ -248,7 +255,10 @@ def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOp
     """
     others = sorted(set(options.formats) - {SAFETENSORS})
     missing = "pooling" if is_embedder(source.recipe) else ""
-    missing = "head of scores" if has_scores(target.model) else missing
+    if has_scores(target.model):
+        missing = "head of scores"
+    else:
+        missing = missing
     if others and missing:
         raise UserError(
             f"{source.path}: {others[0]} has no {missing}; export safetensors, and no other format"
@@ -273,11 +283,10 @@ def _describe(source: Source, weights: Weights) -> str:
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))
-    tokenizer = (
-        ""
-        if has_tokenizer(source.description)
-        else ", without a tokenizer, since the source has none"
-    )
+    if has_tokenizer(source.description):
+        tokenizer = ""
+    else:
+        tokenizer = ", without a tokenizer, since the source has none"
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
 
 
@@ -329,8 +338,14 @@ def use_model(
     """The commands that use a Hugging Face folder, by the program. is_served: whether vLLM was seen
     to.
     """
-    asked = f"[dict(role='user', content='{QUESTION}')]" if has_template else f"'{QUESTION}'"
-    answer = "[0]['generated_text'][-1]['content']" if has_template else "[0]['generated_text']"
+    if has_template:
+        asked = f"[dict(role='user', content='{QUESTION}')]"
+    else:
+        asked = f"'{QUESTION}'"
+    if has_template:
+        answer = "[0]['generated_text'][-1]['content']"
+    else:
+        answer = "[0]['generated_text']"
     code = (
         "from transformers import pipeline; print(pipeline('text-generation', "
         f"{str(folder)!r})({asked}){answer})"
@@ -371,6 +386,9 @@ def describe_use(commands: Mapping[str, str]) -> list[str]:
     >>> describe_use({"vLLM": "vllm serve out"})
     ['use     vLLM          vllm serve out']
     """
-    width = max(14, *(len(program) + 2 for program in commands)) if commands else 0
+    if commands:
+        width = max(14, *(len(program) + 2 for program in commands))
+    else:
+        width = 0
     lines = [f"{program:<{width}}{command}" for program, command in commands.items()]
     return [f"{'use' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

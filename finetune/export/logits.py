@@ -125,7 +125,9 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = super().__getitem__(attribute)
-        return None if on_meta is None else self.read(self.prefix + attribute, on_meta)
+        if on_meta is None:
+            return None
+        return self.read(self.prefix + attribute, on_meta)
 
 
 class _StoredExperts(_StoredParameters):
@@ -135,7 +137,9 @@ class _StoredExperts(_StoredParameters):
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = dict.__getitem__(self, attribute)
-        return None if on_meta is None else _EachExpert(self.prefix + attribute, self.read.rows)
+        if on_meta is None:
+            return None
+        return _EachExpert(self.prefix + attribute, self.read.rows)
 
 
 class _EachExpert:
@@ -307,7 +311,9 @@ def _is_plain(model: nn.Module) -> bool:
 
 def _text_parts(model: Any) -> list[nn.Module]:
     """What of `model` works on text: a vision tower stays on meta."""
-    return [trunk_of(model), head_of(model)] if has_other_parts(model) else [model]
+    if has_other_parts(model):
+        return [trunk_of(model), head_of(model)]
+    return [model]
 
 
 def _cut(config: Any) -> Any:
@@ -361,5 +367,8 @@ def _fill(model: Any) -> None:
                 : parameter.numel()
             ]
             values = repeated.view(parameter.shape)
-            fan_in = max(parameter[0].numel(), 1) if parameter.dim() > 1 else 1
+            if parameter.dim() > 1:
+                fan_in = max(parameter[0].numel(), 1)
+            else:
+                fan_in = 1
             parameter.copy_(values * fan_in**-0.5 if parameter.dim() > 1 else 1 + 0.1 * values)

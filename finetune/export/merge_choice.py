@@ -279,11 +279,10 @@ def choose_merge(
         or (options.merge_onto and not options.verify)
     ):
         onto = options.merge_onto or "dequantized"
-        reason = (
-            "as --merge-onto says"
-            if options.merge_onto
-            else "which the adapter was trained on; nothing was measured"
-        )
+        if options.merge_onto:
+            reason = "as --merge-onto says"
+        else:
+            reason = "which the adapter was trained on; nothing was measured"
         log(f"merged onto the {onto} base, {reason}")
         return MergeChoice(onto, reason)
     measured = measure_merges(source, target, choose_written_dtype(source, target, options), rows)
@@ -302,10 +301,14 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
         f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"
     ]
     for name, score in choice.measured.items():
-        difference = (
-            "" if name == TRAINED else f", largest logit difference {score.logit_difference:.3g}"
-        )
-        label = f"{bits}-bit base + adapter" if name == TRAINED else f"merged onto the {name} base"
+        if name == TRAINED:
+            difference = ""
+        else:
+            difference = f", largest logit difference {score.logit_difference:.3g}"
+        if name == TRAINED:
+            label = f"{bits}-bit base + adapter"
+        else:
+            label = f"merged onto the {name} base"
         lines.append(f"        {label}: loss {score.loss:.4f}{difference}")
     return [*lines, f"        exported: onto the {choice.onto} base, {choice.reason}"]
 

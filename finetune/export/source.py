@@ -131,7 +131,10 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
         )
     # says what is wrong with a repository of something else
     download_file(name, CONFIG_FILE, revision)
-    patterns = [*DESCRIPTIONS, "*.safetensors"] if with_weights else DESCRIPTIONS
+    if with_weights:
+        patterns = [*DESCRIPTIONS, "*.safetensors"]
+    else:
+        patterns = DESCRIPTIONS
     return download_folder(name, patterns, "its files", revision)
 
 
@@ -144,7 +147,10 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
                 f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run"
             )
         return checkpoint
-    run = path.parent if path.name == "checkpoints" and list_checkpoints(path.parent) else path
+    if path.name == "checkpoints" and list_checkpoints(path.parent):
+        run = path.parent
+    else:
+        run = path
     if not list_checkpoints(run):
         return None
     passed_over: list[str] = []
@@ -169,7 +175,10 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     model = checkpoint / MODEL
     state = read_state(checkpoint, STATE)
     name = base_model or state.get("base_model")
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    if checkpoint.parent.name == "checkpoints":
+        run = checkpoint.parent.parent
+    else:
+        run = None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
     is_own = name == source.recipe.get("model_name_or_path")
     revision = source.recipe.get("model_revision") if is_own else None
@@ -226,7 +235,10 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
     base = find_base(source.base_model, revision, with_weights=True)
     named = {peft_name(name): tensor for name, tensor in source.tensors.items()}
     adapter = Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
-    description = source.description if (source.description / CONFIG_FILE).exists() else base
+    if (source.description / CONFIG_FILE).exists():
+        description = source.description
+    else:
+        description = base
     tensors, quantized = split_quantized(read_folder(base), str(base))
     return replace(
         source,

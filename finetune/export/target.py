@@ -178,7 +178,10 @@ def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
     modules = [
         re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     ]
-    pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)") if modules else None
+    if modules:
+        pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)")
+    else:
+        pattern = None
     return frozenset(name for name in names if pattern is not None and pattern.search(name))
 
 
@@ -254,7 +257,9 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
 def as_floating(block: torch.Tensor) -> torch.Tensor:
     """`block` as values are computed with: in float32, or as stored if not floating."""
     # float64 is kept: rounding it to float32 first would round twice
-    return block.float() if block.is_floating_point() and block.dtype != torch.float64 else block
+    if block.is_floating_point() and block.dtype != torch.float64:
+        return block.float()
+    return block
 
 
 def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:

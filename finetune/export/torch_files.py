@@ -112,7 +112,9 @@ class Archive:
         0): there is none.
         """
         begin = address - self._storage.data_ptr()
-        return (begin, self._records[begin]) if begin in self._records else (None, 0)
+        if begin in self._records:
+            return (begin, self._records[begin])
+        return (None, 0)
 
     def _open_reader(self) -> Any:
         """torch's reader of this archive, once its records are known to lie in the file without
@@ -212,7 +214,10 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
     tensors = _join_places(folder, answer["tensors"])
     for name, size in answer["sizes"].items():
         if name not in tensors or tensors[name].shape != tuple(size):
-            has = f"parts of shape {list(tensors[name].shape)}" if name in tensors else "no part"
+            if name in tensors:
+                has = f"parts of shape {list(tensors[name].shape)}"
+            else:
+                has = "no part"
             raise UserError(
                 f"{folder}: {name}: of shape {size} by its metadata, but the files hold {has}"
             )

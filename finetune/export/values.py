@@ -195,7 +195,10 @@ def _parameter_update(
     experts = parameter.shape[0]
     last = a.shape[1]
     inner = b.shape[0]
-    shape = (experts, last, inner) if parameter.is_transposed else (experts, inner, last)
+    if parameter.is_transposed:
+        shape = (experts, last, inner)
+    else:
+        shape = (experts, inner, last)
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
         chosen, first, second = (*slices, *(slice(None),) * (3 - len(slices)))
@@ -410,11 +413,9 @@ def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
     """
     if source.quantized:  # their files may leave some linear layers as they are
         return frozenset(source.quantized)
-    return (
-        frozenset(quantized_weights(target.model))
-        if source.quantization.bits is not None
-        else frozenset()
-    )
+    if source.quantization.bits is not None:
+        return frozenset(quantized_weights(target.model))
+    return frozenset()
 
 
 def make_dequantizer(source: Source) -> ReadDequantized:
@@ -458,20 +459,30 @@ def plan_values(
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
         check_mergeable(source.adapter, updates, target, str(source.path))
-    quantized = (
-        find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
-    )
+    if onto == "dequantized":
+        quantized = find_quantized(source, target)
+    else:
+        quantized = frozenset(source.quantized)
     read_dequantized = read_dequantized or make_dequantizer(source)
     of_checkpoint = source.adapter is None and bool(source.state)
     values = {}
     for name in target.shapes:
-        stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
+        if name in quantized:
+            stored_dtype = source.compute_dtype
+        else:
+            stored_dtype = stored[name].dtype
         of_run = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
-        written = dtype if is_asked or of_run or name not in target.beside else stored_dtype
+        if is_asked or of_run or name not in target.beside:
+            written = dtype
+        else:
+            written = stored_dtype
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, written))
         if name in quantized:
             value = replace(value, rows=dequantized_rows(stored[name], read_dequantized))
-        values[name] = merged_value(updates[name], value) if name in updates else value
+        if name in updates:
+            values[name] = merged_value(updates[name], value)
+        else:
+            values[name] = value
     return values
 
 

@@ -194,7 +194,10 @@ def start_verification(
                 compare_values(folder, weights, written, digests)
                 bound = _logits_bound(weights)
                 difference = _compare_logits(logits.result(), its_logits, bound)
-                agreement = f"logits within {difference:.1g}" if difference else "identical logits"
+                if difference:
+                    agreement = f"logits within {difference:.1g}"
+                else:
+                    agreement = "identical logits"
                 return f", verified: every value, and {agreement} in a separate process"
 
             yield process.on_disk, verify_model
@@ -238,7 +241,10 @@ def start_logits(
     them all.
     """
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
-    quantized = find_quantized(source, target) if is_dequantized else frozenset()
+    if is_dequantized:
+        quantized = find_quantized(source, target)
+    else:
+        quantized = frozenset()
     read_dequantized = make_dequantizer(source)
     model = target.model
     adapter = source.adapter
@@ -261,14 +267,13 @@ def start_logits(
                     return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         base = weights.stored[target.tied.get(name, name)]
-        values = (
-            read_dequantized(base)[start:stop]
-            if name in quantized
-            else read_rows(base, start, stop)
-        )
-        return (
-            merged[name].apply(values.float(), (slice(start, stop),)) if name in merged else values
-        )
+        if name in quantized:
+            values = read_dequantized(base)[start:stop]
+        else:
+            values = read_rows(base, start, stop)
+        if name in merged:
+            return merged[name].apply(values.float(), (slice(start, stop),))
+        return values
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
@@ -303,7 +308,9 @@ def _logits_bound(weights: Weights) -> float:
     is_lossless = all(
         d.itemsize == 1 or torch.promote_types(d, weights.dtype) == weights.dtype for d in floats
     )
-    return 0.0 if is_lossless and not weights.is_merged else BOUNDS[weights.dtype]
+    if is_lossless and not weights.is_merged:
+        return 0.0
+    return BOUNDS[weights.dtype]
 
 
 def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) -> float:
@@ -327,11 +334,10 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) 
 
 def _raise_if_any(problems: list[str], what: str) -> None:
     if problems:
-        more = (
-            [f"and {len(problems) - LISTED_DIFFERENCES} more"]
-            if len(problems) > LISTED_DIFFERENCES
-            else []
-        )
+        if len(problems) > LISTED_DIFFERENCES:
+            more = [f"and {len(problems) - LISTED_DIFFERENCES} more"]
+        else:
+            more = []
         raise UserError.of([f"not exported: {what}", *problems[:LISTED_DIFFERENCES], *more])
 
 
@@ -451,11 +457,10 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
 
 
 def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> torch.Tensor:
-    paths = (
-        [folder / SINGLE_FILE]
-        if (folder / SINGLE_FILE).exists()
-        else sorted(folder.glob("*.safetensors"))
-    )
+    if (folder / SINGLE_FILE).exists():
+        paths = [folder / SINGLE_FILE]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
     files = WrittenFiles(folder, tuple(path.name for path in paths), progress.wait_for)
     boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
 

@@ -198,11 +198,16 @@ def plan_weights(
     onto = merge.onto if merge else "original"
     read_dequantized = make_dequantizer(source)
     planned = plan_values(source, target, stored, dtype, onto, read_dequantized, is_asked=is_asked)
-    quantized = find_quantized(source, target) if onto == "dequantized" else frozenset[str]()
+    if onto == "dequantized":
+        quantized = find_quantized(source, target)
+    else:
+        quantized = frozenset[str]()
 
     def read_base(name: str, slices: Slices) -> torch.Tensor:
         base = stored[name]
-        return read_dequantized(base)[slices] if name in quantized else read_slice(base, slices)
+        if name in quantized:
+            return read_dequantized(base)[slices]
+        return read_slice(base, slices)
 
     values = list(_plan_files(source, target, read_base, planned))
     values += plan_carried(account, source, target, dtype, is_asked=is_asked)
@@ -217,13 +222,16 @@ def _plan_files(
     """The tensors as the files hold them, made from the model's parameters: one file tensor for
     each expert, where the model has one parameter for all experts of a layer.
     """
-    updates = (
-        find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
-    )
+    if source.adapter is not None:
+        updates = find_updates(source.adapter, target, str(source.path))
+    else:
+        updates = {}
 
     def read(parameter: str, slices: Slices) -> torch.Tensor:
         values = as_floating(read_base(parameter, slices))
-        return updates[parameter].apply(values, slices) if parameter in updates else values
+        if parameter in updates:
+            return updates[parameter].apply(values, slices)
+        return values
 
     def rows(box: Box, start: int, stop: int) -> torch.Tensor:
         return box.read((slice(start, stop),), read)
@@ -247,7 +255,10 @@ def _plan_files(
 def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
 ) -> Shard:
-    dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
+    if options.dtype and not options.model:
+        dtype = getattr(torch, options.dtype)
+    else:
+        dtype = None
     if why_unsupported(adapter.config) is None:
         find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)

@@ -281,7 +281,10 @@ def lock_folder(folder: Path, file: str | None = None) -> int:
     process has the lock.
     """
     path = folder if file is None else folder / file
-    flags = os.O_RDONLY | os.O_DIRECTORY if file is None else os.O_RDWR | os.O_CREAT
+    if file is None:
+        flags = os.O_RDONLY | os.O_DIRECTORY
+    else:
+        flags = os.O_RDWR | os.O_CREAT
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except (
@@ -297,9 +300,10 @@ def lock_folder(folder: Path, file: str | None = None) -> int:
     except OSError:
         is_renamed = False
     if is_renamed:
-        holder = (
-            "" if file is None else os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        )
+        if file is None:
+            holder = ""
+        else:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
         raise FolderInUse(holder or "another process")
     if file is not None:

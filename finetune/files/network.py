@@ -92,7 +92,9 @@ def find_local_folder(name: str, revision: str | None = None) -> Path | None:
         config_file = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
         return None
-    return Path(config_file).parent if isinstance(config_file, str) else None
+    if isinstance(config_file, str):
+        return Path(config_file).parent
+    return None
 
 
 def hub_error(
@@ -104,7 +106,10 @@ def hub_error(
     from huggingface_hub import errors as hub
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "off", "no")
-    unreachable = "HF_HUB_OFFLINE is set" if offline else "the hub is unreachable"
+    if offline:
+        unreachable = "HF_HUB_OFFLINE is set"
+    else:
+        unreachable = "the hub is unreachable"
     status = getattr(getattr(error, "response", None), "status_code", "an error")
     reason = first_line(error)
     # The first class that matches is used, so subclasses come first.
@@ -193,7 +198,10 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
         reason = first_line(error)
         is_as_here = all(isinstance(content, Path) for content in contents.values())
         command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
-        command = command if is_as_here else "the same command with --overwrite"
+        if is_as_here:
+            command = command
+        else:
+            command = "the same command with --overwrite"
         log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
         return False
     log(f"pushed to {api.endpoint}/{repository}")

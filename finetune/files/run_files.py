@@ -61,17 +61,23 @@ def find_origin(folder: Path) -> Path | None:
     this machine.
     """
     base = read_json_object(folder.parent / "state.json").get("base_model")
-    base_folder = find_local_folder(base) if isinstance(base, str) else None
-    return (
-        base_folder if base_folder is not None and any(base_folder.glob("*.safetensors")) else None
-    )
+    if isinstance(base, str):
+        base_folder = find_local_folder(base)
+    else:
+        base_folder = None
+    if base_folder is not None and any(base_folder.glob("*.safetensors")):
+        return base_folder
+    return None
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
     """The results in a run's folder; those that cannot be read are skipped, and the page or card
     lacks them.
     """
-    entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
+    if run is not None:
+        entries = read_json_object(run / BENCHMARKS).get("results")
+    else:
+        entries = None
     results = map(_read_entry, entries) if isinstance(entries, list) else ()
     return [result for result in results if result is not None]
 
@@ -125,12 +131,19 @@ def format_value(value: float, stderr: float | None) -> str:
     >>> format_value(0.41736, 0.0136), format_value(12.5, None)
     ('0.417 ± 0.014', '12.5')
     """
-    return f"{value:.4g}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+    if stderr is None:
+        return f"{value:.4g}"
+    return f"{value:.3f} ± {stderr:.3f}"
 
 
 def _describe_metric(result: BenchmarkResult) -> str:
-    metric = result.metric if result.filter == "none" else f"{result.metric}, {result.filter}"
-    return metric if result.higher_is_better else f"{metric} (lower is better)"
+    if result.filter == "none":
+        metric = result.metric
+    else:
+        metric = f"{result.metric}, {result.filter}"
+    if result.higher_is_better:
+        return metric
+    return f"{metric} (lower is better)"
 
 
 def _describe_setting(result: BenchmarkResult) -> str:
@@ -209,7 +222,9 @@ def describe_missing(path: Path, last_step: int) -> str:
     change in a run.
     """
     if not path.is_file():
-        return f"no line for the steps 1 to {last_step:,}" if last_step else ""
+        if last_step:
+            return f"no line for the steps 1 to {last_step:,}"
+        return ""
     steps = [step for step, _ in losses_of(read_json_lines(path), last_step)]
     ranges = ", ".join(f"{first:,} to {last:,}" for first, last in find_gaps(steps, last_step))
     return f"no line for the steps {ranges}" if ranges else ""
@@ -266,7 +281,10 @@ def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True)
         return ""
     (first_step, first_loss), later = losses[start], losses[start + 1 :]
     limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
-    wanted = max(2, min(DIVERGED_LINES, len(later) // 2)) if at_end else DIVERGED_LINES
+    if at_end:
+        wanted = max(2, min(DIVERGED_LINES, len(later) // 2))
+    else:
+        wanted = DIVERGED_LINES
     if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
         return ""
     step, loss = losses[-1]

@@ -241,7 +241,10 @@ def _read_box(
 
 
 def _read_bytes(descriptor: int, position: int, result: torch.Tensor) -> None:
-    view = result.reshape(-1).view(torch.uint8).numpy().data if result.numel() else memoryview(b"")
+    if result.numel():
+        view = result.reshape(-1).view(torch.uint8).numpy().data
+    else:
+        view = memoryview(b"")
     while len(view):
         count = os.preadv(descriptor, [view], position)  # at most 2 GiB at a time
         if count == 0:
@@ -256,7 +259,9 @@ def _intersection(one: Box, other: Box) -> Box | None:
     The box of a scalar is (), and not empty.
     """
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    if all(start < stop for start, stop in common):
+        return common
+    return None
 
 
 def _read_indexed(index: Path) -> dict[str, StoredTensor]:
@@ -321,7 +326,9 @@ def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.byte_count
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+    if sizes:
+        return max(sizes, key=lambda dtype: sizes[dtype])
+    return None
 
 
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:
@@ -336,7 +343,9 @@ def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | No
     chosen = next(
         (dtype for dtype in (_base_dtype(base), *others) if dtype is not None), torch.float32
     )
-    return chosen if str(chosen).removeprefix("torch.") in ITEMSIZE else torch.bfloat16
+    if str(chosen).removeprefix("torch.") in ITEMSIZE:
+        return chosen
+    return torch.bfloat16
 
 
 def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
@@ -344,7 +353,10 @@ def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
     if any.
     """
     name = config_json.get("dtype") or config_json.get("torch_dtype")
-    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if isinstance(name, str):
+        dtype = getattr(torch, name.removeprefix("torch."), None)
+    else:
+        dtype = None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
@@ -398,7 +410,10 @@ def header_bytes(
     """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it
     in this order.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    if metadata:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    else:
+        header = {}
     position = 0
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * dtype.itemsize
@@ -494,7 +509,10 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
                 "or download the file again"
             )
         if entry.begin != position:
-            what = "overlaps" if entry.begin < position else "leaves a gap after"
+            if entry.begin < position:
+                what = "overlaps"
+            else:
+                what = "leaves a gap after"
             raise UserError(
                 f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors "
                 "file"
@@ -521,7 +539,10 @@ def _read_offsets(
 
     def of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         entry = sharding.get(name)
-        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        if isinstance(entry, dict):
+            offsets = entry.get("saved_offsets")
+        else:
+            offsets = None
         if not isinstance(offsets, list) or not _are_counts(offsets) or len(offsets) != len(shape):
             raise UserError(
                 f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} "

@@ -72,11 +72,10 @@ def answer(
     if has_scores(model.whole):
         return _score(model, input_ids, write)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    room = (
-        sampling.max_new_tokens
-        if limit is None
-        else min(sampling.max_new_tokens, limit - len(input_ids))
-    )
+    if limit is None:
+        room = sampling.max_new_tokens
+    else:
+        room = min(sampling.max_new_tokens, limit - len(input_ids))
     if room <= 0:
         raise UserError(
             f"{model.name}: the conversation has {len(input_ids):,} tokens, and the model reads "

@@ -59,7 +59,9 @@ class InferenceModel:
     @property
     def whole(self) -> Any:
         """The model of transformers, whose own arguments are known also under an adapter."""
-        return self.model.get_base_model() if self.has_adapter else self.model
+        if self.has_adapter:
+            return self.model.get_base_model()
+        return self.model
 
     def computing(self) -> AbstractContextManager[Any]:
         """The block in which the model computes."""
@@ -99,11 +101,10 @@ def load_inference_model(
             source = open_source(Path(reference.name), base_model=options.base_model, log=log)
             has_adapter = source.adapter is not None
             folder = Path(temporary) / "model"
-            model = (
-                _load_lora_checkpoint(source, folder, options)
-                if has_adapter
-                else _load_source(source, folder, options)
-            )
+            if has_adapter:
+                model = _load_lora_checkpoint(source, folder, options)
+            else:
+                model = _load_source(source, folder, options)
         elif has_adapter:
             model = _load_adapter(Path(reference.name), options)
         else:
@@ -114,7 +115,10 @@ def load_inference_model(
         # else dynamic RoPE remembers
         install_document_rotary(model.get_base_model() if has_adapter else model)
     is_whole = reference.kind == "checkpoint" and not has_adapter
-    described = str(source.description) if is_whole else model.config.name_or_path
+    if is_whole:
+        described = str(source.description)
+    else:
+        described = model.config.name_or_path
     keys = Model(model_name_or_path=described, model_revision=reference.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
     is_scoring = has_scores(model)
@@ -332,16 +336,21 @@ def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator
 
 def _describe_failure(name: str, revision: str | None, what: str, error: Exception) -> UserError:
     if not Path(name).exists():
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(error.__cause__, Exception):
+            cause = error.__cause__
+        else:
+            cause = error
         return hub_error(name, cause, what=what, revision=revision)
     damage = _find_damage(Path(name))
     if damage is not None:
         is_export = (Path(name).parent / "checkpoints").is_dir()
-        again = (
-            f", or export it again: finetune export {Path(name).parent} --output {name} --overwrite"
-            if is_export
-            else ""
-        )
+        if is_export:
+            again = (
+                f", or export it again: finetune export {Path(name).parent} --output {name} "
+                "--overwrite"
+            )
+        else:
+            again = ""
         return UserError(f"{damage}{again}")
     reason = on_one_line(error)
     return UserError(f"{name}: {what} cannot be loaded: {reason}")

@@ -125,13 +125,15 @@ def trained_formats(run: Path | None) -> set[str]:
     """The formats of the rows that a run was trained on, by its data_report.json; empty where that
     is unknown.
     """
-    report = read_json_object(run / "data_report.json") if run is not None else {}
+    if run is not None:
+        report = read_json_object(run / "data_report.json")
+    else:
+        report = {}
     sources = report.get("sources")
-    formats = (
-        [source.get("formats") for source in sources if isinstance(source, dict)]
-        if isinstance(sources, list)
-        else []
-    )
+    if isinstance(sources, list):
+        formats = [source.get("formats") for source in sources if isinstance(source, dict)]
+    else:
+        formats = []
     return {str(name) for names in formats if isinstance(names, list) for name in names}
 
 
@@ -267,7 +269,10 @@ def check_utf8(text: str, where: str) -> str:
 def read_piped_prompt() -> str:
     """All of stdin as one prompt. Raises `UserError` where it is empty or not UTF-8."""
     try:
-        text = check_utf8(sys.stdin.read().strip(), "stdin") if sys.stdin is not None else ""
+        if sys.stdin is not None:
+            text = check_utf8(sys.stdin.read().strip(), "stdin")
+        else:
+            text = ""
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     if not text:
@@ -328,9 +333,10 @@ def _before_answer(
     if not messages:
         raise BadRow("messages: nothing is asked before the assistant's turn")
     messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
-    asked = (
-        sum(message["content"].count(IMAGE) for message in messages) if conversation.images else 0
-    )
+    if conversation.images:
+        asked = sum(message["content"].count(IMAGE) for message in messages)
+    else:
+        asked = 0
     images = tuple(read_image(image, folder) for image in conversation.images[:asked])
     for image in images:
         open_image(image)  # a file that holds no image is found before the model is loaded

@@ -108,7 +108,10 @@ def open_server(
         UserError: Where the server is not installed, does not start, or does not answer.
     """
     if name.startswith(("http://", "https://")) or name == "ollama":
-        url = OLLAMA if name == "ollama" else name.rstrip("/").removesuffix("/v1")
+        if name == "ollama":
+            url = OLLAMA
+        else:
+            url = name.rstrip("/").removesuffix("/v1")
         yield Server(url, served or _find_served(url))
         return
     if name not in STARTED:
@@ -178,11 +181,10 @@ def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
         if given is not None and not Path(given).is_file():
             raise UserError(f"--{name}: {given}: no such file")
         if row.server == arguments.server:
-            file = (
-                Path(given)
-                if given is not None
-                else next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
-            )
+            if given is not None:
+                file = Path(given)
+            else:
+                file = next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
     return file
 
 
@@ -212,7 +214,10 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) ->
 def _find_served(url: str) -> str:
     """What the server calls its model. Raises `UserError` where it has several, or none."""
     listed = _request(f"{url}/v1/models", None).get("data")
-    names = [str(each.get("id")) for each in listed] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        names = [str(each.get("id")) for each in listed]
+    else:
+        names = []
     if len(names) != 1:
         raise UserError(
             f"{url}: serves {', '.join(names[:5]) or 'no model'}; name one with --served-model"
@@ -288,7 +293,10 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
     same = sum(each.is_same for each in compared)
     largest = _find_largest(each.difference for each in compared)
     of_prompts = _find_largest(each.prompt_difference for each in compared)
-    near = "" if largest is None else f"; log-probabilities within {largest:.2g}"
+    if largest is None:
+        near = ""
+    else:
+        near = f"; log-probabilities within {largest:.2g}"
     print(
         f"{same} of {len(compared)} prompts answered alike by {arguments.server} and "
         f"transformers{near}"
@@ -315,7 +323,10 @@ def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conv
     """
     if given is not None:
         return read_prompts(given, None)
-    recipe = find_yaml(reference.run / "recipe.yaml") if reference.run is not None else {}
+    if reference.run is not None:
+        recipe = find_yaml(reference.run / "recipe.yaml")
+    else:
+        recipe = {}
     entries = [*(recipe.get("eval_datasets") or []), *(recipe.get("datasets") or [])]
     paths = [
         str(each["path"])

@@ -123,11 +123,9 @@ def find_gpus() -> Hardware | None:
     none.
     """
     mebibytes = [gpu.mebibytes for gpu in list_gpus()]
-    return (
-        Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB")
-        if mebibytes
-        else None
-    )
+    if mebibytes:
+        return Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB")
+    return None
 
 
 MANY_ROWS = 50_000  # one epoch of these is enough
@@ -188,7 +186,10 @@ def init_command(options: argparse.Namespace) -> int:
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
-    template = _offer_template(recipe, data, findings) if _is_fatal(findings) else None
+    if _is_fatal(findings):
+        template = _offer_template(recipe, data, findings)
+    else:
+        template = None
     if template is not None and is_interactive():
         answer = ask(
             f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the "
@@ -251,12 +252,18 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
 
     def read(name: str) -> str:
         if name not in known:
-            problem = "does not fit this data" if name in METHODS else "no such method"
+            if name in METHODS:
+                problem = "does not fit this data"
+            else:
+                problem = "no such method"
             raise UserError(f"--method: {name}: {problem}; choose one of {', '.join(known)}")
         return name
 
     asked = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)
-    given = known[0] if options.method is None and len(known) == 1 else options.method
+    if options.method is None and len(known) == 1:
+        given = known[0]
+    else:
+        given = options.method
     name = require(given, "--method", f"Learn from what? {asked}", known[0], read=read)
     keys: Keys = {} if name == DEFAULT_METHOD else {"method": name}
     if name in TAUGHT:
@@ -331,7 +338,10 @@ def _check_output(output: str, overwrite: bool) -> str:
     """`output`. Raises `UserError` where it is no recipe's name, or exists."""
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        example = path / "my_recipe.yaml" if path.name in ("", "..") else path.with_suffix(".yaml")
+        if path.name in ("", ".."):
+            example = path / "my_recipe.yaml"
+        else:
+            example = path.with_suffix(".yaml")
         raise UserError(
             f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}"
         )
@@ -353,18 +363,23 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     if kind == "answers":
         source = choose_columns(first[0], source, has_chat_template(model))
     summary = summarize_data(source, first, places, taken, kind, model)
-    rows = (
-        counted(summary.rows, "row")
-        if summary.is_counted
-        else f"more than {counted(summary.rows, 'row')}"
-    )
-    by = "" if summary.is_tokenized else " (a guess from their characters)"
+    if summary.is_counted:
+        rows = counted(summary.rows, "row")
+    else:
+        rows = f"more than {counted(summary.rows, 'row')}"
+    if summary.is_tokenized:
+        by = ""
+    else:
+        by = " (a guess from their characters)"
     print(
         f"data    {path}: {rows}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
         f"tokens each{by}"
     )
     if unread := list_unread_files(source):
-        more = f" and {len(unread) - SHOWN_FILES} more" if len(unread) > SHOWN_FILES else ""
+        if len(unread) > SHOWN_FILES:
+            more = f" and {len(unread) - SHOWN_FILES} more"
+        else:
+            more = ""
         print(
             f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as "
             "--data to choose"
@@ -391,7 +406,10 @@ def choose_columns(
             is_unknown = str(error).startswith("unknown format")
             # another column may hold the text
             is_null = row.get(str(error).partition(":")[0], error) is None
-            guessed = _guess_columns(row, source) if is_unknown or is_null else None
+            if is_unknown or is_null:
+                guessed = _guess_columns(row, source)
+            else:
+                guessed = None
             if guessed is None and not is_unknown:
                 raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
             source = guessed or _ask_columns(row, source)
@@ -403,7 +421,10 @@ def choose_columns(
                 and isinstance(recognized.document, Completion)
                 and has_template
             ):
-                completion = "completion" if row.get("completion") is not None else "chosen"
+                if row.get("completion") is not None:
+                    completion = "completion"
+                else:
+                    completion = "chosen"
                 source = replace(source, prompt_column="prompt", completion_column=completion)
     if source.prompt_column and source.completion_column and source.type is None and has_template:
         source = replace(source, type="messages")
@@ -434,7 +455,9 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
     text = next((by_name[name] for name in TEXT_COLUMNS if name in by_name), None)
     if text is None and len(by_name) == 1:
         text = next(iter(by_name.values()))
-    return replace(source, text_column=text) if text is not None and prompt is None else None
+    if text is not None and prompt is None:
+        return replace(source, text_column=text)
+    return None
 
 
 def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource:
@@ -494,7 +517,10 @@ def has_chat_template(model: str) -> bool:
     """Whether the tokenizer of a folder or hub name has a chat template."""
     for name in TEMPLATE_FILES:
         try:
-            path = Path(model) / name if Path(model).is_dir() else download_file(model, name)
+            if Path(model).is_dir():
+                path = Path(model) / name
+            else:
+                path = download_file(model, name)
             if path.is_file() and (
                 path.suffix == ".jinja" or '"chat_template"' in path.read_text(encoding="utf-8")
             ):
@@ -512,13 +538,19 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
     """What the flags say, or the answers; host memory and disk are this machine's where its GPUs
     are.
     """
-    machine = find_gpus() if options.gpus is None or options.gpu_memory is None else None
+    if options.gpus is None or options.gpu_memory is None:
+        machine = find_gpus()
+    else:
+        machine = None
     count = str(machine.gpus if machine else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
     here = f"{psutil.virtual_memory().total // MIB}MiB"
     own = f"{shutil.disk_usage(Path()).free // MIB}MiB"
     read_host, read_disk = (partial(_read_memory, flag) for flag in ("--host-memory", "--disk"))
-    host = None if options.host_memory is None else read_host(options.host_memory)
+    if options.host_memory is None:
+        host = None
+    else:
+        host = read_host(options.host_memory)
     disk = None if options.disk is None else read_disk(options.disk)
     if gpus == 0:
         return Hardware(0, host or here, host or here, disk or own)
@@ -604,8 +636,14 @@ def _summary(
     what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
     room = hardware.room
     uncounted = fit.plan.spec.uncounted
-    verdict = f"fits {hardware.words}:" if room.is_known and not uncounted else "requires"
-    without = ", without activations, which are not counted" if uncounted else ""
+    if room.is_known and not uncounted:
+        verdict = f"fits {hardware.words}:"
+    else:
+        verdict = "requires"
+    if uncounted:
+        without = ", without activations, which are not counted"
+    else:
+        without = ""
     yield f"wrote   {output}: trains {what}"
     yield (
         f"        by the plan it {verdict} "

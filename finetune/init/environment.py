@@ -108,7 +108,10 @@ def environment_command(options: argparse.Namespace) -> int:
             "env: --config, --num-processes and key=value are for a recipe; name one with --recipe"
         )
     gpus = list_gpus()
-    missing = None if options.recipe is None else _find_missing(options, gpus)
+    if options.recipe is None:
+        missing = None
+    else:
+        missing = _find_missing(options, gpus)
     for label, lines in _describe_all(gpus):
         for number, line in enumerate(lines):
             print(f"{'' if number else label:<11} {line}")
@@ -181,7 +184,10 @@ def _describe_torch(gpus: list[Gpu]) -> str:
     builds = re.findall(r"^(cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
     if builds:
         return "built for " + " and ".join(f"{name.upper()} {version}" for name, version in builds)
-    lost = "; install one for your driver, else no GPU is used" if gpus else ""
+    if gpus:
+        lost = "; install one for your driver, else no GPU is used"
+    else:
+        lost = ""
     return f"built for the CPU alone{lost}"
 
 

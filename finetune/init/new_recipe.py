@@ -204,9 +204,9 @@ def _count_rows(files: Sequence[str], taken: int) -> int:
     """All rows of local files; of a data set of the hub or a function, those that were read."""
     from finetune.data.sources import count_rows
 
-    return (
-        sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken
-    )
+    if files:
+        return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files)
+    return taken
 
 
 Trained = Literal["full", "lora", "qlora"]
@@ -250,7 +250,9 @@ class Hardware:
 
     @property
     def words(self) -> str:
-        return f"{counted(self.gpus, 'GPU')} of {self.memory}" if self.gpus else "the CPU"
+        if self.gpus:
+            return f"{counted(self.gpus, 'GPU')} of {self.memory}"
+        return "the CPU"
 
     @property
     def flags(self) -> str:
@@ -296,7 +298,10 @@ def _list_candidates(
     """The keys of each way to train that may be taken, in the order in which they are tried."""
     base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
     ways: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
-    tried: list[Trained] = ["full", "lora"] if trained is None else [trained]
+    if trained is None:
+        tried: list[Trained] = ["full", "lora"]
+    else:
+        tried = [trained]
     method = METHODS[given.get("method", DEFAULT_METHOD)]
     share: float = 1
     if method.compares:
@@ -338,9 +343,18 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
 def _too_little_memory(
     given: Keys, chosen: Trained, advice: Advice, hardware: Hardware
 ) -> UserError:
-    enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
-    lora = "; --train lora trains adapters, which need less" if chosen == "full" else ""
-    host = "" if hardware.host_memory is None else f" with {hardware.host_memory} of host memory"
+    if advice.ranks:
+        enough = f"; {advice.ranks} of them would be enough"
+    else:
+        enough = ""
+    if chosen == "full":
+        lora = "; --train lora trains adapters, which need less"
+    else:
+        lora = ""
+    if hardware.host_memory is None:
+        host = ""
+    else:
+        host = f" with {hardware.host_memory} of host memory"
     model = given["model_name_or_path"]
     return UserError(
         f"{model}: does not fit {hardware.words}{host}, whatever is changed{enough}{lora}"
@@ -416,7 +430,10 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
     )
     # of what a step draws
-    an_epoch = data.rows if samples else data.rows * data.mean_tokens / keys["max_length"]
+    if samples:
+        an_epoch = data.rows
+    else:
+        an_epoch = data.rows * data.mean_tokens / keys["max_length"]
     steps = keys["num_train_epochs"] * an_epoch / keys["global_batch_size"]
     every = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
@@ -501,7 +518,10 @@ def inspect_command(file: str) -> str:
 
 
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
-    what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
+    if fit.trained == "full":
+        what = "All parameters of"
+    else:
+        what = "Adapters (LoRA) for"
     yield (
         f"# {what} {fit.keys['model_name_or_path']} on {data.source.origin}, for {hardware.words}; "
         "written by finetune init."
@@ -552,9 +572,10 @@ def _trained(fit: Fit) -> Iterator[str]:
 
 def _datasets(data: DataSummary) -> Iterator[str]:
     source = data.source
-    rows = (
-        counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
-    )
+    if data.is_counted:
+        rows = counted(data.rows, "row")
+    else:
+        rows = f"more than {counted(data.rows, 'row')}"
     yield "datasets:"
     named = "function" if source.function else "path"
     yield _line(

@@ -63,12 +63,16 @@ def prepare_for_packed(
         return kwargs
     masks: dict[int | None, BlockMask] = {}
     if windows:
-        ids = (
-            kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        )
+        if kwargs.get("input_ids") is not None:
+            ids = kwargs["input_ids"]
+        else:
+            ids = kwargs["inputs_embeds"]
         tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
         masks = make_masks(windows, boundaries, tokens, ids.device)
-    continued = None if places is None else Continued.find(places, lengths, boundaries.device)
+    if places is None:
+        continued = None
+    else:
+        continued = Continued.find(places, lengths, boundaries.device)
     # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to
     # find packed documents in every forward: a host synchronization on CUDA, for a mask that
     # nothing reads.
@@ -76,7 +80,9 @@ def prepare_for_packed(
         "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
         "documents": RowDocuments(boundaries, longest, lengths, masks, images, continued),
     }
-    return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
+    if sequence_group is None:
+        return prepared
+    return prepared | {"sequence_group": sequence_group}
 
 
 def split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -136,8 +142,14 @@ def packed_attention(
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one
     # type.
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = value.dtype
+    if device == "cpu":
+        compute_dtype = torch.promote_types(dtype, torch.float32)
+    else:
+        compute_dtype = dtype
     query, key, value = (states.to(compute_dtype) for states in (query, key, value))
     with torch.autocast(device, enabled=False):
         if sequence_group is None:

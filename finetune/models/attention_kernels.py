@@ -206,7 +206,10 @@ def attend_in_blocks(
     """Attention under `mask`. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
     size].
     """
-    attend = _attend if torch.compiler.is_compiling() else _compile_attention()
+    if torch.compiler.is_compiling():
+        attend = _attend
+    else:
+        attend = _compile_attention()
     attended: Tensor = attend(query, key, value, mask, options)
     return attended
 
@@ -417,9 +420,10 @@ def _attend_varlen(
             0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device
         )
         longest = tokens
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if key.shape[1] != heads and NEEDS_ENABLE_GQA else {}
-    )
+    if key.shape[1] != heads and NEEDS_ENABLE_GQA:
+        grouped: dict[str, Any] = {"enable_gqa": True}
+    else:
+        grouped = {}
     query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     # zeros add nothing to the scores, and zeros to the output
     padding = -size % FLASH_HEAD_MULTIPLE
@@ -448,7 +452,10 @@ def _attend_each_document(
     """
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
-    keys = lengths if documents.continued is None else list(documents.continued.lengths)
+    if documents.continued is None:
+        keys = lengths
+    else:
+        keys = list(documents.continued.lengths)
     return _attend_each(query, key, value, lengths, keys, options, documents.images)
 
 
@@ -589,7 +596,10 @@ def attend_with_mask(
         and not query.requires_grad
         and options.dropout == 0.0
     ):
-        attend = _attend_one_token if query.device.type == "cpu" else _attend_one_token_on_gpu
+        if query.device.type == "cpu":
+            attend = _attend_one_token
+        else:
+            attend = _attend_one_token_on_gpu
         return attend(query, key, value, mask, options.scale)
     if options.is_fusible:
         out: Tensor = sdpa_attention_forward(

@@ -115,4 +115,6 @@ def _shorten(pattern: str, depth: int) -> str:
     ('mtp.layers.*', 'mtp.norm')
     """
     parts = pattern.split(".")
-    return pattern if len(parts) <= depth else ".".join((*parts[:depth], "*"))
+    if len(parts) <= depth:
+        return pattern
+    return ".".join((*parts[:depth], "*"))

@@ -25,7 +25,9 @@ def head_states(
 
     A head that multiplies its input does not change the cosines.
     """
-    return hidden if trained_positions is None else hidden[trained_positions]
+    if trained_positions is None:
+        return hidden
+    return hidden[trained_positions]
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,10 @@ def linear_cross_entropy(
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    ids = labels if trained_positions is None else labels[trained_positions]
+    if trained_positions is None:
+        ids = labels
+    else:
+        ids = labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
         computed = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)

@@ -240,11 +240,10 @@ def checkpoint_activations(
         getattr(transformer, "activation_checkpointing_enable", None)
         or transformer.gradient_checkpointing_enable
     )
-    contexts = (
-        {}
-        if keeps == "nothing"
-        else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
-    )
+    if keeps == "nothing":
+        contexts = {}
+    else:
+        contexts = {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
     enable({"use_reentrant": False, **contexts})
     layers: list[Any] = [
         module
@@ -286,7 +285,9 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
         width = max(text.hidden_size, text.num_attention_heads * head_size)
     policy = _make_policy(width)
     contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return contexts if offload is None else offload.wrap_contexts(contexts)
+    if offload is None:
+        return contexts
+    return offload.wrap_contexts(contexts)
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
@@ -298,7 +299,9 @@ def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
         is_kept = operator in _attention_operators()
         if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             is_kept = max(arguments[-2].shape[-1], arguments[-1].shape[-1]) <= width
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose
 
@@ -352,7 +355,9 @@ def _compile_checkpointed(
             layer.gradient_checkpointing = False
             forward = partial(_checkpoint, layer, checkpoint, forward)
         compiled = _compile_forward(forward, backend)
-        return compiled if offload is None else offload.wrap(compiled, is_compiled=True)
+        if offload is None:
+            return compiled
+        return offload.wrap(compiled, is_compiled=True)
     layer.gradient_checkpointing = False
     if offload is not None:
         checkpoint = offload.wrap(checkpoint)

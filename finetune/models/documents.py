@@ -79,9 +79,10 @@ def install_attention(
     trunk = trunk_of(model)
     family = find_family(trunk.config.model_type)
     if implementation == "auto" and _attends_by_mask(trunk):
-        implementation = (
-            "sdpa" if trunk._supports_sdpa and family.masks_documents != "here" else "eager"
-        )
+        if trunk._supports_sdpa and family.masks_documents != "here":
+            implementation = "sdpa"
+        else:
+            implementation = "eager"
     if implementation == "auto":
         activate_fastest_kernels()
     elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
@@ -235,7 +236,9 @@ def find_missing_flash_package() -> str | None:
     with suppress(ImportError):  # of the package that the module is in
         if importlib.util.find_spec(module) is not None:
             return None
-    return FLASH_ON_INDEX if major in FLASH_GPUS["flash_attention_4"] else None
+    if major in FLASH_GPUS["flash_attention_4"]:
+        return FLASH_ON_INDEX
+    return None
 
 
 def activate_flash_kernels(implementation: str) -> bool:
@@ -331,7 +334,10 @@ def _length_dependent_layers(rope_type: Any) -> list[str | None]:
     """The layer types whose RoPE depends on the length; [DEFAULT] where it is that of all
     layers.
     """
-    by_layer = rope_type if isinstance(rope_type, dict) else {DEFAULT: rope_type}
+    if isinstance(rope_type, dict):
+        by_layer = rope_type
+    else:
+        by_layer = {DEFAULT: rope_type}
     return [layer for layer, kind in by_layer.items() if kind in LENGTH_DEPENDENT]
 
 
@@ -381,9 +387,10 @@ def _embed_positions(
     )
     if layer_type not in _length_dependent_layers(module.rope_type):
         return apply(*arguments)
-    lengths = (
-        position_ids.amax(-1, keepdim=True) + 1 if current.of_tokens is None else current.of_tokens
-    )
+    if current.of_tokens is None:
+        lengths = position_ids.amax(-1, keepdim=True) + 1
+    else:
+        lengths = current.of_tokens
     config = module.config
     kind = module.rope_type
     prefix = ""
@@ -516,11 +523,9 @@ def _run_each_document(
         # One split, whose backward is one concatenation. That of a slice would fill the whole row
         # for each document.
         is_of_tokens = tensor.dim() > 1 and tensor.shape[1] == tokens
-        return (
-            iter(torch.split(tensor, lengths, dim=1))
-            if is_of_tokens
-            else iter([tensor] * len(lengths))
-        )
+        if is_of_tokens:
+            return iter(torch.split(tensor, lengths, dim=1))
+        return iter([tensor] * len(lengths))
 
     leaves, structure = tree_flatten((args, kwargs))
     columns = [

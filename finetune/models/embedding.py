@@ -42,7 +42,9 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
     documents: NoisyDocuments | None = None
 
     def add_noise(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
-        return embedded if documents is None else embedded + make_noise(embedded, documents, alpha)
+        if documents is None:
+            return embedded
+        return embedded + make_noise(embedded, documents, alpha)
 
     @functools.wraps(plain)  # generation reads the signature
     def forward(*args: Any, noisy_documents: NoisyDocuments | None = None, **kwargs: Any) -> Any:

@@ -68,7 +68,9 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
         A name for `set_experts_implementation`.
     """
     dtype = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[sharding.mixed_precision]
-    return GROUPED if device_type == "cuda" and dtype == torch.bfloat16 else "eager"
+    if device_type == "cuda" and dtype == torch.bfloat16:
+        return GROUPED
+    return "eager"
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
@@ -115,7 +117,10 @@ def keep_factors(model: nn.Module) -> None:
     Leaves a layer alone that has a forward of its own already.
     """
     for experts in expert_modules(model):
-        adapters = take_over_adapters(model, experts) if "forward" not in vars(experts) else []
+        if "forward" not in vars(experts):
+            adapters = take_over_adapters(model, experts)
+        else:
+            adapters = []
         if adapters:
             experts.forward = partial(_compute_adapted, experts, adapters)
 
@@ -215,9 +220,10 @@ def compute_in_groups(
     def multiply(name: str, rows: Tensor) -> Tensor:
         weight = get(name)
         device = rows.device.type
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        )
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        else:
+            dtype = weight.dtype
         rows = rows.to(dtype)
         is_transposed = getattr(module, "is_transposed", False)
         product = _multiply(rows, weight if is_transposed else weight.mT, ends)

@@ -47,7 +47,10 @@ def torchao_config(keys: QuantizationAware) -> Any:
     assert keys.quantization_aware_training is not None
     scheme = SCHEMES[keys.quantization_aware_training]
     dtype = getattr(torch, f"int{scheme.weight_bits}")
-    granularity = PerAxis(0) if keys.qat_group_size is None else PerGroup(keys.qat_group_size)
+    if keys.qat_group_size is None:
+        granularity = PerAxis(0)
+    else:
+        granularity = PerGroup(keys.qat_group_size)
     if scheme.input_bits is None:
         return IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
     return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
@@ -175,7 +178,9 @@ def _adapted_class() -> type[nn.Module]:
 
 def _compute_dtype(inputs: Tensor) -> torch.dtype:
     device = inputs.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return inputs.dtype
 
 
 def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:
@@ -190,7 +195,9 @@ def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Ten
 
 
 def _round_inputs(rounding: Rounding, inputs: Tensor) -> Tensor:
-    return inputs if rounding.inputs is None else rounding.inputs(inputs)
+    if rounding.inputs is None:
+        return inputs
+    return rounding.inputs(inputs)
 
 
 class _RoundedProduct(torch.autograd.Function):

@@ -42,13 +42,15 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         weight = self.weight
         if self.is_exact:
-            weight = (
-                weight.to_original_precision()
-                if isinstance(weight, Float8TrainingTensor)
-                else weight
-            )
+            if isinstance(weight, Float8TrainingTensor):
+                weight = weight.to_original_precision()
+            else:
+                weight = weight
             return F.linear(inputs, weight.to(inputs.dtype), bias)
-        multiply = matmul_with_hp_or_float8_args if weight.requires_grad else _FrozenProduct
+        if weight.requires_grad:
+            multiply = matmul_with_hp_or_float8_args
+        else:
+            multiply = _FrozenProduct
         product: Tensor = multiply.apply(inputs, weight.t(), self.linear_mm_config, self.config)
         return product if bias is None else product + bias
 

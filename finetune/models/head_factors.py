@@ -131,7 +131,10 @@ def _fit(values: Tensor) -> LogitTransform | None:
     scale = float(values[0] / scores[0])
     largest = float(values[-1])
     is_capped = not abs(largest - scale * SCORES[-1]) <= ROUNDING * abs(scale * SCORES[-1])
-    expected = largest * torch.tanh(scale * scores / largest) if is_capped else scale * scores
+    if is_capped:
+        expected = largest * torch.tanh(scale * scores / largest)
+    else:
+        expected = scale * scores
     if not torch.allclose(values, expected, rtol=ROUNDING, atol=0.0):
         return None
     return LogitTransform(_plain(scale), _plain(largest) if is_capped else None)

@@ -30,7 +30,10 @@ def head_scores(
     """A `HeadFunction`: `model(..., head_function=head_scores)` returns fp32[trained positions,
     scores].
     """
-    read = hidden if trained_positions is None else hidden[trained_positions]
+    if trained_positions is None:
+        read = hidden
+    else:
+        read = hidden[trained_positions]
     return F.linear(read, head.weight.to(read.dtype), head.bias).float()
 
 
@@ -38,7 +41,9 @@ def find_new_head(model: Any, stored: Collection[str]) -> tuple[str, ...]:
     """The names of the head's parameters, where `model` has a head of scores and the files have
     none.
     """
-    return (WEIGHT,) if has_scores(model) and WEIGHT not in stored else ()
+    if has_scores(model) and WEIGHT not in stored:
+        return (WEIGHT,)
+    return ()
 
 
 def is_left_out(model: Any, name: str) -> bool:

@@ -194,9 +194,15 @@ def build_model(
             head_of(built).requires_grad_(False)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
-    unreached = freeze_unreached(built, blank_document) if blank_document is not None else ()
+    if blank_document is not None:
+        unreached = freeze_unreached(built, blank_document)
+    else:
+        unreached = ()
     checkpoints = world.sharding.activation_checkpointing
-    offload = ActivationOffload(CudaCopies()) if checkpoints and model.activation_offload else None
+    if checkpoints and model.activation_offload:
+        offload = ActivationOffload(CudaCopies())
+    else:
+        offload = None
     if checkpoints:
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
@@ -306,11 +312,10 @@ def _adapt(
             f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}"
         ) from None
     shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
-    used = (
-        base
-        if quantization.bits is None
-        else dequantized_values(base, quantization, stored, frozen)
-    )
+    if quantization.bits is None:
+        used = base
+    else:
+        used = dequantized_values(base, quantization, stored, frozen)
     values = with_adapters(base, shapes, seed, used)
     if lora.adapter_name_or_path is None:
         return values
@@ -368,7 +373,9 @@ def auto_class_of(config: Any) -> Any:
 
     if has_scores_class(config):
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+    if is_vision_language(config):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def forget_quantization(config: Any) -> None:
@@ -429,7 +436,10 @@ def read_base_values(
         ), {}
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
-    stored = take_language_model(stored) if model.drop_vision else stored
+    if model.drop_vision:
+        stored = take_language_model(stored)
+    else:
+        stored = stored
     stored = convert_to_parameters(built, stored, str(folder))
     untie_as_stored(built, stored)
     values = stored_values(built, stored, str(folder), quantized, vocabulary, seed)
@@ -575,7 +585,10 @@ def _quantize(
     """Quantizes what is frozen of `model` on meta: layers that are stored so, else all, experts
     too.
     """
-    of_experts = frozenset[str]() if stored else quantize_experts(model, quantization, dtype)
+    if stored:
+        of_experts = frozenset[str]()
+    else:
+        of_experts = quantize_experts(model, quantization, dtype)
     return of_experts | quantize_layers(model, quantization, dtype, stored)
 
 
@@ -625,9 +638,10 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
-    unfilled = (
-        _quantize(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
-    )
+    if quantization.bits:
+        unfilled = _quantize(model, quantization, dtype, stored)
+    else:
+        unfilled = frozenset[str]()
     # The Accelerate file names the student's layers; a teacher of another family has its own.
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)

@@ -135,8 +135,14 @@ class _LinearLogProbabilities(torch.autograd.Function):
                     trained, weight.to(dtype), bias, ids, chunks, needed, -upstream
                 )
             _, grad_weight, grad_bias = computed.gradients
-            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-            grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+            if grad_weight is None:
+                grad_weight = None
+            else:
+                grad_weight = grad_weight.to(weight.dtype)
+            if grad_bias is None or bias is None:
+                grad_bias = None
+            else:
+                grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
@@ -251,7 +257,10 @@ def linear_divergence(
         max(len(weight), teacher.rows), hidden.device.type
     )
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    ids = labels if trained_positions is None else labels[trained_positions]
+    if trained_positions is None:
+        ids = labels
+    else:
+        ids = labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
         sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
@@ -263,7 +272,9 @@ def linear_divergence(
                 transformed, of_teacher, rows, ids[chunk], options, chunks, any(needs_grad)
             )
             sums.add_(chunk_sums)
-            return None if grad is None else chunks.logits.backward(grad, capped)
+            if grad is None:
+                return None
+            return chunks.logits.backward(grad, capped)
 
         return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
 
@@ -290,13 +301,19 @@ def _compute_chunk(
     trained = labels != IGNORE_INDEX
     plain = torch.log_softmax(logits, -1, dtype=widen(logits.dtype))
     is_plain = temperature == 1.0 and rows == logits.shape[1]
-    student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
+    if is_plain:
+        student = plain
+    else:
+        student = _log_softmax(logits[:, :rows], temperature)
     divergence, grad_divergence = measure_divergence(student, of_teacher(student), beta, gradient)
     cross_entropy = -label_log_probabilities(plain, labels, chunks.label_smoothing)
     by_token = torch.ones_like(cross_entropy)
     if chunks.weigh is not None:
         of_logits = chunks.weigh.of_logits(logits)
-        by_token = chunks.weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
+        if of_logits is None:
+            by_token = chunks.weigh.of_probabilities(-cross_entropy)
+        else:
+            by_token = of_logits
     by_token_sums = torch.stack([divergence, cross_entropy * by_token])
     divergence_sum, cross_entropy_sum = torch.where(trained, by_token_sums, 0.0).sum(1)
     loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
@@ -309,11 +326,10 @@ def _compute_chunk(
         grad *= ((1 - alpha) * by_token).unsqueeze(1)
         grad[:, :rows] += grad_divergence
     else:
-        grad = (
-            grad_divergence
-            if rows == logits.shape[1]
-            else F.pad(grad_divergence, (0, logits.shape[1] - rows))
-        )
+        if rows == logits.shape[1]:
+            grad = grad_divergence
+        else:
+            grad = F.pad(grad_divergence, (0, logits.shape[1] - rows))
     return sums, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
 
 

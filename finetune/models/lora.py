@@ -287,7 +287,10 @@ def peft_config(
 
     saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
     is_all = lora.lora_target_modules == "all-linear"
-    targets = linear_layers - {head.rpartition(".")[2]} if is_all else set(lora.lora_target_modules)
+    if is_all:
+        targets = linear_layers - {head.rpartition(".")[2]}
+    else:
+        targets = set(lora.lora_target_modules)
     return LoraConfig(
         r=lora.lora_r,
         lora_alpha=lora.lora_alpha,
@@ -358,7 +361,10 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     extra = sorted(stored.keys() - names.keys())
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
-        one = f"it has no {peft_name(missing[0])}" if missing else f"{extra[0]} has no place there"
+        if missing:
+            one = f"it has no {peft_name(missing[0])}"
+        else:
+            one = f"{extra[0]} has no place there"
         raise UserError(
             f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} "
             f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the "
@@ -491,7 +497,10 @@ LAYER_TENSORS = 5
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     """The outputs [..., out] of fused layers for one input [..., in]."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = x.dtype
     forms: list[_LayerForm] = []
     tensors: list[Tensor | None] = []
     for layer in layers:
@@ -564,7 +573,10 @@ class _LoraLinears(torch.autograd.Function):
                 forms, _own_inner(inner, layers), layers, strict=True
             ):
                 base = _restore(weight, scales, form).t()
-                product = rows @ base if bias is None else torch.addmm(bias.to(dtype), rows, base)
+                if bias is None:
+                    product = rows @ base
+                else:
+                    product = torch.addmm(bias.to(dtype), rows, base)
                 products.append(add_product(product, own, _scale_b(b, form).t(), may_be_kept=True))
         ctx.forms = forms
         ctx.save_for_backward(inputs, inner, *tensors)
@@ -582,7 +594,10 @@ class _LoraLinears(torch.autograd.Function):
             of_inner = []
             for of_output, form, layer in zip(of_outputs, forms, layers, strict=True):
                 of_inner.append(of_output @ _scale_b(layer[1], form))
-            of_all_inner = of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
+            if len(of_inner) == 1:
+                of_all_inner = of_inner[0]
+            else:
+                of_all_inner = torch.cat(of_inner, 1)
             if any(ctx.needs_input_grad[2::LAYER_TENSORS]):
                 rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
                 of_all_a = of_all_inner.t() @ rows

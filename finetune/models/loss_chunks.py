@@ -23,7 +23,10 @@ def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_ty
     """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in
     each chunk.
     """
-    rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
+    if shard is None:
+        rows = weight.shape[0]
+    else:
+        rows = -(-shard.rows // shard.group.size())
     return loss_chunk_tokens(rows, device_type)
 
 
@@ -169,11 +172,10 @@ def compute_in_chunks(
             grad_dtype,
         )
         # Before the scores are overwritten.
-        by_token = (
-            None
-            if chunks.weigh is None
-            else chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
-        )
+        if chunks.weigh is None:
+            by_token = None
+        else:
+            by_token = chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
         # A compiler makes another graph for one token, which the last chunk may have.
         if function is None or shard is not None or len(scores) == 1:
             chunk_log_probabilities, grad_scores = compute_chunk(*arguments, shard)
@@ -181,11 +183,10 @@ def compute_in_chunks(
             chunk_log_probabilities, grad_scores = function(*arguments)
         log_probabilities[chunk] = chunk_log_probabilities
         if chunks.weigh is not None:
-            by_token = (
-                chunks.weigh.of_probabilities(chunk_log_probabilities)
-                if by_token is None
-                else by_token
-            )
+            if by_token is None:
+                by_token = chunks.weigh.of_probabilities(chunk_log_probabilities)
+            else:
+                by_token = by_token
             chunk_log_probabilities = chunk_log_probabilities * by_token
             if grad_scores is not None:
                 grad_scores *= by_token.unsqueeze(1)
@@ -213,8 +214,14 @@ def backward_in_chunks(
     to_hidden, to_weight, to_bias = needs_grad
     wide = widen(weight.dtype)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias and bias is not None else None
+    if to_weight:
+        grad_weight = torch.zeros_like(weight, dtype=wide)
+    else:
+        grad_weight = None
+    if to_bias and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=wide)
+    else:
+        grad_bias = None
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
@@ -287,7 +294,9 @@ def widen(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(weight: Tensor) -> torch.dtype:
     """In which the head's products run: autocast's, where it is on."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -340,7 +349,10 @@ def compute_chunk(
     of_labels = torch.where(trained, of_labels, 0.0)
     if grad_dtype is None:
         return of_labels, None
-    cross_entropy = cross_entropy_gradient if shard is None else shard.gradient
+    if shard is None:
+        cross_entropy = cross_entropy_gradient
+    else:
+        cross_entropy = shard.gradient
     grad = logits.backward(cross_entropy(log_probabilities, labels, label_smoothing), capped)
     grad.masked_fill_(~trained.unsqueeze(1), 0.0)
     if token_weights is not None:
@@ -357,9 +369,9 @@ def label_log_probabilities(
     """
     # Any id will do where the position is not trained.
     of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return (
-        of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
-    )
+    if label_smoothing:
+        return of_labels.lerp(log_probabilities.mean(1), label_smoothing)
+    return of_labels
 
 
 def cross_entropy_gradient(

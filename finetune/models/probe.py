@@ -72,16 +72,18 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
             labels = own.result[0, :DOCUMENT].float().argmax(-1)
             batch = _batch(ids, labels, packed=data.packing)
             group = world.sequence_group
-            trained = (
-                _forward(model, **batch)
-                if group is None
-                else _forward_in_parts(model, batch, group)
-            )
+            if group is None:
+                trained = _forward(model, **batch)
+            else:
+                trained = _forward_in_parts(model, batch, group)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         reason = on_one_line(error)
-        advice = "set packing: false" if data.packing else "name another model"
+        if data.packing:
+            advice = "set packing: false"
+        else:
+            advice = "name another model"
         if recipe.attn_implementation == "auto":
             advice = "set packing: false and attn_implementation: eager"
         raise UserError(
@@ -120,7 +122,10 @@ def _compare(
     """
     document = own.hidden[0, :DOCUMENT]  # causal: what follows does not change it
     ours = trained.hidden[0, :DOCUMENT]
-    repeated = trained.hidden[0, -REPEATED:] if packed else trained.hidden[1, :REPEATED]
+    if packed:
+        repeated = trained.hidden[0, -REPEATED:]
+    else:
+        repeated = trained.hidden[1, :REPEATED]
     leak = _difference(own.hidden[0, -REPEATED:], document[:REPEATED])
     noise = _difference(ours, document)
     rounding = 2 * torch.finfo(dtype).eps
@@ -200,7 +205,10 @@ def _forward_in_parts(
     # The first rank's tokens end inside the document that repeats the first, or the padded row:
     # attention, and whatever else reads other tokens, has to cross from one rank to the next. The
     # last ranks may have padding alone.
-    tokens = PART if "cu_seq_lens" in batch else -(-length // group.size())
+    if "cu_seq_lens" in batch:
+        tokens = PART
+    else:
+        tokens = -(-length // group.size())
     mine = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
     padding = (0, tokens * group.size() - length)
     labels = F.pad(batch["labels"], padding, value=IGNORE_INDEX)[:, mine]

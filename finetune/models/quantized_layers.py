@@ -156,9 +156,10 @@ class QuantizedWeight(nn.Module):
         self.part = part or slice(0, full_shape[0])
         self.shape = (self.part.stop - self.part.start, *full_shape[1:])
         self.block = block
-        self.quantization = (
-            quantization if part is None else divide_quantization(prod(self.shape), quantization)
-        )
+        if part is None:
+            self.quantization = quantization
+        else:
+            self.quantization = divide_quantization(prod(self.shape), quantization)
         self.sizes = quantized_bytes(
             prod(self.shape[:-1]), self.shape[-1], self.quantization, block
         )
@@ -503,7 +504,10 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
 
     Zeroes the padding.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+    else:
+        local = parameter.detach()
     (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)
     begin = min(bounds.start * local.dtype.itemsize, size)

@@ -257,11 +257,9 @@ def quantize_whole(
     """A whole weight in the bytes that training keeps: read where the files hold it so, else
     quantized.
     """
-    return (
-        weight.read_whole()
-        if isinstance(weight, StoredQuantized)
-        else quantize_tensor(weight, quantization)
-    )
+    if isinstance(weight, StoredQuantized):
+        return weight.read_whole()
+    return quantize_tensor(weight, quantization)
 
 
 def split_quantized(
@@ -309,7 +307,10 @@ def _four_bit(
         known[".nested_quant_map"] = nested_values(torch.device("cpu"))
         sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
     for end, values in known.items():
-        packed_scales = read(scales[end]).view(-1).float() if end in scales else values[:0]
+        if end in scales:
+            packed_scales = read(scales[end]).view(-1).float()
+        else:
+            packed_scales = values[:0]
         if packed_scales.shape != values.shape or not torch.allclose(
             packed_scales, values, atol=1e-6
         ):
@@ -435,7 +436,10 @@ def _from_fp8(
     weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
 ) -> StoredTensor:
     rows, columns = weight.shape[-2:]
-    grid = scales.shape[-2:] if math.prod(scales.shape) > 1 else (1, 1)
+    if math.prod(scales.shape) > 1:
+        grid = scales.shape[-2:]
+    else:
+        grid = (1, 1)
     if grid == (1, 1):
         height = rows
         width = columns
@@ -467,12 +471,18 @@ def _from_fp8(
             scale = read_slice(scales, ()).reshape(1, 1)
         else:
             scale = read_slice(scales, (*lead, slice(first, last), slice(left, right)))
-        scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+        if scale.dtype == torch.uint8:
+            scale = torch.exp2(scale.float() - 127)
+        else:
+            scale = scale.float()
         converted = Fp8Dequantize(None).convert({"weight": padded, "weight_scale_inv": scale})[
             "weight"
         ]
         # transformers 5.17 returns a list
-        values: Tensor = converted[0] if isinstance(converted, list) else converted
+        if isinstance(converted, list):
+            values: Tensor = converted[0]
+        else:
+            values = converted
         top = across.start - blocks[0].start
         start = along.start - blocks[1].start
         return values[
@@ -517,18 +527,22 @@ def _computed(
 
 def _block_sizes(folder: Path) -> tuple[int, int]:
     """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
-    settings = (
-        load_json(folder / CONFIG_FILE).get("quantization_config")
-        if (folder / CONFIG_FILE).exists()
-        else None
-    )
-    sizes = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    if (folder / CONFIG_FILE).exists():
+        settings = load_json(folder / CONFIG_FILE).get("quantization_config")
+    else:
+        settings = None
+    if isinstance(settings, dict):
+        sizes = settings.get("weight_block_size")
+    else:
+        sizes = None
     is_pair = (
         isinstance(sizes, list)
         and len(sizes) == 2
         and all(type(size) is int and size > 0 for size in sizes)
     )
-    return (sizes[0], sizes[1]) if is_pair and sizes is not None else (1, 1)
+    if is_pair and sizes is not None:
+        return (sizes[0], sizes[1])
+    return (1, 1)
 
 
 def _misfit(where: str, scales: StoredTensor, weight: StoredTensor) -> UserError:

@@ -39,11 +39,10 @@ def install_routing(model: Any, coefficient: float | None) -> None:
     """
     config = model.config.get_text_config()
     routers = _routers(model)
-    own = (
-        getattr(config, "router_aux_loss_coef", None)
-        if getattr(config, "output_router_logits", False)
-        else None
-    )
+    if getattr(config, "output_router_logits", False):
+        own = getattr(config, "router_aux_loss_coef", None)
+    else:
+        own = None
     chosen = own if coefficient is None else coefficient
     if coefficient and not routers:  # of a model's own code, which the rules cannot ask
         raise UserError(
@@ -178,9 +177,10 @@ class Routing:
             ).sum(0)
         rows = max(1, tokens * self.layers)
         loss = self.experts * (selected / rows * total / rows).sum()
-        self._auxiliary = (
-            loss.detach() if self._auxiliary is None else self._auxiliary + loss.detach()
-        )
+        if self._auxiliary is None:
+            self._auxiliary = loss.detach()
+        else:
+            self._auxiliary = self._auxiliary + loss.detach()
         return loss
 
     def end_step(self) -> None:
@@ -272,12 +272,16 @@ def auxiliary_loss_of_step(
     if routing is None or not routing.coefficient:
         return lambda loss: loss
     used: Routing = routing
-    of_step = (
-        None if is_one_forward else world.sum(used.count_selected(model, inputs, world.device))
-    )
+    if is_one_forward:
+        of_step = None
+    else:
+        of_step = world.sum(used.count_selected(model, inputs, world.device))
 
     def add(loss: Tensor) -> Tensor:
-        selected = world.sum(used.selected()) if of_step is None else of_step
+        if of_step is None:
+            selected = world.sum(used.selected())
+        else:
+            selected = of_step
         return loss + world.stage_size * used.coefficient * used.auxiliary_loss(selected, tokens)
 
     return add

@@ -244,7 +244,10 @@ def _attend_as_a_kernel(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any
 ) -> tuple[Tensor, None]:
     """In place of attention: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    else:
+        dtype = value.dtype
     out: Tensor = _Kernel.apply(*(states.to(dtype) for states in (query, key, value)))  # type: ignore[no-untyped-call]
     return out.transpose(1, 2), None
 
@@ -255,7 +258,10 @@ def _find_unit(trunk: Any) -> int:
     """
     keys = trunk.config.to_dict()
     recurrence = find_family(trunk.config.model_type).recurrence
-    least = STEPPED_UNIT if recurrence is not None and recurrence.steps_through_tokens else UNIT
+    if recurrence is not None and recurrence.steps_through_tokens:
+        least = STEPPED_UNIT
+    else:
+        least = UNIT
     chunks = [size for name, size in keys.items() if "chunk_size" in name and isinstance(size, int)]
     unit = max([least, *(size for size in chunks if size <= LARGEST_UNIT)])
     rows = {parameter.shape[0] for parameter in trunk.parameters() if parameter.dim() == 2}
@@ -338,7 +344,10 @@ def _trace_row(
         return hidden
 
     for place, layer in enumerate(layers):
-        layer.forward = partial(trace_layer, place) if place in places else skip
+        if place in places:
+            layer.forward = partial(trace_layer, place)
+        else:
+            layer.forward = skip
     with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.counted():
         ids = torch.zeros(1, tokens, dtype=torch.long)
         positions = torch.arange(tokens)[None]
@@ -436,6 +445,9 @@ class _Saved:
     def _add(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
         if key not in self._live.of_parameters:
-            owner = self._shared if self._shared is not None and key in self._given else self
+            if self._shared is not None and key in self._given:
+                owner = self._shared
+            else:
+                owner = self
             owner._sizes[key] = tensor.untyped_storage().nbytes()
         return tensor

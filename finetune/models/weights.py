@@ -96,7 +96,9 @@ class Box:
 
     def squeeze(self, dim: int | None = None) -> "Box":
         if dim is None:  # all dimensions of size 1, as transformers 5.17 has it
-            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
+            if 1 in self.shape:
+                return self.squeeze(self.shape.index(1)).squeeze()
+            return self
         if self.shape[dim] != 1:
             return self
         parts = tuple(
@@ -264,7 +266,10 @@ def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
         row_bytes = prod(held.shape[1:]) * tensor.dtype.itemsize
-        skipped = (cuts[0][0] - held.offsets[0]) * row_bytes if cuts else 0
+        if cuts:
+            skipped = (cuts[0][0] - held.offsets[0]) * row_bytes
+        else:
+            skipped = 0
         offsets = tuple(
             at if axis is None else at + cuts[axis][0] - part.begin[axis]
             for at, axis in zip(part.offsets, part.axes, strict=True)
@@ -316,7 +321,10 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
 
 def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
     length = box.shape[dim]
-    each = [sizes] * -(-length // sizes) if isinstance(sizes, int) else list(sizes)
+    if isinstance(sizes, int):
+        each = [sizes] * -(-length // sizes)
+    else:
+        each = list(sizes)
     starts = [sum(each[:index]) for index in range(len(each))]
     return tuple(
         _narrow(box, dim, start, min(start + size, length))
@@ -334,11 +342,10 @@ def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
         high = min(stop, part.offsets[dim] + part.shape[dim])
         if low < high:
             axis = part.axes[dim]
-            begin = (
-                part.begin
-                if axis is None
-                else _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
-            )
+            if axis is None:
+                begin = part.begin
+            else:
+                begin = _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
             shape = _changed(part.shape, dim, high - low)
             parts.append(
                 replace(
@@ -381,16 +388,17 @@ def stored_values(
     }
     new = find_new_head(model, stored)
     refuse_mismatch(model, {**stored, **fitting}, where, quantized, new)
-    readers = (
-        {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()}
-        if vocabulary
-        else {}
-    )
+    if vocabulary:
+        readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()}
+    else:
+        readers = {}
     readers |= {name: partial(draw_head, model, name, seed) for name in new}
 
     def values(name: str, slices: Slices) -> torch.Tensor:
         name = base_name(name)
-        return readers[name](slices) if name in readers else read_slice(stored[name], slices)
+        if name in readers:
+            return readers[name](slices)
+        return read_slice(stored[name], slices)
 
     return values
 
@@ -553,5 +561,8 @@ def _initialize(model: Any, name: str) -> None:
 
 def _listed(names: Iterable[str], most: int = 4) -> str:
     ordered = sorted(names)
-    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    if len(ordered) > most:
+        rest = f" and {len(ordered) - most} more"
+    else:
+        rest = ""
     return ", ".join(ordered[:most]) + rest + (" is" if len(ordered) == 1 else " are")

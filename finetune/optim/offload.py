@@ -327,7 +327,10 @@ class StateLayout:
         for group, settings in enumerate(groups):
             for parameter in settings["params"]:
                 moment = moment_dtype or parameter.dtype
-                masters = {MASTER: parameter.dtype} if parameter.dtype != compute_dtype else {}
+                if parameter.dtype != compute_dtype:
+                    masters = {MASTER: parameter.dtype}
+                else:
+                    masters = {}
                 dtypes = masters | {FIRST: moment, SECOND: moment}
                 numel = local_part(parameter.detach()).numel()
                 size = count_offloaded_bytes(numel, (dtype.itemsize for dtype in dtypes.values()))
@@ -405,10 +408,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._settings = self._inner.param_groups
         trained = groups[0]["params"][0]
         mixed = world.sharding.mixed_precision
-        compute_dtype = trained.dtype if mixed == "no" else getattr(torch, COMPUTE_DTYPE[mixed])
-        moment_dtype = (
-            torch.bfloat16 if OPTIMIZERS[optimization.optim].moment_itemsize == 2 else None
-        )
+        if mixed == "no":
+            compute_dtype = trained.dtype
+        else:
+            compute_dtype = getattr(torch, COMPUTE_DTYPE[mixed])
+        if OPTIMIZERS[optimization.optim].moment_itemsize == 2:
+            moment_dtype = torch.bfloat16
+        else:
+            moment_dtype = None
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
         opened: list[ScratchFile] = []
         folder = Path(optimization.offload_dir or "")
@@ -434,7 +441,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight))
             )
         )
-        step_device = trained.device if self._inner.defaults.get("fused") else torch.device("cpu")
+        if self._inner.defaults.get("fused"):
+            step_device = trained.device
+        else:
+            step_device = torch.device("cpu")
         for entry in entries:
             self.state[entry.parameter]["step"] = torch.zeros(
                 (), dtype=torch.float32, device=step_device

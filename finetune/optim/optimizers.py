@@ -165,7 +165,10 @@ def update_(
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
     flat = [local_part(each).view(-1) for each in (parameter, grad, first, second)]
-    update = _compiled_update() if parameter.is_cuda and has_compiler() else _update_
+    if parameter.is_cuda and has_compiler():
+        update = _compiled_update()
+    else:
+        update = _update_
     length = flat[0].numel() if update is not _update_ else SLICE
     for start in range(0, flat[0].numel(), max(length, 1)):
         weights, gradient, mean, variance = (each[start : start + length] for each in flat)
@@ -534,7 +537,10 @@ def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
 
     dims = {parameter: parameter.dim() for parameter in model.parameters()}
     for module in model.modules():
-        flat: Any = module._flat_param if isinstance(module, Fsdp1) else None
+        if isinstance(module, Fsdp1):
+            flat: Any = module._flat_param
+        else:
+            flat = None
         if flat is not None:
             dims |= {
                 parameter: len(shape)

@@ -213,7 +213,9 @@ def prefetched_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0
     without offload.
     """
-    return sum(checkpointed_tensors(a, run)) if run.offloads and a.layers > 1 else 0
+    if run.offloads and a.layers > 1:
+        return sum(checkpointed_tensors(a, run))
+    return 0
 
 
 def offloaded_bytes(a: Architecture, run: Computation, tokens: int) -> int:
@@ -230,11 +232,9 @@ def offloaded_bytes(a: Architecture, run: Computation, tokens: int) -> int:
 
 def recomputed_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    return (
-        sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run))
-        if run.checkpoint_every is not None
-        else 0
-    )
+    if run.checkpoint_every is not None:
+        return sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run))
+    return 0
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:
@@ -284,7 +284,10 @@ def _norm(
     """
     if run.remakes:  # its input as it came
         return (itemsize or run.residual_itemsize) * width + FP32 * heads
-    normalized = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
+    if a.family.norm_keeps_fp32:
+        normalized = FP32
+    else:
+        normalized = itemsize or run.residual_itemsize
     return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
 

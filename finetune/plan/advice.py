@@ -144,7 +144,10 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
     if spec.rows > 1:
         rows = spec.global_batch_size
-        keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
+        if recipe.batch.global_batch_size:
+            keep = ""
+        else:
+            keep = f" global_batch_size={rows}"
         batch = {
             "per_device_train_batch_size": 1,
             "global_batch_size": rows,
@@ -265,7 +268,10 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     """
     rows = spec.global_batch_size
     sharding = spec.sharding
-    keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
+    if spec.recipe.batch.global_batch_size:
+        keep = ""
+    else:
+        keep = f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
     field, what = DIVISIONS[key]
     group = sharding.group_sizes | {key: size}

@@ -97,7 +97,10 @@ class Mixture:
         if not self.shared:
             return {}
         expert = f"{mlp}.shared_expert{'s' if self.keys.shared is None else ''}"
-        gate = {} if self.keys.shared is None else {f"{expert}_gate": (1, hidden)}
+        if self.keys.shared is None:
+            gate = {}
+        else:
+            gate = {f"{expert}_gate": (1, hidden)}
         return gated_linears(expert, self.shared, hidden) | gate
 
 
@@ -276,16 +279,16 @@ class Architecture:
     @property
     def mean_head_size(self) -> float:
         """The mean of a head's key and value."""
-        return (
-            (self.latent.query_key_size + self.latent.value) / 2
-            if self.latent is not None
-            else self.head_size
-        )
+        if self.latent is not None:
+            return (self.latent.query_key_size + self.latent.value) / 2
+        return self.head_size
 
     @property
     def rotated_size(self) -> int:
         """Numbers of a head's query that are rotated, at most."""
-        return self.latent.rotated if self.latent is not None else self.head_size
+        if self.latent is not None:
+            return self.latent.rotated
+        return self.head_size
 
     @property
     def key_value_width(self) -> int:
@@ -301,11 +304,9 @@ class Architecture:
     def tail(self) -> tuple[TensorShape, ...]:
         """The final norm, and the output head where it is a tensor of its own."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
-        return (
-            (norm,)
-            if self.tied
-            else (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
-        )
+        if self.tied:
+            return (norm,)
+        return (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
@@ -319,7 +320,10 @@ class Architecture:
                 "k_proj": self.key_value_width,
                 "v_proj": self.key_value_width,
             }
-            widths = {"qkv_proj": sum(widths.values())} if self.family.fused else widths
+            if self.family.fused:
+                widths = {"qkv_proj": sum(widths.values())}
+            else:
+                widths = widths
             attended = {
                 f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()
             }
@@ -346,7 +350,9 @@ class Architecture:
     @property
     def widest_layer(self) -> int:
         """A decoder layer with as many parameters as any."""
-        return min(self.mixture.layers, default=0) if self.mixture is not None else 0
+        if self.mixture is not None:
+            return min(self.mixture.layers, default=0)
+        return 0
 
     @property
     def dense_layer(self) -> int:
@@ -368,11 +374,9 @@ class Architecture:
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         """(out, in) of one expert's part of `weights`."""
         first, second = weights.shape[1:]
-        return (
-            (second, first)
-            if self.mixture is not None and self.mixture.keys.has_biases
-            else (first, second)
-        )
+        if self.mixture is not None and self.mixture.keys.has_biases:
+            return (second, first)
+        return (first, second)
 
     def routed(self, layer: int) -> tuple[TensorShape, ...]:
         """All that belongs to the routed experts of decoder layer `layer`, biases too."""
@@ -386,9 +390,10 @@ class Architecture:
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
-        attention = (
-            [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
-        )
+        if self.family.sinks:
+            attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))]
+        else:
+            attention = []
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
             (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
@@ -428,7 +433,10 @@ class Architecture:
         if not self.query_key_norm:
             return
         per_head = self.family.query_key_norm == "head"
-        widths = (self.head_size,) * 2 if per_head else (self.query_width, self.key_value_width)
+        if per_head:
+            widths = (self.head_size,) * 2
+        else:
+            widths = (self.query_width, self.key_value_width)
         for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
             yield TensorShape(f"{attention}.{name}.weight", (width,))
 
@@ -521,7 +529,9 @@ def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, 
 
 def read_scores(config: Mapping[str, Any]) -> int:
     """How many scores the head of `set_scores` computes; 0: it has a vocabulary's."""
-    return int(config["num_labels"]) if config.get("architectures") == [SCORING_CLASS] else 0
+    if config.get("architectures") == [SCORING_CLASS]:
+        return int(config["num_labels"])
+    return 0
 
 
 def read_reward_model(name: str) -> Architecture:
@@ -556,9 +566,9 @@ def find_local_facts(model: Model) -> ModelFacts | None:
         return None
     try:
         config, where = find_config(model)
-        return (
-            _read_known_facts(_read_sizes(config, where), where) if _is_in_table(config) else None
-        )
+        if _is_in_table(config):
+            return _read_known_facts(_read_sizes(config, where), where)
+        return None
     except UserError:  # transformers may know the family, or says better what is wrong
         return None
 
@@ -626,7 +636,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:
-        return bool(config.get(fact, family.attention_bias)) if isinstance(fact, str) else fact
+        if isinstance(fact, str):
+            return bool(config.get(fact, family.attention_bias))
+        return fact
 
     return Architecture(
         model_type=facts.model_type,

@@ -79,7 +79,10 @@ class RunSpec:
 
     def find_problems(self) -> list[Problem]:
         """What keeps the run from starting, as far as a plan knows, and notes."""
-        teacher = None if self.teacher is None else self.teacher.architecture.facts
+        if self.teacher is None:
+            teacher = None
+        else:
+            teacher = self.teacher.architecture.facts
         return find_problems(
             self.recipe, self.sharding, self.architecture.facts, self.ranks, teacher=teacher
         )
@@ -173,7 +176,9 @@ class RunSpec:
         if a.family.tensor_parallel != "products":
             return part
         all_heads = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
-        return replace(all_heads, intermediate=a.intermediate) if a.family.fused else all_heads
+        if a.family.fused:
+            return replace(all_heads, intermediate=a.intermediate)
+        return all_heads
 
     @cached_property
     def part_tensors(self) -> tuple[StateTensor, ...]:
@@ -300,7 +305,9 @@ class RunSpec:
         """The dtype of the trained parameters: adapters are float32, all others have the recipe's
         `dtype`.
         """
-        return "float32" if self.recipe.lora.use_peft else self.recipe.model.dtype
+        if self.recipe.lora.use_peft:
+            return "float32"
+        return self.recipe.model.dtype
 
     @property
     def compute_dtype(self) -> str:
@@ -347,11 +354,10 @@ class RunSpec:
         """Why the activations of the model, or of its teacher, cannot be counted; None where they
         are.
         """
-        models = (
-            [self.architecture]
-            if self.teacher is None
-            else [self.architecture, self.teacher.architecture]
-        )
+        if self.teacher is None:
+            models = [self.architecture]
+        else:
+            models = [self.architecture, self.teacher.architecture]
         traces = [a.trace(self.computation) for a in models]
         return next(
             (trace.failure for trace in traces if trace is not None and trace.failure), None
@@ -384,7 +390,9 @@ class RunSpec:
             and lora.adapter_name_or_path is None
             and self.sharding.pipeline_parallel_size == 1
         )
-        return "adapters off" if is_new and not lora.modules_to_save else "stored"
+        if is_new and not lora.modules_to_save:
+            return "adapters off"
+        return "stored"
 
     @property
     def data_ranks(self) -> int:
@@ -421,7 +429,10 @@ class RunSpec:
         """Rows in an optimizer step over all ranks: of sampled completions, as many as there are at
         most.
         """
-        sampled = self.recipe.rollout.num_generations if self.recipe.method_facts.samples else 1
+        if self.recipe.method_facts.samples:
+            sampled = self.recipe.rollout.num_generations
+        else:
+            sampled = 1
         return self.global_batch_size * sampled
 
     @property
@@ -555,10 +566,16 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     aware = spec.recipe.quantization_aware
     unquantized = itemsize * a.parameters
     quantized = 0
-    carried = 0 if spec.recipe.model.model_config is not None else itemsize * a.carried_parameters
+    if spec.recipe.model.model_config is not None:
+        carried = 0
+    else:
+        carried = itemsize * a.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
-        group = aware.qat_group_size if name == aware.quantization_aware_training else None
+        if name == aware.quantization_aware_training:
+            group = aware.qat_group_size
+        else:
+            group = None
         weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
         quantized = unquantized - int(
             weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group))

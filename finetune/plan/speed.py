@@ -132,7 +132,10 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
     units: dict[str, list[StateTensor]] = {}
     for tensor in spec.part_tensors:
         is_layer = tensor.unit.startswith("layer")
-        name = "layers" if is_layer and u.layer == u.layers else tensor.unit
+        if is_layer and u.layer == u.layers:
+            name = "layers"
+        else:
+            name = tensor.unit
         if (name == "embedding" and u.embedding.numel == 0) or (
             name == "layers" and spec.sharding.layout == "fsdp1"
         ):
@@ -234,11 +237,10 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
         forward, _ = _count_passes(spec)
         layers = a.layers * spec.accumulation
         row = spec.tokens * ranks * spec.computation.itemsize
-        width = (
-            a.query_width + a.heads * a.latent.value
-            if a.latent is not None
-            else 2 * a.key_value_width
-        )
+        if a.latent is not None:
+            width = a.query_width + a.heads * a.latent.value
+        else:
+            width = 2 * a.key_value_width
         yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
         yield Collective(
             "reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks
@@ -336,10 +338,15 @@ def assume_mfu(spec: RunSpec) -> float:
     if spec.architecture.mixture is not None:
         share = MIXTURE_MFU
     elif spec.recipe.lora.use_peft:
-        share = CHECKPOINTED_ADAPTER_MFU if is_checkpointed else ADAPTER_MFU
+        if is_checkpointed:
+            share = CHECKPOINTED_ADAPTER_MFU
+        else:
+            share = ADAPTER_MFU
     else:
         share = CHECKPOINTED_FULL_MFU if is_checkpointed else FULL_MFU
-    return share if spec.recipe.model.torch_compile else share * UNCOMPILED
+    if spec.recipe.model.torch_compile:
+        return share
+    return share * UNCOMPILED
 
 
 def estimate_speed(
@@ -363,11 +370,15 @@ def estimate_speed(
     )
     # the backward takes twice as many, but for frozen weights
     forward = (flops + 2 * _count_frozen(spec)) / 3
-    again = forward if embeds or spec.reference == "adapters off" else 0.0
+    if embeds or spec.reference == "adapters off":
+        again = forward
+    else:
+        again = 0.0
     flops += again
-    asked = (
-        0.0 if spec.teacher is None else spec.teacher.flop_per_token(spec.recipe.data.max_length)
-    )
+    if spec.teacher is None:
+        asked = 0.0
+    else:
+        asked = spec.teacher.flop_per_token(spec.recipe.data.max_length)
     is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
     flops += 0.0 if is_stored else asked
     offload = offload_seconds(spec)
@@ -391,7 +402,10 @@ def estimate_speed(
     elif is_stored:
         once = asked
     if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
-        seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
+        if steps is None:
+            seen = epoch_tokens
+        else:
+            seen = min(epoch_tokens, steps * spec.tokens_per_step)
         reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
     communication = count_communication(spec)
     seconds = [
@@ -509,11 +523,9 @@ def files_seconds(spec: RunSpec) -> float:
     Only within the update does one overlap with another: nothing of it with forward and backward.
     """
     files = spec.files()
-    return (
-        0.0
-        if files is None
-        else 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
-    )
+    if files is None:
+        return 0.0
+    return 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
@@ -544,7 +556,9 @@ def _text_share(path: Path, rows: RowKind) -> float:
     except ValueError:  # reported where the data is read
         return 1.0
     texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)
-    return texts / sum(len(line) + 1 for line in lines) if lines else 1.0
+    if lines:
+        return texts / sum(len(line) + 1 for line in lines)
+    return 1.0
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
@@ -559,11 +573,9 @@ def _find_repeated(row: Any, rows: RowKind) -> Any:
     answers = {key: value for key, value in row.items() if key in ANSWERS}
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers.values()):
         return None
-    return (
-        row
-        if rows == "ratings"
-        else {key: value for key, value in row.items() if key not in answers}
-    )
+    if rows == "ratings":
+        return row
+    return {key: value for key, value in row.items() if key not in answers}
 
 
 def _text_bytes(value: Any) -> int:
@@ -571,4 +583,6 @@ def _text_bytes(value: Any) -> int:
         return len(value.encode("utf-8", "replace"))
     if isinstance(value, dict):
         value = list(value.values())
-    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return sum(map(_text_bytes, value))
+    return 0

@@ -61,11 +61,10 @@ class StateTensor:
         """
         own = self.shape[0] // self.divided
         others = shards // self.divided
-        held = (
-            shard_experts(self.shape, self.divided, others)
-            if self.divided > 1 and len(self.shape) > 1
-            else None
-        )
+        if self.divided > 1 and len(self.shape) > 1:
+            held = shard_experts(self.shape, self.divided, others)
+        else:
+            held = None
         block = -(-own // others)
         return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
 
@@ -103,17 +102,26 @@ def list_state_tensors(
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
     if lora.use_peft:
         _refuse_wrong_targets(architecture, names, lora)
-    trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
+    if lora.use_peft:
+        trained = set()
+    else:
+        trained = find_trained(list(names.values()), model, text)
     routed = {
         tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)
     }
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
-    adapters = _list_adapters(architecture, units, lora) if lora.use_peft else {}
+    if lora.use_peft:
+        adapters = _list_adapters(architecture, units, lora)
+    else:
+        adapters = {}
     state: list[StateTensor] = []
     for unit, tensors in units:
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
-            ranks = sharding.expert_parallel_size if tensor.name in routed else 1
+            if tensor.name in routed:
+                ranks = sharding.expert_parallel_size
+            else:
+                ranks = 1
             if tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora):
                 state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
             elif tensor in quantizable:
@@ -324,11 +332,10 @@ def _split_by_rows(
     for tensor in tensors:
         real = tensor.shard(shards, rank)
         stored = prod(tensor.shard(shards, 0))
-        state = (
-            count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
-            if tensor.trainable
-            else 0
-        )
+        if tensor.trainable:
+            state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
+        else:
+            state = 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 
@@ -386,7 +393,9 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
     """
     if adapters_are_units and ".default." in tensor.name:
         return tensor.name
-    return tensor.unit if tensor.unit.startswith(("layer", BESIDE)) else "root"
+    if tensor.unit.startswith(("layer", BESIDE)):
+        return tensor.unit
+    return "root"
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +426,10 @@ def count_files(
         if tensor.trainable:
             count = count + 1
             numel = prod(tensor.shard(shards, rank % shards))
-            unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
+            if tensor.unit.startswith("layer"):
+                unit = tensor.unit
+            else:
+                unit = tensor.name
             units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
     return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
 

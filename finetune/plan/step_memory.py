@@ -48,7 +48,10 @@ def kept_for_backward(spec: RunSpec) -> int:
     masks = mask_bytes(a, run, spec.tokens)
     kept = _kept_per_token(spec)
     # then made again
-    factors = 0 if spec.recipe.quantization.bits is not None else expert_factor_bytes(a, run).kept
+    if spec.recipe.quantization.bits is not None:
+        factors = 0
+    else:
+        factors = expert_factor_bytes(a, run).kept
     return spec.tokens * sum(kept.values()) + factors + masks + vector_bytes(spec)
 
 
@@ -211,7 +214,10 @@ def whole_points(
 
     `full`: with the gradients of the whole step.
     """
-    updates = plan_updates_in_backward(spec) if spec.recipe.optimization.optim_in_backward else {}
+    if spec.recipe.optimization.optim_in_backward:
+        updates = plan_updates_in_backward(spec)
+    else:
+        updates = {}
     if updates and updates["head"].gradients:
         head = updates["head"]
         point = replace(before, name="update of the head", activations=kept_for_backward(spec))
@@ -233,11 +239,10 @@ def whole_points(
         )
         for moment in _within_layer(spec, done):
             activations = moment.activations
-            gradients = (
-                0
-                if updates
-                else max(before.gradients, earlier + trained * moment.gradient_elements)
-            )
+            if updates:
+                gradients = 0
+            else:
+                gradients = max(before.gradients, earlier + trained * moment.gradient_elements)
             yield replace(point, gradients=gradients, activations=activations)
             if updates:  # before gate and up have gradients
                 layer = updates["layer"]
@@ -327,7 +332,10 @@ def _at_layer(spec: RunSpec, done: int) -> int:
     a = spec.computed
     run = spec.computation
     computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
-    factors = expert_factor_bytes(a, run).layer if computes_again else 0
+    if computes_again:
+        factors = expert_factor_bytes(a, run).layer
+    else:
+        factors = 0
     per_token = recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run)
     handed_on = a.hidden * run.residual_itemsize
     return _after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
@@ -365,7 +373,10 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     state = spec.state()
-    on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
+    if spec.sharding.cpu_offload:
+        on_device = State(0, 0, 0, 0)
+    else:
+        on_device = state
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     in_files = spec.files() is not None
     weights = Snapshot(
@@ -386,7 +397,10 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     largest_shard = (
         max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     )
-    before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
+    if spec.reference == "stored":
+        before = [_forward(spec, weights, "a batch", spec.tokens)]
+    else:
+        before = []
     evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
     rollout = plan_rollout(spec, at_rest)
     rollouts = [*([rollout] if rollout is not None else []), *_score_completions(spec, at_rest)]
@@ -413,7 +427,10 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
 
 def _plan_asking(spec: RunSpec) -> Phase:
     """The teacher, asked before training: beside the model, and freed before the first step."""
-    state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
+    if spec.sharding.cpu_offload:
+        state = State(0, 0, 0, 0)
+    else:
+        state = spec.state()
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
     weights = Snapshot("", parameters=state.trained + state.frozen, teacher=teacher)
     scores = replace(
@@ -457,11 +474,10 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     some = min(prompts, PROMPTS_AT_ONCE)
     forward = _forward(spec, at_rest, "completions sampled", some * tokens)
     # Which tokens see each other, and as numbers that are added; none where prompts are packed.
-    masks = (
-        0
-        if spec.recipe.model.attn_implementation == "auto"
-        else some * tokens**2 * (1 + run.itemsize)
-    )
+    if spec.recipe.model.attn_implementation == "auto":
+        masks = 0
+    else:
+        masks = some * tokens**2 * (1 + run.itemsize)
     scores = 2 * FP32 * rows * a.heads * length
     cache = kv_cache_bytes(spec, rows * length)
     logits = rows * a.vocabulary * FP32
@@ -534,11 +550,10 @@ def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
     update.
     """
     last = "backward of the head"
-    made = (
-        [point.name for point in step].index(last)
-        if spec.recipe.optimization.optim_in_backward
-        else len(step) - 2
-    )
+    if spec.recipe.optimization.optim_in_backward:
+        made = [point.name for point in step].index(last)
+    else:
+        made = len(step) - 2
     return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
 
 
@@ -550,7 +565,10 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     layout = plan_layout_memory(spec)
     all_kept = kept_for_backward(spec)
     # of earlier micro-batches
-    before = full if spec.accumulation > 1 else replace(full, gradients=0)
+    if spec.accumulation > 1:
+        before = full
+    else:
+        before = replace(full, gradients=0)
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
@@ -563,7 +581,10 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
     )
     yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
-    following = layout.layer.arriving if not layout.layer_staying else 0
+    if not layout.layer_staying:
+        following = layout.layer.arriving
+    else:
+        following = 0
     at_backward = tail + layout.layers * layout.layer_staying + following
     yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
     at_layer = dequantized_bytes(
@@ -612,16 +633,21 @@ def loss_bytes(spec: RunSpec) -> int:
     if spec.recipe.method_facts.embeds:
         # states that are pooled, cast, their gradient
         return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
-    cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
+    if run.autocast:
+        cast_head = run.itemsize * a.head_rows * a.hidden
+    else:
+        cast_head = 0
     # else it is computed in the backward
-    head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)
+    if spec.weighs_documents:
+        head_gradient = 0
+    else:
+        head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
     hidden = 2 * run.itemsize * a.hidden * spec.tokens
-    product = (
-        weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run)
-        if head_gradient
-        else 0
-    )
+    if head_gradient:
+        product = weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run)
+    else:
+        product = 0
     return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
 
 
@@ -653,7 +679,10 @@ def loss_backward_bytes(spec: RunSpec) -> int:
         return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
     if spec.weighs_documents:
         return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
-    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
+    if run.itemsize < FP32 and not run.autocast:
+        cast_back = run.itemsize
+    else:
+        cast_back = 0
     hidden = a.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
     return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
 
@@ -662,7 +691,9 @@ def _head_gradient(spec: RunSpec) -> int:
     a = spec.architecture
     head = a.embedding.name if a.tied else a.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
-    return FP32 * spec.part.head_rows * spec.part.hidden if is_trained else 0
+    if is_trained:
+        return FP32 * spec.part.head_rows * spec.part.hidden
+    return 0
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
@@ -709,7 +740,10 @@ def _gathered_in_forward(spec: RunSpec) -> int:
     own.
     """
     layout = plan_layout_memory(spec)
-    layer = 0 if layout.layer_staying else layout.layer.gathered + 2 * layout.layer.arriving
+    if layout.layer_staying:
+        layer = 0
+    else:
+        layer = layout.layer.gathered + 2 * layout.layer.arriving
     waiting = layout.tail.gathered if layout.tail_waits else 0
     tail = layout.tail.gathered + layout.tail.arriving + teachers_tail(spec)
     return max(layer, tail) + waiting + layout.kept_in_forward

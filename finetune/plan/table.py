@@ -32,7 +32,9 @@ def format_duration(seconds: float) -> str:
     """
     for limit, size, name in ((100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / size:.2f} {name}" if seconds < 1 else f"{seconds / size:.1f} {name}"
+            if seconds < 1:
+                return f"{seconds / size:.2f} {name}"
+            return f"{seconds / size:.1f} {name}"
     return f"{seconds / 86400:.1f} days"
 
 
@@ -58,23 +60,31 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     sharding = spec.sharding
     trained = spec.trained_numel
     tokens = spec.tokens_per_step
-    active = f"{count(a.parameters - a.idle_parameters)} active, " if a.facts.experts else ""
+    if a.facts.experts:
+        active = f"{count(a.parameters - a.idle_parameters)} active, "
+    else:
+        active = ""
     checkpointing = "off"
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
-        checkpointing = "every layer" if every == 1 else f"one layer in {every}"
+        if every == 1:
+            checkpointing = "every layer"
+        else:
+            checkpointing = f"one layer in {every}"
         kept = recipe.model.activation_checkpointing_keeps
         checkpointing += ", offloaded" if recipe.model.activation_offload else ""
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
     group = sharding.ranks_per_batch
-    data_ranks = (
-        counted(spec.ranks, "rank")
-        if group == 1
-        else f"{counted(spec.data_ranks, 'group')} of {group} ranks"
-    )
+    if group == 1:
+        data_ranks = counted(spec.ranks, "rank")
+    else:
+        data_ranks = f"{counted(spec.data_ranks, 'group')} of {group} ranks"
     in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
-    frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
+    if recipe.lora.use_peft:
+        frozen = f"{_name_frozen(spec)} (frozen), adapters "
+    else:
+        frozen = ""
     parameters = frozen + spec.trained_dtype
     computed = spec.compute_dtype
     if sharding.fp8 is not None:
@@ -149,7 +159,10 @@ def _describe_method(spec: RunSpec) -> list[str]:
             f"step, each query among {documents}; one more forward of each micro-batch, without "
             "gradients"
         ]
-    rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
+    if spec.recipe.method_facts.rows == "pairs":
+        rows = "pairs"
+    else:
+        rows = "an answer and a mismatched one"
     references = {
         "adapters off": (
             "the model with its adapters off: one more forward of each micro-batch, without "
@@ -173,15 +186,15 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     a = spec.teacher.architecture
     quantization = spec.teacher.quantization
     model = spec.recipe.teacher
-    stored = (
-        f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
-    )
+    if quantization.bits:
+        stored = f", {describe_quantization(quantization)} in linear layers"
+    else:
+        stored = ""
     top_k = spec.recipe.method.distill_top_k
-    asked = (
-        f"; asked before training, its {top_k} likeliest of each token kept in files"
-        if top_k is not None
-        else ""
-    )
+    if top_k is not None:
+        asked = f"; asked before training, its {top_k} likeliest of each token kept in files"
+    else:
+        asked = ""
     return [
         f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
         f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
@@ -204,11 +217,9 @@ def _name_frozen(spec: RunSpec) -> str:
     """The dtype of a frozen base, and how its linear layers are quantized."""
     quantization = spec.recipe.quantization
     dtype = frozen_dtype(spec.sharding, spec.recipe.lora)
-    return (
-        f"{dtype}, {describe_quantization(quantization)} in linear layers"
-        if quantization.bits
-        else dtype
-    )
+    if quantization.bits:
+        return f"{dtype}, {describe_quantization(quantization)} in linear layers"
+    return dtype
 
 
 def memory_rows(phases: Sequence[Phase]) -> list[list[str]]:
@@ -245,7 +256,9 @@ def format_layouts(
     def cell(value: int | None) -> str:
         if value is None:
             return "-"
-        return f"({gib(value)})" if limit is not None and value > limit else gib(value)
+        if limit is not None and value > limit:
+            return f"({gib(value)})"
+        return gib(value)
 
     head = ["GiB on one rank, by ranks", *(str(number) for number in ranks)]
     return align_columns(
@@ -353,11 +366,10 @@ def _describe_communication(speed: Speed) -> list[str]:
 
 def format_storage(room: Disk, node: Host) -> str:
     """Disk, and the memory of a node."""
-    kept = (
-        "all are kept"
-        if room.checkpoints_kept is None
-        else f"{room.checkpoints_kept} kept, 1 being written"
-    )
+    if room.checkpoints_kept is None:
+        kept = "all are kept"
+    else:
+        kept = f"{room.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
     adapter += f", weights for the server {gib(room.rollouts)}" if room.rollouts else ""
     lines = [
@@ -391,12 +403,21 @@ def format_advice(
     Where something is not known of the room, or not counted, it says what is required instead.
     """
     if advice.fits:
-        label = "fits       " if room.is_known and not uncounted else "requires   "
-        without = ", without activations, which are not counted" if uncounted else ""
+        if room.is_known and not uncounted:
+            label = "fits       "
+        else:
+            label = "requires   "
+        if uncounted:
+            without = ", without activations, which are not counted"
+        else:
+            without = ""
         return f"{label}{compare_need(advice.need, room)}{without}{name_unknown(room)}"
     first = f"too large  {compare_need(advice.need, room)}"
     if advice.changes is None:
-        ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
+        if advice.ranks:
+            ranks = f"; {advice.ranks} ranks would be enough"
+        else:
+            ranks = ""
         tried = [
             text
             for each in advice.tried
@@ -439,7 +460,9 @@ def name_unknown(room: Room) -> str:
     """The flags that would say what is not known."""
     flags = {"--gpu-memory": room.device, "--host-memory": room.host, "--disk": room.disk}
     missing = [flag for flag, has in flags.items() if has is None]
-    return f"; compare with {' and '.join(missing)}" if missing else ""
+    if missing:
+        return f"; compare with {' and '.join(missing)}"
+    return ""
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:

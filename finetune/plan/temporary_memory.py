@@ -142,7 +142,10 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
     # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
-    casts = FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    if run.cpu or run.divides_vocabulary:
+        casts = FP32
+    else:
+        casts = run.itemsize
     if run.itemsize == FP32:
         casts = 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
@@ -196,8 +199,14 @@ def log_probability_backward_bytes(
     if not head_gradient:
         return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
     trained = run.itemsize * hidden  # the hidden states at the trained positions
-    cast_head = run.itemsize * a.head_rows * a.hidden if run.autocast else 0
-    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
+    if run.autocast:
+        cast_head = run.itemsize * a.head_rows * a.hidden
+    else:
+        cast_head = 0
+    if run.itemsize < FP32 and not run.autocast:
+        cast_back = run.itemsize
+    else:
+        cast_back = 0
     chunk = loss_chunk_bytes(a.head_rows, tokens, run) + cast_head
     again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
@@ -222,9 +231,10 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
     a = spec.teacher.architecture
     run = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
     inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
-    dequantized = (
-        run.itemsize * dequantized_at_once(a) if spec.teacher.quantization.bits is not None else 0
-    )
+    if spec.teacher.quantization.bits is not None:
+        dequantized = run.itemsize * dequantized_at_once(a)
+    else:
+        dequantized = 0
     return {
         "activations": tokens * inside + mask_bytes(a, run, tokens),
         "gathered": _gathered(spec)[0],
@@ -279,7 +289,10 @@ class InBackwardMemory:
 def update_temporaries(spec: RunSpec) -> int:
     """What norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
-    at_once = 0 if spec.sharding.cpu_offload else spec.state().gradients
+    if spec.sharding.cpu_offload:
+        at_once = 0
+    else:
+        at_once = spec.state().gradients
     if (
         spec.files() is not None
     ):  # one tensor after another: the root of its second moment, and that over the correction
@@ -375,7 +388,9 @@ class LayoutMemory:
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
     """What the layout of `spec` holds of each unit."""
-    return _plan_units(spec) if spec.sharding.is_fsdp else _plan_whole(spec)
+    if spec.sharding.is_fsdp:
+        return _plan_units(spec)
+    return _plan_whole(spec)
 
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
@@ -409,11 +424,10 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
     tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
     layers = spec.part.layers
     units = 1 if u.layer == u.layers else layers  # where they are not wrapped, all layers are one
-    named = (
-        [f"layer {spec.part.widest_layer}"]
-        if units == layers
-        else [f"layer {i}" for i in range(layers)]
-    )
+    if units == layers:
+        named = [f"layer {spec.part.widest_layer}"]
+    else:
+        named = [f"layer {i}" for i in range(layers)]
     layer = unit(u.layer, named, u.unshared)
     return LayoutMemory(
         embedding=UnitMemory() if tail_waits else unit(u.embedding, ["embedding"]),

@@ -231,11 +231,10 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
 def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
     """What preference training shows beside the loss, by TRL's names; points: held-out."""
     beta = "beta times the log-probability"
-    against = (
-        " above the reference's"
-        if any(METHODS[run.method].needs_reference for run in runs)
-        else " per token"
-    )
+    if any(METHODS[run.method].needs_reference for run in runs):
+        against = " above the reference's"
+    else:
+        against = " per token"
     both = "solid: chosen, dashed: rejected; points: held-out"
     percent = _preference_lines(runs, ("rewards/accuracies",), 100.0)
     return [

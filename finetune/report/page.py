@@ -112,7 +112,9 @@ def render_page(
 def _subtitle(runs: Sequence[RunRecord]) -> str:
     if not runs:
         return WAITING
-    return describe_in_one_line(runs[0]) if len(runs) == 1 else counted(len(runs), "run")
+    if len(runs) == 1:
+        return describe_in_one_line(runs[0])
+    return counted(len(runs), "run")
 
 
 def render_plots(run: RunRecord) -> str:
@@ -352,7 +354,10 @@ def report_command(arguments: argparse.Namespace) -> int:
             "name ends in .html, for example --output report.html"
         )
     runs = [read_run(Path(name)) for name in arguments.runs]
-    path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
+    if arguments.output:
+        path = Path(arguments.output)
+    else:
+        path = runs[0].folder / "report.html"
     written = [path]
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))

@@ -229,7 +229,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; empty where there is no file."""
     if not path.is_file():
         return {}
-    return load_json(path, CHANGED) if path.suffix == ".json" else read_yaml(path)
+    if path.suffix == ".json":
+        return load_json(path, CHANGED)
+    return read_yaml(path)
 
 
 def _keep_kinds(value: Any, kind: Any) -> Any:
@@ -245,15 +247,18 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
         }
         return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
     if isinstance(kind, list):
-        inner_values = (
-            [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
-        )
+        if isinstance(value, list):
+            inner_values = [_keep_kinds(inner, kind[0]) for inner in value]
+        else:
+            inner_values = []
         return [inner for inner in inner_values if inner is not None]
     wanted = int | float if kind is NUMBER else kind
     if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
         return math.copysign(math.inf, value)  # whatever is computed with it would be infinite
     is_right = isinstance(value, wanted) and not isinstance(value, bool)
-    return value if is_right and (kind is not int or abs(value) < 2**63) else None
+    if is_right and (kind is not int or abs(value) < 2**63):
+        return value
+    return None
 
 
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
@@ -262,7 +267,10 @@ def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
         # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
         if files is None:
             continue
-        sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
+        if isinstance(files, dict):
+            sizes = [_size_of(entry) for entry in files.values()]
+        else:
+            sizes = []
         digits = manifest.parent.name.removeprefix("step-")
         if digits.isdecimal() and len(digits) < 16:
             size = disk_size(sum(sizes))
@@ -275,7 +283,10 @@ def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _size_of(entry: Any) -> int:
-    size = entry.get("size_bytes", entry.get("size", 0)) if isinstance(entry, dict) else 0
+    if isinstance(entry, dict):
+        size = entry.get("size_bytes", entry.get("size", 0))
+    else:
+        size = 0
     return size if isinstance(size, int) else 0
 
 
@@ -382,7 +393,10 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
     yield from _smoothed_tile(run, "loss", "Training loss", "{:.4f}".format)
     yield from _change_tiles(run, {"eval_loss": "Held-out loss"}, "{:.4f}".format)
     if run.last("rewards/accuracies") is not None:
-        held_out = "eval_" if run.last("eval_rewards/accuracies") is not None else ""
+        if run.last("eval_rewards/accuracies") is not None:
+            held_out = "eval_"
+        else:
+            held_out = ""
         margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
         name = "Held-out pairs in order" if held_out else "Pairs in order"
         yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
@@ -532,7 +546,10 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     shown = []
     for prompt, answers in list(by_prompt.items())[:MAX_SAMPLES]:
         expected = str(answers[-1].get("expected") or "")
-        before = answers[0] if len(answers) > 1 or answers[0].get("step") == 0 else None
+        if len(answers) > 1 or answers[0].get("step") == 0:
+            before = answers[0]
+        else:
+            before = None
         # a run in progress may have answered once
         after = answers[-1] if answers[-1] is not before else None
         shown.append(
@@ -545,7 +562,10 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
         )
     hidden = len(by_prompt) - len(shown)
     steps = sorted({sample.get("step", 0) for sample in samples})
-    notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
+    if len(steps) > 1:
+        notes = [f"at steps {steps[0]} and {steps[-1]}"]
+    else:
+        notes = []
     notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
     return shown, "; ".join(notes)
 
@@ -595,9 +615,10 @@ def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, f
     if not by_step:
         return "–", 0.0
     seconds = sum(by_step.values())
-    at_most = (
-        f" in {len(by_step)}, at most {duration(max(by_step.values()))}" if len(by_step) > 1 else ""
-    )
+    if len(by_step) > 1:
+        at_most = f" in {len(by_step)}, at most {duration(max(by_step.values()))}"
+    else:
+        at_most = ""
     share = 100 * seconds / longest if 0 < longest < math.inf else 0.0
     return duration(seconds) + at_most, round(share, 2)
 
@@ -609,11 +630,10 @@ def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[d
         by_step.setdefault(line.get("step", 0), []).append(line)
     steps = sorted(by_step)
     last = len(steps) - 1
-    shown = (
-        sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)})
-        if steps
-        else []
-    )
+    if steps:
+        shown = sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)})
+    else:
+        shown = []
     return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
 
 

@@ -100,7 +100,10 @@ class Sampler:
             requests += [Request(prompt, seed) for seed in seeds]
         completion_ids = np.repeat(example_ids, generations)
         ranks = RankGroup(self.world)
-        rows = read_rows(examples, completion_ids) if self.world.is_main else []
+        if self.world.is_main:
+            rows = read_rows(examples, completion_ids)
+        else:
+            rows = []
         messages = [list[Message]() for _ in rows]
         sample = partial(self._sample, sampling)
         if self.tools is None:
@@ -315,11 +318,9 @@ class Rollouts:
             )
         if recipe.rollout.max_num_gen_batches > 1 and (rollout.deviations() > 0).any():
             rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
-        return (
-            rollout
-            if self.score is None
-            else replace(rollout, old=self._score(self.score, rollout))
-        )
+        if self.score is None:
+            return rollout
+        return replace(rollout, old=self._score(self.score, rollout))
 
     def _score(self, score: Score, rollout: Rollout) -> list[list[float]]:
         """[completions][trained tokens]: their log-probabilities in training, on every rank.
@@ -359,9 +360,10 @@ class Rollouts:
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return
         path = checkpoint / ROLLOUTS
-        lines = (
-            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        )
+        if path.is_file():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+        else:
+            lines = []
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in lines:
             by_step.setdefault(line["prompts_step"], []).append(line)

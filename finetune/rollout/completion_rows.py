@@ -152,7 +152,10 @@ def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) 
     *prompt, last = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
     is_shared = len(places) > 1
-    piece = [_make_document(prompt, prompt_labels, 0, None)] if is_shared else []
+    if is_shared:
+        piece = [_make_document(prompt, prompt_labels, 0, None)]
+    else:
+        piece = []
     for place in places:
         completion = rollout.sampled[place]
         is_learned = not (masks_truncated and completion.ended is Ended.CUT)
@@ -178,16 +181,17 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
     packing = options.recipe.data.packing
     if not documents:
         return make_filler(packing).with_documents()
-    micro_batch = pack_documents(tokens) if packing else pad_documents(tokens, options.pad_token_id)
+    if packing:
+        micro_batch = pack_documents(tokens)
+    else:
+        micro_batch = pad_documents(tokens, options.pad_token_id)
     completions = tuple(
         document.completion for document in documents if document.completion is not None
     )
     micro_batch = replace(micro_batch, example_ids=completions).with_documents()
-    return (
-        micro_batch
-        if len(completions) == len(documents)
-        else _continue_prompts(micro_batch, documents)
-    )
+    if len(completions) == len(documents):
+        return micro_batch
+    return _continue_prompts(micro_batch, documents)
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:

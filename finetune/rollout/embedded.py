@@ -58,7 +58,9 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
             reserved[:, :, first:end] = states
         self._show(end)
-        return (self.keys, self.values) if first else (key_states, value_states)
+        if first:
+            return (self.keys, self.values)
+        return (key_states, value_states)
 
     def _reserve(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, heads, _, size = key_states.shape

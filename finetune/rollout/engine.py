@@ -76,11 +76,10 @@ class Sampled:
         """What is trained on of its tokens: those that were sampled; of one that is not learned
         from, nothing.
         """
-        mask = (
-            (self.tool_mask or [1] * len(self.token_ids))
-            if is_learned
-            else [0] * len(self.token_ids)
-        )
+        if is_learned:
+            mask = self.tool_mask or [1] * len(self.token_ids)
+        else:
+            mask = [0] * len(self.token_ids)
         return [
             token if by else IGNORE_INDEX for token, by in zip(self.token_ids, mask, strict=True)
         ]

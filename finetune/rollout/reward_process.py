@@ -216,7 +216,10 @@ def call_tools(
     deadline = time.monotonic() + seconds
     results = []
     for each in calls:
-        left = seconds if counts else max(1e-3, deadline - time.monotonic())
+        if counts:
+            left = seconds
+        else:
+            left = max(1e-3, deadline - time.monotonic())
         function = tools.get(each["name"])
         with explained(f"{each['name']}, a tool", function, is_isolated=True):
             try:

@@ -29,7 +29,10 @@ def _with_reasoning(completion: Any) -> str:
     """A completion as text, with the reasoning that is read apart from the answer where there are
     tools.
     """
-    reasoning = None if isinstance(completion, str) else completion[-1].get("reasoning_content")
+    if isinstance(completion, str):
+        reasoning = None
+    else:
+        reasoning = completion[-1].get("reasoning_content")
     return (f"<think>{reasoning}</think>" if reasoning else "") + text_of(completion)
 
 

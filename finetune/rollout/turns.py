@@ -45,7 +45,10 @@ class Conversations:
             self.messages[i].append(message)
             if may_call and made[i].ended is Ended.STOPPED:
                 called += [(i, call["function"]) for call in message.get("tool_calls", ())]
-        results = self.process.call_tools([function for _, function in called]) if called else []
+        if called:
+            results = self.process.call_tools([function for _, function in called])
+        else:
+            results = []
         of_completion: dict[int, list[tuple[Message, bool]]] = {}
         for (i, function), (text, failed) in zip(called, results, strict=True):
             said = {"role": "tool", "name": function["name"], "content": text}

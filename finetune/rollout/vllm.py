@@ -157,7 +157,10 @@ class VllmEngine:
         self._stop_ids = sorted(stop_ids)
         self._url = _url_of(recipe)
         self._folder = run_folder.absolute() / FOLDER
-        self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
+        if world.is_main:
+            self._descriptions = describe_model(model, recipe, tokenizer)
+        else:
+            self._descriptions = {}
         self._name = ""  # of the weights handed over last
         self._older = set[Path]()  # folders of before the last save
         self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))

@@ -98,7 +98,10 @@ def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        reason = f"{place}: {first['msg']}" if place else str(first["msg"])
+        if place:
+            reason = f"{place}: {first['msg']}"
+        else:
+            reason = str(first["msg"])
     except ValueError as error:
         reason = on_one_line(error)
     said = printable(" ".join(content[: 4 * SHOWN].decode(errors="replace").split()))[:SHOWN]

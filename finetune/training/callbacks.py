@@ -265,7 +265,10 @@ def open_tracker(
     rank. Raises `UserError` where the tracker does not start. TensorBoard writes under `folder`;
     the others where their own environment says.
     """
-    identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
+    if start_step:
+        identity = read_json_object(folder / IDENTITY).get(report_to)
+    else:
+        identity = None
     try:
         with _quiet():
             inner = _make_tracker(report_to, run_name, folder, identity, start_step)

@@ -97,9 +97,10 @@ def evaluate(
             run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
         _write_samples(run, step, samples)
         results["sample_prompts"] = True
-    progress = (
-        progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
-    )
+    if "eval_loss" in results:
+        progress = progress.after_evaluation(results["eval_loss"])
+    else:
+        progress = progress
     if line is not None:
         run.notify("on_evaluate", progress, line)
     return progress
@@ -120,7 +121,9 @@ def describe_order(metrics: Mapping[str, float]) -> str:
         return f", accuracy {metrics['accuracy']:.1%}, F1 {metrics['f1_macro']:.3f}"
     if REWARD in metrics:
         return f", mean reward {metrics[REWARD]:.4g}"
-    return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""
+    if ACCURACY in metrics:
+        return f", {metrics[ACCURACY]:.0%} of the pairs in order"
+    return ""
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
@@ -272,11 +275,10 @@ def _generated(
     how: Generation,
 ) -> list[Sample]:
     transformer: Any = unwrap(model)
-    pad = (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id or 0
-    )
+    if tokenizer.pad_token_id is not None:
+        pad = tokenizer.pad_token_id
+    else:
+        pad = tokenizer.eos_token_id or 0
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), pad)
     attention_mask = torch.zeros_like(input_ids)
@@ -284,9 +286,10 @@ def _generated(
         input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
         attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
     images = [image for prompt in prompts for image in prompt.images]
-    of_images = (
-        tokenizer.images.make_generation_inputs(transformer, input_ids, images) if images else {}
-    )
+    if images:
+        of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images)
+    else:
+        of_images = {}
     expected = [
         len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer
     ]
@@ -314,11 +317,10 @@ def _generated(
             output_logits=how.with_log_probabilities,
         )
     made = generated.sequences[:, longest:]
-    scores = (
-        _log_probabilities(generated.logits, made, how.temperature or 1.0)
-        if how.with_log_probabilities
-        else None
-    )
+    if how.with_log_probabilities:
+        scores = _log_probabilities(generated.logits, made, how.temperature or 1.0)
+    else:
+        scores = None
     asked = tokenizer.batch_decode(
         [list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True
     )
@@ -326,7 +328,10 @@ def _generated(
     for row, (prompt, token_ids) in enumerate(zip(prompts, made.tolist(), strict=True)):
         length = _length(token_ids, stop_ids, pad)
         text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
-        own = () if scores is None else tuple(scores[row, :length].tolist())
+        if scores is None:
+            own = ()
+        else:
+            own = tuple(scores[row, :length].tolist())
         samples.append(
             Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own)
         )

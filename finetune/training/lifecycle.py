@@ -187,11 +187,10 @@ def make_objectives(
     if facts.embeds:
         contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
         return Objectives(contrastive, replace(contrastive, is_held_out=True))
-    references = (
-        find_references(model, recipe, data, inputs, signals, world)
-        if facts.needs_reference
-        else None
-    )
+    if facts.needs_reference:
+        references = find_references(model, recipe, data, inputs, signals, world)
+    else:
+        references = None
     group = world.sequence_group
     if facts.rows == "ratings":
         assert references is not None, "ratings are of answers against the reference's"
@@ -272,11 +271,10 @@ def start_run(
         own = flop_per_token_of(
             config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied
         )
-        again = (
-            forward_flop_per_token_of(config, parameters=size.multiplied, length=length)
-            if embeds
-            else 0.0
-        )
+        if embeds:
+            again = forward_flop_per_token_of(config, parameters=size.multiplied, length=length)
+        else:
+            again = 0.0
         return own + again + teacher_flop_per_token(objectives.training, length)
 
     fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
@@ -482,10 +480,16 @@ def export(run: TrainingRun, progress: Progress) -> None:
     from finetune.export.export import export_run
     from finetune.export.publish import exit_on_signals
 
-    best = progress.best_step if run.recipe.checkpoint.keep_best_checkpoint else None
+    if run.recipe.checkpoint.keep_best_checkpoint:
+        best = progress.best_step
+    else:
+        best = None
     if best is not None:
         run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
-    checkpoint = None if best is None else step_folder(run.folder, best)
+    if best is None:
+        checkpoint = None
+    else:
+        checkpoint = step_folder(run.folder, best)
     # not saved, or in the folder that the run was resumed from
     if checkpoint is not None and not checkpoint.is_dir():
         run.log.say(
@@ -527,7 +531,10 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
     last, newest = checkpoints[-1]
     exports = []
     if recipe.checkpoint.export_at_end:
-        exports = ["export", "adapter"] if recipe.lora.use_peft else ["export"]
+        if recipe.lora.use_peft:
+            exports = ["export", "adapter"]
+        else:
+            exports = ["export"]
     if read_json_object(folder / FINISHED) == _record(recipe, inputs, last):
         return all((folder / name).is_dir() for name in exports) and not find_damage(newest)
     try:

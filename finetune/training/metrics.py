@@ -129,7 +129,10 @@ class Compilation:
         if graphs == self._graphs:
             return None
         self._graphs = graphs
-        where = f", in {os.environ[CACHE_VARIABLE]}" if CACHE_VARIABLE in os.environ else ""
+        if CACHE_VARIABLE in os.environ:
+            where = f", in {os.environ[CACHE_VARIABLE]}"
+        else:
+            where = ""
         return (
             f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts "
             f"{compiled} were compiled and {cached} were in the cache{where}"
@@ -140,7 +143,10 @@ def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
     """The device's dense peak in FLOP per second, `fp8_share` of it in FP8; None if not known (a
     CPU).
     """
-    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type == "cuda":
+        peak = peak_flops_of(torch.cuda.get_device_name(device))
+    else:
+        peak = None
     return None if peak is None else mix_peaks(peak, fp8_share)
 
 
@@ -343,13 +349,19 @@ class Display:
             from tqdm import tqdm
 
             form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}"
-            width = {"ncols": NOTEBOOK_COLUMNS} if is_notebook() else {"dynamic_ncols": True}
+            if is_notebook():
+                width = {"ncols": NOTEBOOK_COLUMNS}
+            else:
+                width = {"dynamic_ncols": True}
             self._bar = tqdm(total=steps, initial=start_step, bar_format=form, **width)
 
     def step(self, line: dict[str, Any]) -> None:
         """Shows a training line."""
         self._smooth(line["loss"])
-        smoothed = self._smoothed / self._weight if self._weight else line["loss"]
+        if self._weight:
+            smoothed = self._smoothed / self._weight
+        else:
+            smoothed = line["loss"]
         seconds_left = self._left(line["step"])
         if self._bar is not None:
             beside = len(f"100%|{'':{BAR_COLUMNS}}| {self._steps}/{self._steps}  ")
@@ -394,7 +406,9 @@ class Display:
         first_step, started = self._seen[0]
         self._seen.append((step, time.perf_counter()))
         done = step - first_step
-        return (self._steps - step) * (time.perf_counter() - started) / done if done > 0 else 0.0
+        if done > 0:
+            return (self._steps - step) * (time.perf_counter() - started) / done
+        return 0.0
 
 
 def shown_line(
@@ -447,4 +461,6 @@ def shown_line(
 
 def _rounded(value: Any) -> Any:
     """Nine digits say all that fp32 knows."""
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    return value

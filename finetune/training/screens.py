@@ -88,7 +88,10 @@ def _name_of(module: nn.Module) -> str:
 
 def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str]:
     """The model's parameters, which of them are trained, and by which method."""
-    active = f"{size.active:,} active, " if size.active < size.total else ""
+    if size.active < size.total:
+        active = f"{size.active:,} active, "
+    else:
+        active = ""
     trained = f"{active}{size.trained:,} trained{describe_trained(recipe)}"
     lines = [f"model   {name}, {size.total:,} parameters, {trained}"]
     if recipe.model.drop_vision:
@@ -116,7 +119,10 @@ def _describe_layout(run: TrainingRun) -> list[str]:
         layout += f" {sharding.strategy}, wrapped {units}"
     if sharding.expert_parallel_size > 1:
         layout += f", a layer's experts over {sharding.expert_parallel_size} ranks"
-    checkpointing = "on" if sharding.activation_checkpointing else "off"
+    if sharding.activation_checkpointing:
+        checkpointing = "on"
+    else:
+        checkpointing = "off"
     described = (sharding.describe_sequences(world.size), *sharding.translated)
     return [
         f"layout  {layout}; {precision(run)}; activation checkpointing {checkpointing}",
@@ -131,14 +137,14 @@ def _describe_batch(run: TrainingRun) -> list[str]:
     """The rows and tokens of a step, the steps, and when the parameters are updated."""
     recipe = run.recipe
     train = run.data.train
-    rows = (
-        f"prompts with {recipe.rollout.num_generations} completions each"
-        if recipe.method_facts.samples
-        else "rows"
-    )
-    an_epoch = (
-        "streamed, no known" if train.steps_per_epoch is None else f"{train.steps_per_epoch:,}"
-    )
+    if recipe.method_facts.samples:
+        rows = f"prompts with {recipe.rollout.num_generations} completions each"
+    else:
+        rows = "rows"
+    if train.steps_per_epoch is None:
+        an_epoch = "streamed, no known"
+    else:
+        an_epoch = f"{train.steps_per_epoch:,}"
     lines = [
         f"batch   {train.config.global_batch_size} {rows} of up to {recipe.row_tokens} "
         f"tokens a step, {an_epoch} steps an epoch, {train.steps:,} in all"
@@ -178,7 +184,10 @@ def _describe_flop(run: TrainingRun) -> list[str]:
     """What the MFU is measured by; empty where the device's peak is not known."""
     if run.peak_flops is None:
         return []
-    kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
+    if run.fp8_share:
+        kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16"
+    else:
+        kinds = "bf16"
     gigaflop = run.count_flop(run.recipe.data.max_length) / 1e9
     return [
         f"mfu     {_flop_of_weights(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
@@ -194,11 +203,11 @@ def describe_flash_kernels() -> list[str]:
     if name is not None:
         return [f"        attention by the installed FlashAttention {name[-1]}"]
     package = find_missing_flash_package()
-    return (
-        [f"        attention by torch's FlashAttention 2; pip install {package} for a faster one"]
-        if package
-        else []
-    )
+    if package:
+        return [
+            f"        attention by torch's FlashAttention 2; pip install {package} for a faster one"
+        ]
+    return []
 
 
 def describe_groups(world: World) -> list[str]:
@@ -250,7 +259,10 @@ def describe_unreached(size: ModelSize) -> list[str]:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
     names = ", ".join(modules[:SHOWN_UNREACHED])
-    more = f" and {len(modules) - SHOWN_UNREACHED} more" if len(modules) > SHOWN_UNREACHED else ""
+    if len(modules) > SHOWN_UNREACHED:
+        more = f" and {len(modules) - SHOWN_UNREACHED} more"
+    else:
+        more = ""
     return [
         (
             f"        not trained: {names}{more}: the language model reads nothing that they "
@@ -307,7 +319,9 @@ def _flop_of_weights(recipe: Recipe) -> str:
     is_partial = (
         recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
     )
-    return "(6N less 2 for each frozen weight)" if is_partial else "6N"
+    if is_partial:
+        return "(6N less 2 for each frozen weight)"
+    return "6N"
 
 
 def precision(run: TrainingRun) -> str:
@@ -322,7 +336,9 @@ def precision(run: TrainingRun) -> str:
         computed = f"fp8 ({run.world.sharding.fp8.recipe_name}) and {computed}"
     if run.recipe.lora.use_peft:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
-    return computed if computed == trained else f"{computed} over {trained} weights"
+    if computed == trained:
+        return computed
+    return f"{computed} over {trained} weights"
 
 
 def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -332,12 +348,14 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
     if not isinstance(optimizer, OffloadedOptimizer):
         return []
     file = optimizer.file
-    cache = (
-        ""
-        if file.is_direct
-        else ", through the page cache: this file system takes no direct requests"
-    )
-    masters = "moments and fp32 master weights" if optimizer.master_weights() else "moments"
+    if file.is_direct:
+        cache = ""
+    else:
+        cache = ", through the page cache: this file system takes no direct requests"
+    if optimizer.master_weights():
+        masters = "moments and fp32 master weights"
+    else:
+        masters = "moments"
     return [
         f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in "
         f"{file.folder}{cache}; {counted(len(optimizer.windows), 'window')} of up to "
@@ -353,11 +371,10 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     if not layers:
         return []
     linears = sum(isinstance(layer, QuantizedLinear) for layer in layers)
-    experts = (
-        f" and {counted(len(layers) - linears, 'weight')} of experts"
-        if len(layers) > linears
-        else ""
-    )
+    if len(layers) > linears:
+        experts = f" and {counted(len(layers) - linears, 'weight')} of experts"
+    else:
+        experts = ""
     parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
     dtype = parameters[0].dtype
@@ -382,10 +399,14 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
     keys = recipe.quantization_aware
     if keys.quantization_aware_training is None:
         return []
-    group = "a row" if keys.qat_group_size is None else f"{keys.qat_group_size} numbers"
-    start = (
-        f", after {keys.fake_quant_after_n_steps:,} steps" if keys.fake_quant_after_n_steps else ""
-    )
+    if keys.qat_group_size is None:
+        group = "a row"
+    else:
+        group = f"{keys.qat_group_size} numbers"
+    if keys.fake_quant_after_n_steps:
+        start = f", after {keys.fake_quant_after_n_steps:,} steps"
+    else:
+        start = ""
     layers = counted(len(find_quantizable(model)), "linear layer")
     return [
         (
@@ -400,7 +421,10 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
     are.
     """
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
-    warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
+    if diverged:
+        warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"]
+    else:
+        warning = []
     lines = [
         *warning,
         *_teacher_line(folder) * has_teacher,
@@ -522,9 +546,10 @@ def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
     """
     answer = sample["answer"]
     expected = sample["expected"]
-    grade = (
-        "right" if answer.strip() == expected.strip() else f"wrong, expected {_short(expected)!r}"
-    )
+    if answer.strip() == expected.strip():
+        grade = "right"
+    else:
+        grade = f"wrong, expected {_short(expected)!r}"
     return (
         f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: "
         f"{_short(answer)!r}  {grade}"
@@ -533,21 +558,27 @@ def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
 
 def _short(text: str) -> str:
     flat = " ".join(text.split())
-    return flat if len(flat) <= SHOWN_CHARACTERS else f"{flat[: SHOWN_CHARACTERS - 1]}…"
+    if len(flat) <= SHOWN_CHARACTERS:
+        return flat
+    return f"{flat[: SHOWN_CHARACTERS - 1]}…"
 
 
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run on prepared data."""
     on_cpu = world.device.type == "cpu"
     report = data.report
-    read = (report.tokens, data.train.steps) if report.is_complete else None
+    if report.is_complete:
+        read = (report.tokens, data.train.steps)
+    else:
+        read = None
     plan = make_plan(
         recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
     )
     ours = "causal SDPA, document by document" if on_cpu else "varlen"
-    attention = (
-        ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
-    )
+    if recipe.model.attn_implementation == "auto":
+        attention = ours
+    else:
+        attention = recipe.model.attn_implementation
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     epoch = data.train.steps_per_epoch
@@ -616,7 +647,10 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
         )
         return "\n".join(lines)
     planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
-    teacher = f"teacher {gib(planned.teacher)}, " if planned.teacher else ""
+    if planned.teacher:
+        teacher = f"teacher {gib(planned.teacher)}, "
+    else:
+        teacher = ""
     lines.append(
         f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, "
         f"at {planned.name}: weights {gib(planned.parameters)}, {teacher}gradients "

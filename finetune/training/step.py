@@ -115,7 +115,10 @@ def forward_backward(
     """
     round_from_step(model, recipe.quantization_aware, batch.step)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
-    seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
+    if recipe.optimization.neftune_noise_alpha is None:
+        seed = None
+    else:
+        seed = recipe.run.seed
     return accumulate_gradients(
         model, batch, world, objective, noise_seed=seed, in_backward=in_backward
     )
@@ -221,11 +224,10 @@ def clip_and_update(
     if pipeline := find_pipeline(unwrap(model)):
         pipeline.sum_copied_gradients()
     unscale(optimizer, world)
-    grad_norm = (
-        in_backward.norm(model)
-        if in_backward
-        else clip_gradients(model, recipe.optimization.max_grad_norm)
-    )
+    if in_backward:
+        grad_norm = in_backward.norm(model)
+    else:
+        grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
     if not is_skipped and in_backward is None:
@@ -262,7 +264,10 @@ class HostGuard:
 
         All ranks call it and return the same.
         """
-        values = check.loss_sum if self._scaled else check.loss_sum + check.grad_norm
+        if self._scaled:
+            values = check.loss_sum
+        else:
+            values = check.loss_sum + check.grad_norm
         return self._world.any(not bool(torch.isfinite(values)))
 
     def raise_if_bad(self, policy: Optimization) -> None:
@@ -333,7 +338,9 @@ def make_guard(
     )
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
     reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
-    return DeviceGuard(optimizer, world) if on_device and reads_flag else HostGuard(world)
+    if on_device and reads_flag:
+        return DeviceGuard(optimizer, world)
+    return HostGuard(world)
 
 
 def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
@@ -362,12 +369,13 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
         f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
     )
     if policy.on_nonfinite == "stop":
-        kept = (
-            "by optim_in_backward some parameters were updated with their finite gradients "
-            "before; nothing of this step is saved"
-            if policy.optim_in_backward
-            else "the parameters were not updated"
-        )
+        if policy.optim_in_backward:
+            kept = (
+                "by optim_in_backward some parameters were updated with their finite gradients "
+                "before; nothing of this step is saved"
+            )
+        else:
+            kept = "the parameters were not updated"
         raise UserError(
             f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or "
             "lower learning_rate"

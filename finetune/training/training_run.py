@@ -163,11 +163,10 @@ class TrainingRun:
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
         """The exception of a run that a signal stops; `where` says what is saved."""
-        auto = (
-            ""
-            if self.recipe.checkpoint.resume_from_checkpoint != "none"
-            else " with resume_from_checkpoint=auto"
-        )
+        if self.recipe.checkpoint.resume_from_checkpoint != "none":
+            auto = ""
+        else:
+            auto = " with resume_from_checkpoint=auto"
         return Preempted(
             f"{self.folder}: stopped by {by} {where}; the same command{auto} resumes from there"
         )

@@ -37,8 +37,14 @@ class UpdateInBackward:
         flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
         # With the parameters: under CPU offload the host updates, and would read a GPU's flag
         # before it has arrived.
-        where = torch.device("cpu") if world.sharding.cpu_offload else world.device
-        self._flag = torch.zeros((), device=where) if flag is None else flag
+        if world.sharding.cpu_offload:
+            where = torch.device("cpu")
+        else:
+            where = world.device
+        if flag is None:
+            self._flag = torch.zeros((), device=where)
+        else:
+            self._flag = flag
         if self._reads_flag and flag is None:
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -200,7 +200,10 @@ class SignalListener:
             self._asked_at = time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
             # A rank gets SIGTERM when its launcher ends, whoever ended that.
-            cause = signal.Signals(number).name if self._is_launched() else "the launcher has ended"
+            if self._is_launched():
+                cause = signal.Signals(number).name
+            else:
+                cause = "the launcher has ended"
             _print(f"{cause}: saving, then stopping{when}; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
             _print("stopped at once; what was not saved is lost")

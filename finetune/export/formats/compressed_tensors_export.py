@@ -152,7 +152,10 @@ class CompressedPlan:
         """
         if logits is not None:
             logits.result()  # computed on the same model
-        where = folder if is_alone(COMPRESSED, self.options) else folder / COMPRESSED
+        if is_alone(COMPRESSED, self.options):
+            where = folder
+        else:
+            where = folder / COMPRESSED
         where.mkdir(exist_ok=True)
         # that of an export of this format alone, without numbers
         (where / CARD_FILE).unlink(missing_ok=True)
@@ -169,8 +172,14 @@ class CompressedPlan:
         text = f"The linear layers but the output head are quantized ({name}). {cost}"
         card = insert_section((where / CARD_FILE).read_text(encoding="utf-8"), "Quantization", text)
         replace_file(where / CARD_FILE, card)
-        verdict = "verified: every value" if self.options.verify else "not verified"
-        place = self.weights.model[0].name if where == folder else COMPRESSED
+        if self.options.verify:
+            verdict = "verified: every value"
+        else:
+            verdict = "not verified"
+        if where == folder:
+            place = self.weights.model[0].name
+        else:
+            place = COMPRESSED
         return [f"{place}: {disk_size(self.byte_count)} in {name}, {verdict}. {cost}"]
 
     def _measure(self, files: WrittenFiles) -> str:
@@ -219,7 +228,9 @@ class CompressedPlan:
         return self.quantizer.restore(parts)
 
     def _round_inputs(self, layer: str, inputs: torch.Tensor) -> torch.Tensor:
-        return self.quantizer.round_inputs(inputs) if layer in self.layers else inputs
+        if layer in self.layers:
+            return self.quantizer.round_inputs(inputs)
+        return inputs
 
 
 def describe_cost(plain: MergedScore, quantized: MergedScore, rows: ComparisonRows) -> str:

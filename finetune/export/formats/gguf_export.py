@@ -209,7 +209,9 @@ def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
     if vocabulary.strips_after and {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(
         vocabulary.tokens
     ):
-        return title if re.search("phi-?3", title, re.IGNORECASE) else f"{title} (phi-3)"
+        if re.search("phi-?3", title, re.IGNORECASE):
+            return title
+        return f"{title} (phi-3)"
     return re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
@@ -341,7 +343,10 @@ class AdapterPlan:
                         find_differences(folder / file.name, file, written),
                         "the adapter",
                     )
-                verdict = "verified: every tensor" if self.verify else "not verified"
+                if self.verify:
+                    verdict = "verified: every tensor"
+                else:
+                    verdict = "not verified"
                 said.append(f"{file.name}: an adapter of {disk_size(file.byte_count)}, {verdict}")
         return said
 

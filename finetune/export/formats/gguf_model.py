@@ -219,9 +219,10 @@ def _longrope(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTen
     stretched = rope.get("factor") or config.max_position_embeddings / original
     attention = rope.get("attention_factor")
     if attention is None:
-        attention = (
-            math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
-        )
+        if stretched > 1:
+            attention = math.sqrt(1 + math.log(stretched) / math.log(original))
+        else:
+            attention = 1.0
     writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(attention)
@@ -291,11 +292,10 @@ def _expert_number(value: Value) -> int:
 def _plan_tensor(
     name: str, of_folder: str, values: list[Value], config: Any, family: LlamaCpp
 ) -> FileTensor:
-    shape = (
-        values[0].shape
-        if EXPERT.search(values[0].name) is None
-        else (len(values), *values[0].shape)
-    )
+    if EXPERT.search(values[0].name) is None:
+        shape = values[0].shape
+    else:
+        shape = (len(values), *values[0].shape)
     size = head_size(config)
     if family.rotates_neighbors and of_folder.split(".")[-2] in ("q_proj", "k_proj"):
         return FileTensor(

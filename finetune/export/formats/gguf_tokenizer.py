@@ -114,7 +114,10 @@ def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
     below `rows`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    described: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
+    if backend is not None:
+        described: dict[str, Any] = json.loads(backend.to_str())
+    else:
+        described = {}
     kind = (described.get("model") or {}).get("type")
     if kind != "BPE":
         kind = kind or type(tokenizer).__name__
@@ -182,14 +185,20 @@ def _list_tokens(
         if number not in names:
             kind = types.UNUSED
         elif number in added and (added[number].special or _looks_special(token)):
-            kind = types.UNKNOWN if token == model.get("unk_token") else types.CONTROL
+            if token == model.get("unk_token"):
+                kind = types.UNKNOWN
+            else:
+                kind = types.CONTROL
         elif number in added:
             token = token.replace(SPACE, " ")
             kind = types.USER_DEFINED
         elif token == model.get("unk_token"):
             kind = types.UNKNOWN
         else:
-            kind = types.BYTE if model.get("byte_fallback") and _is_byte(token) else types.NORMAL
+            if model.get("byte_fallback") and _is_byte(token):
+                kind = types.BYTE
+            else:
+                kind = types.NORMAL
         tokens.append(token)
         kinds.append(int(kind))
     return tokens, kinds
@@ -225,7 +234,10 @@ def _list_hidden(tokenizer: Any) -> tuple[str, ...]:
     if not hidden:
         return ()
     shown = ", ".join(hidden[:3])
-    names = shown if len(hidden) <= 3 else f"{shown} and {len(hidden) - 3:,} more"
+    if len(hidden) <= 3:
+        names = shown
+    else:
+        names = f"{shown} and {len(hidden) - 3:,} more"
     return (
         f"GGUF calls {names} control tokens, as llama.cpp's own converter does for their looks: "
         "llama.cpp prints them only with --special",
@@ -260,11 +272,10 @@ def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
 def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if pre_tokenizer is None:
         return []
-    inner = (
-        pre_tokenizer.get("pretokenizers", [])
-        if pre_tokenizer["type"] == "Sequence"
-        else [pre_tokenizer]
-    )
+    if pre_tokenizer["type"] == "Sequence":
+        inner = pre_tokenizer.get("pretokenizers", [])
+    else:
+        inner = [pre_tokenizer]
     return [
         part
         for each in inner
@@ -299,7 +310,10 @@ def _name_pre_tokenizer(
     normalizers = {part["type"] for part in _list_normalizers(described.get("normalizer"))}
     if cut in PRE_TOKENIZERS and normalizers in NORMALIZERS:
         return PRE_TOKENIZERS[cut]
-    more = f" after {' and '.join(sorted(normalizers))}" if normalizers not in NORMALIZERS else ""
+    if normalizers not in NORMALIZERS:
+        more = f" after {' and '.join(sorted(normalizers))}"
+    else:
+        more = ""
     raise UserError(
         f"{folder}: llama.cpp is not known to cut a text as this tokenizer does "
         f"({cut[0][:60]!r}{more}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "
@@ -310,7 +324,10 @@ def _name_pre_tokenizer(
 def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if normalizer is None:
         return []
-    inner = normalizer.get("normalizers") if normalizer["type"] == "Sequence" else [normalizer]
+    if normalizer["type"] == "Sequence":
+        inner = normalizer.get("normalizers")
+    else:
+        inner = [normalizer]
     return list(inner or [])
 
 

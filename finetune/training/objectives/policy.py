@@ -96,7 +96,10 @@ class PolicyObjective(Objective):
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
         # Asked for a filler too: ranks meet in its forward.
-        other = None if self.other_model is None else self.other_model(model, micro_batch)
+        if self.other_model is None:
+            other = None
+        else:
+            other = self.other_model(model, micro_batch)
         head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
         log_probabilities = model(**inputs, head_function=head).double()
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
@@ -185,7 +188,10 @@ class PolicyObjective(Objective):
             **self._describe_rollout(rollout),
         }
         distances = torch.where(completions.is_trained, log_ratios, 0.0).abs()
-        largest = distances.max() if len(distances) else distances.new_zeros(())
+        if len(distances):
+            largest = distances.max()
+        else:
+            largest = distances.new_zeros(())
         return {name: pair.detach().float() for name, pair in metrics.items()}, {
             "log_ratio/max": largest.float()
         }
@@ -224,7 +230,10 @@ class PolicyObjective(Objective):
         """
         square = means.pop("ratio/mean_square", 0.0)
         # sums in fp32 may round above 1
-        share = min(1.0, means["ratio/mean"] ** 2 / square) if square else None
+        if square:
+            share = min(1.0, means["ratio/mean"] ** 2 / square)
+        else:
+            share = None
         return means | ({} if share is None else {"ratio/effective_sample_size": share})
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
@@ -364,7 +373,10 @@ def make_policy_objectives(
     models = [model] if teacher is None else [model, teacher.model]
     can_share = all(can_continue(unwrap(each)) for each in models)
     shares_prompts = recipe.data.packing and not world.any(not can_share)
-    tools = make_tool_turns(recipe, data.tokenizer) if recipe.rollout.tools else None
+    if recipe.rollout.tools:
+        tools = make_tool_turns(recipe, data.tokenizer)
+    else:
+        tools = None
     rewards = Rewards(recipe.rollout)
     paying = load_reward_models(recipe, world)
     sampler = Sampler(

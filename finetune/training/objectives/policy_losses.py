@@ -72,7 +72,9 @@ def loss_level(recipe: Recipe) -> Level:
     """Sequences where one ratio stands for all tokens of a completion (RLOO); tokens in every other
     loss.
     """
-    return Level.SEQUENCE if policy_loss(recipe).average == "sums" else Level.TOKEN
+    if policy_loss(recipe).average == "sums":
+        return Level.SEQUENCE
+    return Level.TOKEN
 
 
 def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
@@ -100,7 +102,10 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
     epsilon_high (DAPO).
     """
     keys = recipe.rollout
-    high = keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    if keys.epsilon_high is None:
+        high = keys.epsilon
+    else:
+        high = keys.epsilon_high
     if policy_loss(recipe).bound == "weight":
         return 0.0, high
     return 1 - keys.epsilon, 1 + high

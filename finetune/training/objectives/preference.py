@@ -151,7 +151,10 @@ class PreferenceObjective(Objective):
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
-        reference = None if self.reference is None else Pairs.of(self.reference(model, micro_batch))
+        if self.reference is None:
+            reference = None
+        else:
+            reference = Pairs.of(self.reference(model, micro_batch))
         documents, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         policy = Pairs.of(documents)
         lengths = Pairs.of(tokens)
@@ -264,12 +267,17 @@ def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
 
     Metrics need none: they are means.
     """
-    return loss if sequence_group is None else loss / sequence_group.size()
+    if sequence_group is None:
+        return loss
+    return loss / sequence_group.size()
 
 
 def mean(values: Tensor, where: Tensor | None = None) -> Tensor:
     """A metric that is the mean of `values` (of those `where`): their sum, and their number."""
-    counted = torch.ones_like(values) if where is None else where.to(values.dtype)
+    if where is None:
+        counted = torch.ones_like(values)
+    else:
+        counted = where.to(values.dtype)
     return torch.stack(
         [(values * counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)]
     )

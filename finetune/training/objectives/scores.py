@@ -74,7 +74,10 @@ class ClassScores(Objective):
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
         classes = _find_classes(micro_batch, self.sequence_group)
-        loss = F.cross_entropy(scores, classes, reduction="sum") if len(classes) else scores.sum()
+        if len(classes):
+            loss = F.cross_entropy(scores, classes, reduction="sum")
+        else:
+            loss = scores.sum()
         given = scores.detach().argmax(1)
         metrics = {"accuracy": mean((given == classes).double())}
         for index, name in enumerate(self.labels):
@@ -91,7 +94,9 @@ class ClassScores(Objective):
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """With the mean F1 of the classes that occur."""
         each = [value for name, value in means.items() if name.startswith("f1/")]
-        return means | {"f1_macro": sum(each) / len(each)} if each else means
+        if each:
+            return means | {"f1_macro": sum(each) / len(each)}
+        return means
 
 
 SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {
