@@ -149,8 +149,8 @@ class Session:
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
         self._is_resumed = False
         self._is_closed = False
-        self._exit = ExitStack()
-        self._exit.callback(leave, self.world)
+        self._on_close = ExitStack()
+        self._on_close.callback(leave, self.world)
         try:
             self._opened = open_run(complete, self.world, machine, self.phases, saves=saves)
         except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
@@ -175,7 +175,7 @@ class Session:
 
     def close(self) -> None:
         """Leaves the other ranks. Afterwards the process can open another session."""
-        self._exit.close()
+        self._on_close.close()
         self._is_closed = True
 
     def _refuse_closed(self, what: str) -> None:
