@@ -115,8 +115,11 @@ def count_cores() -> int:
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
     """Tokens in a chunk of the loss, at most.
 
-    >>> loss_chunk_tokens(32_000, "cpu"), loss_chunk_tokens(128_256, "cpu"),
-      loss_chunk_tokens(128_256, "cuda")
+    >>> (
+    ...     loss_chunk_tokens(32_000, "cpu"),
+    ...     loss_chunk_tokens(128_256, "cpu"),
+    ...     loss_chunk_tokens(128_256, "cuda"),
+    ... )
     (524, 256, 2092)
     """
     budget = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cuda"])

@@ -63,8 +63,12 @@ def read_gpu_memory(text: str) -> str:
 def disk_size(size_bytes: int) -> str:
     """Bytes of files, in the decimal units of disks, to three digits.
 
-    >>> disk_size(734), disk_size(1_300_000), disk_size(96_360_000_000),
-      disk_size(1_234_000_000_000_000)
+    >>> (
+    ...     disk_size(734),
+    ...     disk_size(1_300_000),
+    ...     disk_size(96_360_000_000),
+    ...     disk_size(1_234_000_000_000_000),
+    ... )
     ('734 bytes', '1.30 MB', '96.4 GB', '1,234 TB')
     """
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
@@ -147,8 +151,11 @@ def name_place(path: str, number: int) -> str:
 
     Both count from 1.
 
-    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3),
-      name_place("openai/gsm8k", 3)
+    >>> (
+    ...     name_place("data/math.jsonl.gz", 3),
+    ...     name_place("data/math.json", 3),
+    ...     name_place("openai/gsm8k", 3),
+    ... )
     ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
     """
     if has_lines(path):

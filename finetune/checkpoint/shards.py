@@ -372,8 +372,10 @@ def _without(
     """`names` of an optimizer's state, sorted, but for those of `optional` parameters of which
     `others` has none.
 
-    >>> _without({"a"}, {"state.a.step", "state.b.step"}, set()), _without({"a"}, {"state.a.step"},
-      {"state.a.exp_avg"})
+    >>> (
+    ...     _without({"a"}, {"state.a.step", "state.b.step"}, set()),
+    ...     _without({"a"}, {"state.a.step"}, {"state.a.exp_avg"}),
+    ... )
     (['state.b.step'], ['state.a.step'])
     """
     kept = {_parameter_of(name) for name in others}

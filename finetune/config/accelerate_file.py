@@ -256,8 +256,12 @@ def _translate_section(
 def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
     """Returns the places of keys by their names without section and prefix.
 
-    >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3",
-      "fsdp_config.fsdp_version": "a.yaml:1"})
+    >>> _plain_places(
+    ...     {
+    ...         "parallelism_config.parallelism_config_tp_size": "a.yaml:3",
+    ...         "fsdp_config.fsdp_version": "a.yaml:1",
+    ...     }
+    ... )
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
     """
     plain = {}

@@ -202,8 +202,9 @@ def refuse_wrong_values(config: Any, name: str) -> None:
 def names_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a vision-language model, by the class that it names.
 
-    >>> names_vision_language({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config":
-      {}})
+    >>> names_vision_language(
+    ...     {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+    ... )
     True
     """
     names = config.get("architectures")
@@ -374,8 +375,10 @@ def has_own_attention(model_type: str) -> bool:
 def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
     """Whether a model has layers in which it is not known how packed documents are kept apart.
 
-    >>> has_unknown_layers("llama", ["linear_attention"]), has_unknown_layers("qwen3_next",
-      ["linear_attention"])
+    >>> (
+    ...     has_unknown_layers("llama", ["linear_attention"]),
+    ...     has_unknown_layers("qwen3_next", ["linear_attention"]),
+    ... )
     (True, False)
     """
     family = find_family(model_type)
@@ -387,8 +390,11 @@ def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
     """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of
     documents.
 
-    >>> attends_by_mask("gptj", []), attends_by_mask("llama", ["full_attention"]),
-      attends_by_mask("mamba", [])
+    >>> (
+    ...     attends_by_mask("gptj", []),
+    ...     attends_by_mask("llama", ["full_attention"]),
+    ...     attends_by_mask("mamba", []),
+    ... )
     (True, False, False)
     """
     family = find_family(model_type)

@@ -261,8 +261,11 @@ def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, 
     `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where
     they divide evenly, else some rows of each; None where neither does.
 
-    >>> shard_experts((8, 64, 32), 2, 2), shard_experts((8, 64, 32), 2, 8), shard_experts((8, 63,
-      32), 2, 8)
+    >>> (
+    ...     shard_experts((8, 64, 32), 2, 2),
+    ...     shard_experts((8, 64, 32), 2, 8),
+    ...     shard_experts((8, 63, 32), 2, 8),
+    ... )
     ((2, 64, 32), (4, 8, 32), None)
     """
     own = shape[0] // size

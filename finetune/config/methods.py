@@ -70,8 +70,11 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 def is_reward_model(name: str) -> bool:
     """Whether an entry of `rewards` is a model, and no function.
 
-    >>> [name for name in ("number", "my_rewards.py:short", "runs/reward/export") if
-      is_reward_model(name)]
+    >>> [
+    ...     name
+    ...     for name in ("number", "my_rewards.py:short", "runs/reward/export")
+    ...     if is_reward_model(name)
+    ... ]
     ['runs/reward/export']
     """
     return name not in SHIPPED_REWARDS and ".py:" not in name
@@ -81,8 +84,10 @@ def name_of_reward(name: str) -> str:
     """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or
     its run's.
 
-    >>> [name_of_reward(name) for name in ("my_rewards.py:short", "runs/helpful/export",
-      "org/Skywork-Reward")]
+    >>> [
+    ...     name_of_reward(name)
+    ...     for name in ("my_rewards.py:short", "runs/helpful/export", "org/Skywork-Reward")
+    ... ]
     ['short', 'helpful', 'Skywork-Reward']
     """
     if not is_reward_model(name):
@@ -570,8 +575,15 @@ UNSHOWN = (
 def describe_method(values: Mapping[str, Any]) -> str:
     """Returns the method of a recipe with these `values`, and its keys, where they are set.
 
-    >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None,
-      "label_smoothing": 0.0})
+    >>> describe_method(
+    ...     {
+    ...         "method": "dpo",
+    ...         "beta": 0.1,
+    ...         "loss_type": "sigmoid",
+    ...         "rpo_alpha": None,
+    ...         "label_smoothing": 0.0,
+    ...     }
+    ... )
     'dpo: beta 0.1, loss_type sigmoid'
     """
     method = values.get("method", DEFAULT_METHOD)

@@ -21,8 +21,10 @@ def count_predicting_layers(config: Mapping[str, Any]) -> int:
     """Counts the layers for multi-token prediction that a config promises, whichever key its family
     has for them.
 
-    >>> count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}),
-      count_predicting_layers({})
+    >>> (
+    ...     count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}),
+    ...     count_predicting_layers({}),
+    ... )
     (1, 0)
     """
     return max((section[key] for section, key in _find_counts(config)), default=0)
@@ -68,8 +70,10 @@ def predicts_further(name: str, layers: int, predicting_layers: int) -> bool:
 
     Some families name them so, others number them on after the decoder's.
 
-    >>> predicts_further("mtp.fc.weight", 4, 1), predicts_further("model.layers.4.eh_proj.weight",
-      4, 1)
+    >>> (
+    ...     predicts_further("mtp.fc.weight", 4, 1),
+    ...     predicts_further("model.layers.4.eh_proj.weight", 4, 1),
+    ... )
     (True, True)
     >>> predicts_further("model.layers.3.mlp.up_proj.weight", 4, 1)
     False

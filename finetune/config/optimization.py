@@ -223,8 +223,10 @@ def is_layers_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix of a layer, which Muon orthogonalizes: no embedding, head or
     vector.
 
-    >>> [is_layers_matrix(f"{name}.weight", (8, 8)) for name in ("h.0.attn.c_proj", "lm_head",
-      "model.embed_tokens")]
+    >>> [
+    ...     is_layers_matrix(f"{name}.weight", (8, 8))
+    ...     for name in ("h.0.attn.c_proj", "lm_head", "model.embed_tokens")
+    ... ]
     [True, False, False]
     """
     return len(shape) == 2 and NOT_IN_LAYERS.search(name) is None
@@ -236,11 +238,15 @@ def count_optimizer_bytes(
     """Counts the bytes of optimizer state for a rank's part, of this `shape`, of a trained tensor;
     0 without `optim`.
 
-    >>> [count_optimizer_bytes(name, (10, 8), 4) for name in ("adamw_torch", "adafactor", "sgd",
-      None)]
+    >>> [
+    ...     count_optimizer_bytes(name, (10, 8), 4)
+    ...     for name in ("adamw_torch", "adafactor", "sgd", None)
+    ... ]
     [644, 76, 0, 0]
-    >>> [count_optimizer_bytes("muon", (10, 8), 4, name=name) for name in ("h.0.fc.weight",
-      "lm_head.weight")]
+    >>> [
+    ...     count_optimizer_bytes("muon", (10, 8), 4, name=name)
+    ...     for name in ("h.0.fc.weight", "lm_head.weight")
+    ... ]
     [320, 644]
     """
     if optim is None:
@@ -275,8 +281,10 @@ def convert_optimizer(name: str) -> str | None:
     """Our name for the optimizer that another tool has by this name or path; None: there is none
     here.
 
-    >>> [convert_optimizer(name) for name in ("torch.optim.AdamW",
-      "bitsandbytes.optim.PagedAdamW8bit", "lion_8bit")]
+    >>> [
+    ...     convert_optimizer(name)
+    ...     for name in ("torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", "lion_8bit")
+    ... ]
     ['adamw_torch_fused', 'adamw_8bit', None]
     """
     plain = name.lower().replace("_", "")

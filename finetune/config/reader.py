@@ -48,8 +48,9 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     Raises `UserError` for a key that is none, but close to one of the command's own `options`
     (num_processes, ...).
 
-    >>> read_overrides(["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing",
-      "--use-peft"])
+    >>> read_overrides(
+    ...     ["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"]
+    ... )
     ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
     """
     overrides: list[str] = []

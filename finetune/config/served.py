@@ -87,8 +87,9 @@ def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
     """The names of the experts' parameters that an adapter is on; other target_parameters are
     weights of layers.
 
-    >>> list_expert_parameters({"target_parameters": ["mlp.experts.down_proj",
-      "shared_experts.up_proj.weight"]})
+    >>> list_expert_parameters(
+    ...     {"target_parameters": ["mlp.experts.down_proj", "shared_experts.up_proj.weight"]}
+    ... )
     {'down_proj'}
     """
     names = {name.rpartition(".")[2] for name in adapter.get("target_parameters") or ()}
@@ -108,9 +109,8 @@ def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) ->
         base: A folder, or a name of the hub.
         adapter: The content of adapter_config.json.
 
-    >>> serve_adapter(Path("out/mine"), "base", {"r": 8})
-    ['vllm', 'serve', 'base', '--enable-lora', '--max-lora-rank', '8', '--lora-modules',
-    'mine=out/mine']
+    >>> " ".join(serve_adapter(Path("out/mine"), "base", {"r": 8}))
+    'vllm serve base --enable-lora --max-lora-rank 8 --lora-modules mine=out/mine'
     """
     ranks = [adapter.get("r", 0), *(adapter.get("rank_pattern") or {}).values()]
     rank = next((each for each in RANKS if each >= max(ranks)), None)

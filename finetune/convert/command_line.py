@@ -81,8 +81,10 @@ def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:
     """Returns what a shell calculates of two whole numbers or variables; the text as it stands for
     others.
 
-    >>> ARITHMETIC.sub(lambda match: _calculate(match, {"n": "4"}), "--steps $(expr 16 / $n) --save
-      $((2 * 50))")
+    >>> ARITHMETIC.sub(
+    ...     lambda match: _calculate(match, {"n": "4"}),
+    ...     "--steps $(expr 16 / $n) --save $((2 * 50))",
+    ... )
     '--steps 4 --save 100'
     """
     left, sign, right = match.groups()

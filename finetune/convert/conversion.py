@@ -299,8 +299,8 @@ def _convert_key(
 
     >>> conversion = Conversion("Axolotl")
     >>> known = {pair.key: pair for pair in list_counterparts("Axolotl")}
-    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy":
-      True}.items():
+    >>> settings = {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}
+    >>> for key, value in settings.items():
     ...     _convert_key(key, value, known, conversion)
     >>> conversion.recipe, conversion.differences, conversion.ignored
     ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['cut_cross_entropy'])

@@ -68,8 +68,9 @@ def find_writer(file: Mapping[str, Any]) -> Tool | None:
     """Returns the tool that a file was written for, by as many names of its own as no recipe has by
     mistake.
 
-    >>> find_writer({"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size":
-      1})
+    >>> find_writer(
+    ...     {"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size": 1}
+    ... )
     'Axolotl'
     >>> find_writer({"model_name_or_path": "a/b", "datasets": [], "sequence_len": 2048})
     """
@@ -83,9 +84,10 @@ def find_writer(file: Mapping[str, Any]) -> Tool | None:
 def explain_key(key: str) -> tuple[str, str] | None:
     """Explains another tool's key: (our key, else `key` itself; a sentence). None for nobody's key.
 
-    >>> explain_key("sequence_len"), explain_key("lora_rank")[1].partition(";")[0]
-    (('max_length', "Axolotl's name; here it is max_length"), "LLaMA-Factory's and torchtune's
-    name")
+    >>> explain_key("sequence_len")
+    ('max_length', "Axolotl's name; here it is max_length")
+    >>> explain_key("lora_rank")[1].partition(";")[0]
+    "LLaMA-Factory's and torchtune's name"
     """
     if "." in key or key in IN_ACCELERATE_FILE:  # of which the reader knows more
         return None

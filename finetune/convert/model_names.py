@@ -220,8 +220,10 @@ def guess_family(name: str) -> str | None:
 def guess_vision_family(name: str) -> str | None:
     """Returns the model_type of a model with its tower, by its name; None where it says none.
 
-    >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"),
-      guess_vision_family("meta-llama/Llama-3.1-8B")
+    >>> (
+    ...     guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"),
+    ...     guess_vision_family("meta-llama/Llama-3.1-8B"),
+    ... )
     ('qwen2_vl', 'llama')
     """
     lower = name.lower()

@@ -598,10 +598,8 @@ def asks_for_rounding(settings: ToolFile) -> bool:
 def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     """Returns our keys; None where a file asks for none, or for what torchao does not finish here.
 
-    >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4",
-      "fake_quant_after_n_steps": 9}})
-    {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32, 'fake_quant_after_n_steps':
-    9}
+    >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}})
+    {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32}
     """
     if not asks_for_rounding(settings):
         return None

@@ -29,8 +29,9 @@ EMPTY = make_message("assistant", "")  # in the place of the answer, which a con
 def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> ParsedRow:
     """Reads a row with its class, one of `labels`. Raises `BadRow`.
 
-    >>> parse_class({"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad",
-      "good")).groups
+    >>> parse_class(
+    ...     {"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad", "good")
+    ... ).groups
     (Group(documents=(Text(text='Hurrah!'),), rating=0, score=1),)
     """
     columns = Columns(row)

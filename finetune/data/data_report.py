@@ -115,9 +115,8 @@ def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: i
 
 def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
     """
-    >>> describe_loss("a.jsonl", 640720, 656080, 640720)
-    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them
-    trained']
+    >>> print(*describe_loss("a.jsonl", 640720, 656080, 640720))
+    a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained
     """
     share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
     if lost:

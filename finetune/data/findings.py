@@ -32,8 +32,16 @@ class Finding:
 
     def __str__(self) -> str:
         """
-        >>> print(Finding("doubled_bos", "fatal", 2, 2, ("a.jsonl:1", "a.jsonl:2"), "the text begins
-          with two BOS"))
+        >>> print(
+        ...     Finding(
+        ...         "doubled_bos",
+        ...         "fatal",
+        ...         2,
+        ...         2,
+        ...         ("a.jsonl:1", "a.jsonl:2"),
+        ...         "the text begins with two BOS",
+        ...     )
+        ... )
         fatal: doubled_bos: in 2 of 2 rows the text begins with two BOS (a.jsonl:1, a.jsonl:2)
         """
         text = (

@@ -111,8 +111,11 @@ def holds_images(column: str, value: Any) -> bool:
     """Whether a column's value is an image or a list of them: by the column's name, or by what it
     holds.
 
-    >>> holds_images("photo", "fox.png"), holds_images("file", {"bytes": b"...", "path": None}),
-      holds_images("id", 7)
+    >>> (
+    ...     holds_images("photo", "fox.png"),
+    ...     holds_images("file", {"bytes": b"...", "path": None}),
+    ...     holds_images("id", 7),
+    ... )
     (True, True, False)
     """
     first = value[0] if isinstance(value, list) and value else value

@@ -500,8 +500,9 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
 
     Raises `BadRow`.
 
-    >>> parsed = parse_prompt({"prompt": "2+2=", "completion": "4", "level": 1},
-      DatasetSource(path="sums.jsonl"))
+    >>> parsed = parse_prompt(
+    ...     {"prompt": "2+2=", "completion": "4", "level": 1}, DatasetSource(path="sums.jsonl")
+    ... )
     >>> parsed.document.asked, parsed.document.row
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """

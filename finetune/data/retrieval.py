@@ -22,8 +22,9 @@ def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     Raises `BadRow`.
 
     >>> row = {"anchor": "2+2?", "positive": "4", "negative": "5"}
-    >>> parsed = parse_retrieval(row, DatasetSource(path="sums.jsonl"), Data(num_negatives=1,
-      query_prompt="Sum: "))
+    >>> parsed = parse_retrieval(
+    ...     row, DatasetSource(path="sums.jsonl"), Data(num_negatives=1, query_prompt="Sum: ")
+    ... )
     >>> [document.text for document in parsed.groups[0].documents]
     ['Sum: 2+2?', '4', '5']
     """

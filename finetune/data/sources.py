@@ -558,8 +558,9 @@ def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
     The structs of a column all have the keys of every one of them, null where a row had none: a
     tool call with one argument has every argument of every tool. The columns themselves stay.
 
-    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo",
-      "days": None}}})
+    >>> remove_none_values(
+    ...     {"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}}
+    ... )
     {'system': None, 'call': {'name': 'rain', 'arguments': {'city': 'Oslo'}}}
     """
     return {column: _remove_none(value) for column, value in row.items()}

@@ -97,8 +97,11 @@ def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The language model's tensors in the files of a vision-language checkpoint, by the names of
     its text class.
 
-    >>> names = "model.language_model.norm.weight", "language_model.lm_head.weight",
-      "model.visual.norm.weight"
+    >>> names = (
+    ...     "model.language_model.norm.weight",
+    ...     "language_model.lm_head.weight",
+    ...     "model.visual.norm.weight",
+    ... )
     >>> list(take_language_model(dict.fromkeys(names)))
     ['model.norm.weight', 'lm_head.weight']
     """

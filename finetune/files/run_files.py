@@ -233,8 +233,12 @@ def describe_missing(path: Path, last_step: int) -> str:
 def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
     """The first and last step of each gap in `steps`, up to `last_step`.
 
-    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60),
-      find_gaps([], 5)
+    >>> (
+    ...     find_gaps([2, 4, 6], 7),
+    ...     find_gaps([2, 4, 8, 10], 10),
+    ...     find_gaps([10, 20, 40, 60], 60),
+    ...     find_gaps([], 5),
+    ... )
     ([], [(5, 6)], [], [])
     >>> find_gaps([6, 8], 12)
     [(1, 4), (9, 12)]

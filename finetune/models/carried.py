@@ -86,8 +86,9 @@ def list_patterns(names: Iterable[str]) -> list[str]:
     """Patterns that match `names`, for a sentence: each number that varies as `*`, or the modules
     that hold them all.
 
-    >>> list_patterns(["mtp.layers.0.experts.1.up_proj.weight",
-      "mtp.layers.0.experts.2.up_proj.weight"])
+    >>> list_patterns(
+    ...     ["mtp.layers.0.experts.1.up_proj.weight", "mtp.layers.0.experts.2.up_proj.weight"]
+    ... )
     ['mtp.layers.0.experts.*.up_proj.weight']
     """
     numbers_of: dict[str, list[list[str]]] = {}

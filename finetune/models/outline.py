@@ -187,8 +187,9 @@ def _name_layers(layers: Iterable[Any], kinds: Any) -> str:
     """The classes of the layers, each with its number; of layers of one class the kinds.
 
     >>> class Layer: pass
-    >>> _name_layers([Layer(), Layer(), Layer()], ["linear_attention", "linear_attention",
-      "full_attention"])
+    >>> _name_layers(
+    ...     [Layer(), Layer(), Layer()], ["linear_attention", "linear_attention", "full_attention"]
+    ... )
     '3 x Layer (2 linear_attention, 1 full_attention)'
     """
     classes = Counter(type(layer).__name__ for layer in layers)

@@ -496,8 +496,11 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
 
     For a vision-language model the key WHOLE holds the complete config, or None with `drop_vision`.
 
-    >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"],
-      "vision_config": {}}
+    >>> config = {
+    ...     "model_type": "qwen2_5_vl",
+    ...     "architectures": ["VForConditionalGeneration"],
+    ...     "vision_config": {},
+    ... }
     >>> split_config(config)["model_type"]
     'qwen2_5_vl_text'
     """
@@ -609,9 +612,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     Raises `UserError` where a size is missing, or transformers cannot build the model.
 
     >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
-      "num_hidden_layers": 5,
-    ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
-    ...           "tie_word_embeddings": True}
+    ...           "num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 4,
+    ...           "vocab_size": 512, "tie_word_embeddings": True}
     >>> read_architecture(config, "stories260k/config.json").parameters
     260032
     """

@@ -58,8 +58,10 @@ class Collective:
         leaves a node shares its network with the node's other groups.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
-        >>> Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8),
-          Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8)
+        >>> (
+        ...     Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8),
+        ...     Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8),
+        ... )
         (0.0175, 0.1)
         """
         here = max(1, min(self.ranks, ranks_per_node // self.stride))

@@ -134,8 +134,13 @@ def check_scores(
 def is_score(given: Any) -> bool:
     """Whether this is a finite number or None. A text is no number, whatever it says.
 
-    >>> is_score(True), is_score(None), is_score("1"), is_score(float("nan")), is_score({"score":
-      1})
+    >>> (
+    ...     is_score(True),
+    ...     is_score(None),
+    ...     is_score("1"),
+    ...     is_score(float("nan")),
+    ...     is_score({"score": 1}),
+    ... )
     (True, True, False, False, False)
     """
     if given is None:

@@ -351,8 +351,11 @@ def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
     """How many of a row's tokens are of its answer: up to the first that ends it, that one
     included.
 
-    >>> _length([5, 6, 2, 0, 0], [2], pad=0), _length([5, 6, 7], [2], pad=0), _length([5, 0, 0],
-      [2], pad=0)
+    >>> (
+    ...     _length([5, 6, 2, 0, 0], [2], pad=0),
+    ...     _length([5, 6, 7], [2], pad=0),
+    ...     _length([5, 0, 0], [2], pad=0),
+    ... )
     (3, 3, 1)
     """
     for place, token in enumerate(token_ids):

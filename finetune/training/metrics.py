@@ -417,9 +417,8 @@ def shown_line(
     """A training line as it is shown; what does not fit into `width` characters is dropped, what
     matters least first.
 
-    >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0,
-      "mfu": None,
-    ...         "peak_memory_bytes": 2**30}
+    >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8,
+    ...         "tokens_per_second": 5200.0, "mfu": None, "peak_memory_bytes": 2**30}
     >>> shown_line(line, 1.6, 150.0)
     'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
     >>> shown_line(line, 1.6, 150.0, width=60)

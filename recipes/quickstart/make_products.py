@@ -27,8 +27,7 @@ TOOL = {
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}
-    {%- set function = tool['function'] %}
-    {{- '<|system|>' + function['name'] + ': ' + function['description'] + eos_token }}
+    {{- '<|system|>' + tool['function']['name'] + ': ' + tool['function']['description'] + eos_token }}
 {%- endfor %}
 {%- for message in messages %}
     {{- '<|' + message['role'] + '|>' }}
@@ -36,8 +35,7 @@ CHAT_TEMPLATE = """\
         {%- generation %}
             {{- message['content'] }}
             {%- for call in message['tool_calls'] or [] %}
-                {%- set called = call['function'] %}
-                {%- set function = {'name': called['name'], 'arguments': called['arguments']} %}
+                {%- set function = {'name': call['function']['name'], 'arguments': call['function']['arguments']} %}
                 {{- '<tool_call>' + function | tojson + '</tool_call>' }}
             {%- endfor %}
             {{- eos_token }}
@@ -49,7 +47,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- '<|assistant|>' }}
 {%- endif %}
-"""
+"""  # noqa: E501
 
 
 def question(a: int, b: int) -> dict[str, str]:

@@ -1395,7 +1395,6 @@ def test_long_rows_and_joined_documents_of_llama_factory_are_named(converted: Co
         ("Qwen/Qwen-7B", "code is not in transformers"),
         ("Qwen/Qwen-14B-Chat", "code is not in transformers"),
         ("nvidia/Nemotron-Labs-Diffusion-8B", "diffusion"),
-        ("inclusionAI/Ling-3.0-flash", "mixtures of experts"),
     ],
 )
 def test_a_model_that_only_its_name_tells_apart_is_refused(

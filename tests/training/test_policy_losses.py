@@ -53,9 +53,7 @@ def make_objective(
     keys += [f"importance_sampling_level={level}"] if level != "token" else []
     keys += [f"scale_rewards={scale}"] if scale != "group" else []
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
-    rollouts: Any = SimpleNamespace(
-        sampler=SimpleNamespace(rewards=SimpleNamespace(names=["exact_answer"]))
-    )
+    rollouts: Any = SimpleNamespace(sampler=SimpleNamespace(reward_names=["exact_answer"]))
     return PolicyObjective(recipe, rollouts), recipe
 
 
