@@ -1,8 +1,10 @@
 """docs/compatibility.md: how many published recipes of other tools run here, which of them without
 a difference, and what the rest need.
 
-    python -m tests.convert.published FOLDER > STARTED.json python benchmarks/compatibility.py
-    FOLDER STARTED.json AXOLOTL STARTED.json > docs/compatibility.md
+    python -m tests.convert.published FOLDER > STARTED.json
+    python benchmarks/compatibility.py FOLDER STARTED.json AXOLOTL STARTED.json > PAGE
+
+PAGE is docs/compatibility.md.
 
 FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Each file is
 given to `finetune convert`'s own code. STARTED.json says which of those that convert trained for

@@ -1,8 +1,7 @@
 """The optimizer's state in files (optim_offload: nvme): its rate beside dd's on the same disk, and
 memory as the model doubles.
 
-    python benchmarks/optim_offload.py [--folder DIR] [--layers 2 4 8 16] [--hidden 1024] [--steps
-    5] [--json]
+    python benchmarks/optim_offload.py [--folder DIR] [--layers 2 4 8 16] [--steps 5] [--json]
 
 One process, FSDP2 in a world of one, bf16. Each model is trained in a process of its own, with its
 state in files and in memory. dd's requests are direct, as ours are: the page cache, which could

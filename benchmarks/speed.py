@@ -1,8 +1,7 @@
 """Tokens per second on a CPU: ours beside a bare loop, transformers.Trainer and TRL's SFTTrainer,
 in one run.
 
-    python benchmarks/speed.py --data gsm8k_train.jsonl --tokenizer stories260k --output
-    benchmarks/results
+    python benchmarks/speed.py --data gsm8k_train.jsonl --tokenizer stories260k --output RESULTS
 
 All train a Llama of 3.2M parameters on the same file at max length 512, batch 8, with the same
 optimizer, precision and threads. Each is a process of its own that waits for its turn: every round

@@ -316,9 +316,10 @@ MACHINE: tuple[Rule, ...] = (
             and not c["packing"]
             and c.machine.device == "cpu"
         ),
-        message="attn_implementation: flex_attention cannot be combined with packing: false on a "
-        "CPU: there "
-        "transformers' outputs for padded rows are not finite",
+        message=(
+            "attn_implementation: flex_attention cannot be combined with packing: false on a CPU: "
+            "there transformers' outputs for padded rows are not finite"
+        ),
         advice="remove the key",
         fix={"attn_implementation": "auto"},
     ),

@@ -188,9 +188,10 @@ EXPORT_FORMATS: Mapping[str, ExportFormat] = {
                 name="gguf_types",
                 flag="--gguf-type",
                 metavar="TYPES",
-                help="of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that "
-                "llama.cpp makes (default: as "
-                "--dtype)",
+                help=(
+                    "of GGUF: f32, f16, bf16, q8_0; q6_k, q5_k_m, q4_k_m and others that "
+                    "llama.cpp makes (default: as --dtype)"
+                ),
                 default=(),
                 read=lambda text: split_list(text.lower()),  # as q4_k_m or Q4_K_M
             ),
@@ -223,9 +224,10 @@ EXPORT_FORMATS: Mapping[str, ExportFormat] = {
                 name="quantization",
                 flag="--quantization",
                 metavar="SCHEME",
-                help="of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: "
-                "what the run was "
-                "trained for)",
+                help=(
+                    "of compressed-tensors: fp8-fp8, int8-int8, int8, int8-int4, int4 (default: "
+                    "what the run was trained for)"
+                ),
                 recipe_key="export_quantization",
             ),
             ExportKey(

@@ -249,9 +249,10 @@ POSSIBLE: tuple[Rule, ...] = (
         when=lambda c: (
             is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c)
         ),
-        message="FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters "
-        "(LoRA's base, "
-        "frozen_modules)",
+        message=(
+            "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's "
+            "base, frozen_modules)"
+        ),
         advice=lambda c: (
             f"use {'ddp' if c.ranks > 1 else 'accelerate_config: single'}, which is the same "
             "layout, or set fsdp_version: 2"
@@ -277,9 +278,11 @@ RULES: tuple[Rule, ...] = (
         needs=("layout",),
         of_teacher=True,
         when=lambda c: is_fsdp1(c) and is_quantized(c),
-        message="{load_key} cannot be combined with fsdp_version: 1 ({layout.source}): FSDP1 "
-        "flattens and converts "
-        "the parameters of a layer together, which corrupts quantized ones",
+        message=(
+            "{load_key} cannot be combined with fsdp_version: 1 ({layout.source}): FSDP1 "
+            "flattens and converts the parameters of a layer together, which corrupts quantized "
+            "ones"
+        ),
         advice="set fsdp_version: 2",
     ),
     _exclude(
@@ -431,9 +434,10 @@ RULES: tuple[Rule, ...] = (
         "expert_parallel_size",
         "fsdp_version",
         when=lambda c: has_ep(c) and c.layout.layout != "fsdp2",
-        message="expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and "
-        "{layout.source} is "
-        "another layout",
+        message=(
+            "expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and "
+            "{layout.source} is another layout"
+        ),
         advice="use fsdp_full_shard, or set expert_parallel_size: 1",
         fix={"expert_parallel_size": 1},
     ),
@@ -454,9 +458,11 @@ RULES: tuple[Rule, ...] = (
         "expert_parallel_size",
         "tp_size",
         when=lambda c: has_ep(c) and has_tp(c),
-        message="expert_parallel_size cannot be combined with tp_size ({layout.source}): ranks "
-        "that divide a layer's "
-        "matrices have the same tokens, and would send each expert all of them",
+        message=(
+            "expert_parallel_size cannot be combined with tp_size ({layout.source}): ranks that "
+            "divide a layer's matrices have the same tokens, and would send each expert all of "
+            "them"
+        ),
         advice="set expert_parallel_size: 1, or the Accelerate file's tp_size to 1",
         fix={"expert_parallel_size": 1},
     ),
@@ -490,9 +496,10 @@ RULES: tuple[Rule, ...] = (
         "pipeline_parallel_size",
         "fsdp_version",
         when=lambda c: has_pp(c) and c.layout.layout != "fsdp2",
-        message="pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and "
-        "{layout.source} is "
-        "another layout",
+        message=(
+            "pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and "
+            "{layout.source} is another layout"
+        ),
         advice="use fsdp_full_shard, or set pipeline_parallel_size: 1",
         fix=NO_PIPELINE,
     ),
@@ -584,9 +591,10 @@ RULES: tuple[Rule, ...] = (
         needs=("layout",),
         of_teacher=True,
         when=lambda c: has_fp8(c) and is_quantized(c),
-        message="{load_key} cannot be combined with mixed_precision: fp8 ({layout.source}): a base "
-        "in "
-        "{quantization.bits} bits is multiplied in bf16 only",
+        message=(
+            "{load_key} cannot be combined with mixed_precision: fp8 ({layout.source}): a "
+            "base in {quantization.bits} bits is multiplied in bf16 only"
+        ),
         advice=lambda c: (
             f"set mixed_precision: bf16, or remove {c.load_key} and name an unquantized model"
         ),

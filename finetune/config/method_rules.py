@@ -223,9 +223,10 @@ RULES: tuple[Rule, ...] = (
         name="a teacher that is the student",
         keys=("teacher_model_name_or_path", "model_name_or_path"),
         when=lambda c: _names_student(c) and not _differs_from_teacher(c),
-        message="teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is "
-        "trained, so that there "
-        "is nothing to learn from it",
+        message=(
+            "teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is "
+            "trained, so that there is nothing to learn from it"
+        ),
         advice="name another model",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
@@ -285,9 +286,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base
         ),
-        message="streaming: {method} needs the reference's log-probabilities of all data before "
-        "training, unless "
-        "only new adapters are trained",
+        message=(
+            "streaming: {method} needs the reference's log-probabilities of all data before "
+            "training, unless only new adapters are trained"
+        ),
         advice=(
             "remove streaming, or set use_peft without modules_to_save, added_tokens and "
             "adapter_name_or_path"
@@ -309,26 +311,29 @@ RULES: tuple[Rule, ...] = (
         keys=("distill_top_k", "cp_size"),
         needs=("layout",),
         when=lambda c: has_sp(c) and c["distill_top_k"] is not None,
-        message="distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of "
-        "a row's tokens, and "
-        "what the teacher has said is stored by whole examples",
+        message=(
+            "distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of a "
+            "row's tokens, and what the teacher has said is stored by whole examples"
+        ),
         advice="set cp_size (or sp_size) to 1",
     ),
     Rule(
         name="split answers that are compared",
         keys=("overlength", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
-        message="overlength: split would cut up the answers that method: {method} compares; set "
-        "truncate, drop or "
-        "error",
+        message=(
+            "overlength: split would cut up the answers that method: {method} compares; set "
+            "truncate, drop or error"
+        ),
     ),
     Rule(
         name="assistant_only_loss of pairs",
         keys=("assistant_only_loss", "method"),
         when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
-        message="assistant_only_loss: false has no effect with method: {method}, which compares "
-        "answers to one "
-        "prompt",
+        message=(
+            "assistant_only_loss: false has no effect with method: {method}, which compares "
+            "answers to one prompt"
+        ),
         advice="remove it",
     ),
     *(
@@ -537,9 +542,10 @@ RULES: tuple[Rule, ...] = (
             and c["importance_sampling_correction"].startswith("token")
             and _averages_sums(c)
         ),
-        message="importance_sampling_correction: {importance_sampling_correction} cannot be "
-        "combined with loss_type: "
-        "{loss_type}, which has one ratio for a completion",
+        message=(
+            "importance_sampling_correction: {importance_sampling_correction} cannot be "
+            "combined with loss_type: {loss_type}, which has one ratio for a completion"
+        ),
         advice=lambda c: f"set {c['importance_sampling_correction'].replace('token', 'sequence')}",
     ),
     Rule(
@@ -675,9 +681,10 @@ RULES: tuple[Rule, ...] = (
         keys=("method", "model_name_or_path", "vllm_server_base_url"),
         needs=("model",),
         when=lambda c: samples(c) and _itself(_has_other_states)(c),
-        message="method: {method} cannot sample {name} here: with a cache, transformers computes "
-        "other states of "
-        "{model.model_type} than without one",
+        message=(
+            "method: {method} cannot sample {name} here: with a cache, transformers computes "
+            "other states of {model.model_type} than without one"
+        ),
         advice="set vllm_server_base_url",
     ),
     Rule(

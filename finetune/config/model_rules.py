@@ -394,9 +394,10 @@ RULES: tuple[Rule, ...] = (
             and c.model.experts
             and not has_fused_experts(c.model.model_type)
         ),
-        message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts "
-        "are not quantized "
-        "here",
+        message=(
+            "{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts "
+            "are not quantized here"
+        ),
         advice="remove it, and name the unquantized model",
         of_teacher=True,
     ),
@@ -404,9 +405,10 @@ RULES: tuple[Rule, ...] = (
         "experts that are stored quantized",
         "model_name_or_path",
         when=lambda c: c.model.quantization is not None and c.model.experts,
-        message="{name}: its experts are stored in {quantization.bits} bits, which is not "
-        "supported for a mixture "
-        "({model.model_type})",
+        message=(
+            "{name}: its experts are stored in {quantization.bits} bits, which is not "
+            "supported for a mixture ({model.model_type})"
+        ),
         advice="name the unquantized model, which is quantized as it is loaded",
         of_teacher=True,
     ),
@@ -424,9 +426,10 @@ RULES: tuple[Rule, ...] = (
             * c.model.expert_width
             % BLOCK
         ),
-        message="expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not "
-        "begin with a block "
-        f"of {BLOCK} numbers, which load_in_4bit keeps under one scale",
+        message=(
+            "expert_parallel_size: {layout.expert_parallel_size}: the experts of a rank do not "
+            f"begin with a block of {BLOCK} numbers, which load_in_4bit keeps under one scale"
+        ),
         advice="set it to 1, and FSDP shards the experts",
         fix={"expert_parallel_size": 1},
     ),
@@ -508,9 +511,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c.is_whole and is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1)
         ),
-        message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of "
-        "a vision-language "
-        "model",
+        message=(
+            "{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a "
+            "vision-language model"
+        ),
         advice="use FSDP2, or DDP",
     ),
     model_layout_rule(
@@ -538,9 +542,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts
         ),
-        message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} "
-        "multiply "
-        "matrices of the same sizes as attention's",
+        message=(
+            "activation_checkpointing_keeps: attention_and_projections: the experts of {name} "
+            "multiply matrices of the same sizes as attention's"
+        ),
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     model_rule(
@@ -567,9 +572,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss
         ),
-        message="router_aux_loss_coef: {name} is a mixture of experts whose routers have no "
-        "auxiliary loss "
-        "({model.model_type})",
+        message=(
+            "router_aux_loss_coef: {name} is a mixture of experts whose routers have no "
+            "auxiliary loss ({model.model_type})"
+        ),
         advice="remove it",
         fix={"router_aux_loss_coef": None},
     ),
@@ -577,9 +583,11 @@ RULES: tuple[Rule, ...] = (
         "family of a pipeline",
         "pipeline_parallel_size",
         when=lambda c: has_pp(c) and (not c.model.family.has_pipeline or c.model.vision),
-        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for "
-        "{model.model_type}, the "
-        f"family of {{name}}; it is tested with {_list('has_pipeline')}",
+        message=(
+            "pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for "
+            "{model.model_type}, the family of {name}; it is tested with "
+            f"{_list('has_pipeline')}"
+        ),
         advice="remove it",
         fix={"pipeline_parallel_size": 1},
     ),
@@ -588,9 +596,11 @@ RULES: tuple[Rule, ...] = (
         "pipeline_parallel_size",
         "pipeline_schedule",
         when=lambda c: c.layout.pipeline_chunks > c.model.layers and has_pp(c),
-        message="pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has "
-        "{model.layers} layers, and "
-        "{layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups",
+        message=(
+            "pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has "
+            "{model.layers} layers, and {layout.pipeline_schedule} cuts them into "
+            "{layout.pipeline_chunks} groups"
+        ),
         advice="choose a smaller size",
         fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
     ),
@@ -609,9 +619,11 @@ RULES: tuple[Rule, ...] = (
         "family of expert parallelism",
         "expert_parallel_size",
         when=lambda c: has_ep(c) and c.model.experts and not c.model.family.has_expert_parallelism,
-        message="expert_parallel_size: {layout.expert_parallel_size}: not supported for "
-        "{model.model_type}, the family "
-        f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
+        message=(
+            "expert_parallel_size: {layout.expert_parallel_size}: not supported for "
+            "{model.model_type}, the family of {name}; it is tested with "
+            f"{_list('has_expert_parallelism')}"
+        ),
         advice="remove it",
         fix={"expert_parallel_size": 1},
     ),
@@ -619,9 +631,11 @@ RULES: tuple[Rule, ...] = (
         "experts over ranks",
         "expert_parallel_size",
         when=lambda c: c.model.experts % c.layout.expert_parallel_size,
-        message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has "
-        "{model.experts} "
-        "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
+        message=(
+            "expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has "
+            "{model.experts} experts, and {model.experts} / {layout.expert_parallel_size} "
+            "is not a whole number"
+        ),
         advice=lambda c: set_to_divisor(
             "expert_parallel_size", math.gcd(c.model.experts, c.shards)
         ),
@@ -644,9 +658,10 @@ RULES: tuple[Rule, ...] = (
         "family of tensor parallelism",
         "tp_size",
         when=lambda c: has_tp(c) and not c.model.family.tensor_parallel,
-        message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the "
-        "family of {name}; "
-        f"only for {_list('tensor_parallel')}",
+        message=(
+            "tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the "
+            f"family of {{name}}; only for {_list('tensor_parallel')}"
+        ),
         fix={"tp_size": 1},
     ),
     model_layout_rule(
@@ -666,9 +681,10 @@ RULES: tuple[Rule, ...] = (
             # a rank would have no row
             and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary
         ),
-        message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, "
-        "too few rows for "
-        "{layout.tensor_parallel_size} ranks",
+        message=(
+            "tp_size {layout.tensor_parallel_size}: {name} has vocab_size "
+            "{model.vocabulary}, too few rows for {layout.tensor_parallel_size} ranks"
+        ),
         advice="set a smaller tp_size",
         fix={"tp_size": 1},
     ),
@@ -694,19 +710,21 @@ RULES: tuple[Rule, ...] = (
         "FP8 without a layer",
         "mixed_precision",
         when=lambda c: has_fp8(c) and not c.model.experts and not _has_fp8_layer(c),
-        message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: "
-        "their sizes must be "
-        f"multiples of {FP8_MULTIPLE}",
+        message=(
+            "mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: "
+            f"their sizes must be multiples of {FP8_MULTIPLE}"
+        ),
         fix=BF16,
     ),
     model_layout_rule(
         "FP8 of narrow layers",
         "mixed_precision",
         when=lambda c: has_fp8(c) and _has_fp8_layer(c) and c.model.hidden < SMALLEST_FP8_HIDDEN,
-        message="mixed_precision: fp8: {name} has hidden_size {model.hidden}, at which the casts "
-        "to FP8 cost more than "
-        "its products save: with 2,048 an H100 trained 9% slower than in bf16, with 4,096 an H200 "
-        "17% faster",
+        message=(
+            "mixed_precision: fp8: {name} has hidden_size {model.hidden}, at which the casts "
+            "to FP8 cost more than its products save: with 2,048 an H100 trained 9% slower than "
+            "in bf16, with 4,096 an H200 17% faster"
+        ),
         advice="set bf16 for speed",
         is_note=True,
     ),
@@ -726,9 +744,10 @@ RULES: tuple[Rule, ...] = (
         "cp_size",
         "sp_size",
         when=lambda c: has_sp(c) and (c.model.family.recurrence or _attends_by_mask(c)),
-        message="cp_size, sp_size: not supported for {model.model_type}, the family of {name}, "
-        "whose layers need the "
-        "whole row on a rank",
+        message=(
+            "cp_size, sp_size: not supported for {model.model_type}, the family of {name}, "
+            "whose layers need the whole row on a rank"
+        ),
         fix={"cp_size": 1},
         of_teacher=True,
     ),
@@ -751,9 +770,10 @@ RULES: tuple[Rule, ...] = (
         "packing",
         "model_name_or_path",
         when=_has_unfit_attention,
-        message="{name}: {model.model_type} computes attention in its own code and cannot be "
-        "trained on packed "
-        "documents",
+        message=(
+            "{name}: {model.model_type} computes attention in its own code and cannot be "
+            "trained on packed documents"
+        ),
         advice="set packing: false and remove attn_implementation",
         fix={"packing": False, "attn_implementation": "auto"},
         of_teacher=True,
@@ -763,9 +783,10 @@ RULES: tuple[Rule, ...] = (
         "attn_implementation",
         "model_name_or_path",
         when=lambda c: c["attn_implementation"] == "auto" and _attends_by_mask(c),
-        message="{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; "
-        "transformers' own is "
-        "used, whose memory grows with the square of a row",
+        message=(
+            "{name}: the attention of {model.model_type} reads a mask of all pairs of tokens; "
+            "transformers' own is used, whose memory grows with the square of a row"
+        ),
         is_note=True,
         of_teacher=True,
     ),
@@ -783,9 +804,10 @@ RULES: tuple[Rule, ...] = (
         name="images of the family",
         keys=("model_name_or_path", "model_config"),
         when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
-        message="{name}: rows hold images, and training on images is not supported for {images}; "
-        "it is tested with "
-        f"{', '.join(IMAGE_FAMILIES)}",
+        message=(
+            "{name}: rows hold images, and training on images is not supported for {images}; "
+            f"it is tested with {', '.join(IMAGE_FAMILIES)}"
+        ),
         advice="remove these rows",
     ),
     Rule(
@@ -825,9 +847,10 @@ RULES: tuple[Rule, ...] = (
         name="images beyond the plan",
         keys=("datasets",),
         when=lambda c: c.images,
-        message="rows hold images: the plan counts their tokens with the row's, and not what the "
-        "vision tower needs "
-        "while it runs, or keeps where it is trained",
+        message=(
+            "rows hold images: the plan counts their tokens with the row's, and not what the "
+            "vision tower needs while it runs, or keeps where it is trained"
+        ),
         is_note=True,
     ),
 )

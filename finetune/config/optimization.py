@@ -134,9 +134,10 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         converted=r"(.*\.)?(?=.*[48]bit)[^.]*adamw[^.]*",
     ),
     "adafactor": OptimizerFacts(
-        help="keeps a number for each row and column, at the fixed learning rate, as Transformers' "
-        "Trainer has it; "
-        "not under FSDP1",
+        help=(
+            "keeps a number for each row and column, at the fixed learning rate, as Transformers' "
+            "Trainer has it; not under FSDP1"
+        ),
         count_state=_rows_and_columns,
         update_copies=3,  # the square, the update and the moved weights
         reads_betas=False,
@@ -146,16 +147,18 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "expert_parallel_size": "it averages over whole rows and columns",
             "optim_offload: nvme": "its state cannot be kept in files",
             "optim_in_backward": "it averages each update over the ranks",
-            "trained experts": "it keeps averages of rows and columns, and the experts of a layer "
-            "are a stack of "
-            "matrices",
+            "trained experts": (
+                "it keeps averages of rows and columns, and the experts of a layer are a stack of "
+                "matrices"
+            ),
         },
         converted="adafactor",  # not torch.optim.Adafactor, which scales the rate by the parameters
     ),
     "muon": OptimizerFacts(
-        help="orthogonalizes the updates of the matrices in layers, and is AdamW for the "
-        "embedding, the head and "
-        "vectors: 4 bytes a parameter of a layer; not under FSDP1",
+        help=(
+            "orthogonalizes the updates of the matrices in layers, and is AdamW for the "
+            "embedding, the head and vectors: 4 bytes a parameter of a layer; not under FSDP1"
+        ),
         count_state=_adam,
         count_matrix=lambda shape, itemsize: itemsize * prod(shape),
         momentum=0.95,

@@ -256,9 +256,10 @@ PUBLISHED = {  # read as plain numbers (models/quantized_weights.py)
 FORMS = {
     "gptq": "4-bit groups in int32, as qweight, qzeros and scales",
     "awq": "4-bit groups in int32, as qweight, qzeros and scales",
-    "nvfp4-pack-quantized": "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale "
-    "and "
-    "weight_global_scale",
+    "nvfp4-pack-quantized": (
+        "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and "
+        "weight_global_scale"
+    ),
     "NVFP4": "blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2",
     "pack-quantized": "groups of integers in int32, as weight_packed and weight_scale",
     "float-quantized": "FP8 with a scale for each row or tensor, as weight and weight_scale",

@@ -210,9 +210,10 @@ RULES: tuple[Rule, ...] = (
         name="layers for multi-token prediction",
         keys=("train_mtp",),
         when=lambda c: c["train_mtp"],
-        message="train_mtp: no model class of transformers has layers for multi-token prediction, "
-        "and its MtpModel, "
-        "which drafts with them, computes no loss",
+        message=(
+            "train_mtp: no model class of transformers has layers for multi-token prediction, and "
+            "its MtpModel, which drafts with them, computes no loss"
+        ),
         advice="remove it; an export carries over those of the base",
         fix={"train_mtp": False},
     ),
@@ -301,9 +302,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"]
         ),
-        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters "
-        "multiply matrices of "
-        "the same sizes as attention's",
+        message=(
+            "activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply "
+            "matrices of the same sizes as attention's"
+        ),
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _not_in_backward(
@@ -407,9 +409,10 @@ RULES: tuple[Rule, ...] = (
             and OPTIMIZERS[c["optim"]].reads_betas
             and c["learning_rate"] < SMALLEST_BF16_RATE
         ),
-        message="learning_rate: {learning_rate:g} with dtype: bfloat16: neighboring bf16 numbers "
-        "at 0.02 are 1.2e-4 "
-        "apart, so most updates round to nothing",
+        message=(
+            "learning_rate: {learning_rate:g} with dtype: bfloat16: neighboring bf16 numbers at "
+            "0.02 are 1.2e-4 apart, so most updates round to nothing"
+        ),
         advice="remove dtype (float32), or raise the rate",
         is_note=True,
     ),
@@ -417,9 +420,10 @@ RULES: tuple[Rule, ...] = (
         name="a learning rate of 1",
         keys=("learning_rate", "optim"),
         when=lambda c: c["learning_rate"] >= LARGEST_RATE and OPTIMIZERS[c["optim"]].reads_betas,
-        message="learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about "
-        "this much in each "
-        "step; 1e-5 to 1e-3 are usual",
+        message=(
+            "learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about "
+            "this much in each step; 1e-5 to 1e-3 are usual"
+        ),
         is_note=True,
     ),
     *(

@@ -201,9 +201,10 @@ MASTER_WEIGHTS = (
 # its name.
 OPTIMIZER_NOTES = {
     "paged": "its state is not paged to the host here; the update is the same",
-    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 "
-    "in both, rounded "
-    "differently",
+    "^(?!.*torch).*8bit": (
+        "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
+        "differently"
+    ),
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 # What decides over other keys, wherever it stands in a file: no warm-up, all layers, what is on.

@@ -166,9 +166,10 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
 
 AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
 AUTOMODEL_ENDS = {
-    "squad": "without a chat template the end-of-text token is trained after each answer here, and "
-    "the space before an "
-    "answer is no part of its first token",
+    "squad": (
+        "without a chat template the end-of-text token is trained after each answer here, and the "
+        "space before an answer is no part of its first token"
+    ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
 BY_CODE = (

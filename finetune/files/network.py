@@ -119,9 +119,10 @@ def hub_error(
             f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth "
             "login`"
         ),
-        hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the "
-        "name, or log in with "
-        "`hf auth login`",
+        hub.RepositoryNotFoundError: (
+            "no such repository on the hub, or it is private; correct the name, or log in with "
+            "`hf auth login`"
+        ),
         hub.RevisionNotFoundError: f"no revision {revision}; correct model_revision or remove it",
         (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError): (
             f"{what} is not on this machine and {unreachable}; download it while online with `hf "
