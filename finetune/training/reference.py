@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
@@ -48,6 +49,33 @@ VERSION = 1  # raised when the same model and data would give other numbers
 SAVE_SECONDS = 60.0  # after which a long computation keeps what it has, and says how far it is
 
 
+def sum_by_document(
+    values: Tensor, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None
+) -> Tensor:
+    """The sum over each document's labeled positions, fp64[documents, ...].
+
+    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch
+    around them.
+
+    Args:
+        values: [positions, ...], of a forward at the micro-batch's `trained_positions`.
+        micro_batch: Whose documents are groups, or know their tokens by `with_documents`.
+        sequence_group: The ranks that divide the documents' tokens between them; each returns the
+            sums of all.
+    """
+    shape = (len(micro_batch.example_ids), *values.shape[1:])
+    zeros = torch.zeros(shape, dtype=torch.float64, device=values.device)
+    # a filler: in the graph all the same, since its backward takes part in collectives
+    if not micro_batch.example_ids:
+        return zeros + values.sum()
+    document_of = micro_batch.trained_documents
+    assert document_of is not None, "documents in groups say where each trained position belongs"
+    labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
+    has_label = (labels != IGNORE_INDEX).view(-1, *(1,) * (values.dim() - 1))
+    labeled = torch.where(has_label, values.double(), 0.0)
+    return sum_over_group(zeros.index_add(0, document_of, labeled), sequence_group)
+
+
 def sum_log_probabilities(
     model: nn.Module,
     micro_batch: MicroBatch,
@@ -57,24 +85,11 @@ def sum_log_probabilities(
     """The log-probability of each document's trained tokens, summed, and their number;
     fp64[documents].
 
-    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch
-    around them. `sequence_group`: the ranks that divide the documents' tokens between them; each
-    returns the sums of all.
+    `sequence_group`: as in `sum_by_document`.
     """
     of_tokens = model(**inputs, head_function=head_log_probabilities)
-    document_of = micro_batch.trained_documents
-    documents = len(micro_batch.example_ids)
-    assert document_of is not None, "documents in groups say where each trained position belongs"
-    zeros = torch.zeros(documents, dtype=torch.float64, device=of_tokens.device)
-    # a filler: in the graph all the same, since its backward takes part in collectives
-    if not documents:
-        return zeros + of_tokens.sum(), zeros
-    has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    by_document = [
-        zeros.index_add(0, document_of, values.double()) for values in (of_tokens, has_label)
-    ]
-    sums = torch.stack(by_document)
-    log_probabilities, tokens = sum_over_group(sums, sequence_group).unbind()
+    with_count = torch.stack((of_tokens, torch.ones_like(of_tokens)), 1)
+    log_probabilities, tokens = sum_by_document(with_count, micro_batch, sequence_group).unbind(1)
     return log_probabilities, tokens
 
 

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.parallelize import reshard
-from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.distributed.world import World
 from finetune.models.contrast import Contrast, contrast, head_states
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.preference import mean, share_of
+from finetune.training.reference import sum_by_document
 
 NEAREST = 10  # documents, within which recall, mrr and ndcg look for a query's own
 
@@ -143,16 +142,6 @@ def embed_documents(
     vectors of all.
     """
     states: Tensor = model(**inputs, head_function=head_states)
-    documents = len(micro_batch.example_ids)
-    zeros = torch.zeros(documents, states.shape[1], dtype=torch.float64, device=states.device)
-    # a filler: in the graph all the same, since its backward takes part in collectives
-    if not documents:
-        return zeros + states.sum()
-    assert micro_batch.trained_documents is not None, (
-        "documents in groups say where each labeled position belongs"
-    )
-    is_pooled = micro_batch.labels.flatten()[micro_batch.trained_positions] != IGNORE_INDEX
-    pooled = torch.where(is_pooled[:, None], states.double(), 0.0)
-    sums = zeros.index_add(0, micro_batch.trained_documents, pooled)
-    tokens = zeros[:, 0].index_add(0, micro_batch.trained_documents, is_pooled.double())
-    return sum_over_group(sums, sequence_group) / sum_over_group(tokens, sequence_group)[:, None]
+    sums = sum_by_document(states, micro_batch, sequence_group)
+    tokens = sum_by_document(torch.ones_like(states[:, :1]), micro_batch, sequence_group)
+    return sums / tokens

@@ -11,12 +11,11 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.methods import RowKind
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.preference import Pairs, mean, share_of
+from finetune.training.reference import sum_by_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +118,10 @@ def score_documents(
     scores of all.
     """
     of_tokens: Tensor = model(**inputs, head_function=head_scores)
-    documents = len(micro_batch.example_ids)
-    zeros = torch.zeros(documents, of_tokens.shape[1], dtype=torch.float64, device=of_tokens.device)
-    # a filler: in the graph all the same, since its backward takes part in collectives
-    if not documents:
-        return zeros + of_tokens.sum()
-    labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-    labeled = torch.where(labels[:, None] == IGNORE_INDEX, 0.0, of_tokens.double())
-    assert micro_batch.trained_documents is not None, (
-        "what is scored says to which document it belongs"
-    )
-    return sum_over_group(
-        zeros.index_add(0, micro_batch.trained_documents, labeled), sequence_group
-    )
+    return sum_by_document(of_tokens, micro_batch, sequence_group)
 
 
 def _find_classes(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
     """The class of each document, int64[documents]."""
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-    assert micro_batch.trained_documents is not None
-    zeros = torch.zeros(len(micro_batch.example_ids), dtype=torch.float64, device=labels.device)
-    classes = zeros.index_add(0, micro_batch.trained_documents, labels.clamp(min=0).double())
-    return sum_over_group(classes, sequence_group).long()
+    return sum_by_document(labels, micro_batch, sequence_group).long()
