@@ -1,6 +1,6 @@
 """The rules of the method: its keys, rows and losses, and what sampling allows. Torch-free."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -131,16 +131,14 @@ def _unwritten(
     )
 
 
-def _unembedded(name: str, why: str, is_so: Callable[[Case], object]) -> Rule:
-    """A rule: a key, or a layout, cannot be combined with embeddings, whose loss is one of the
-    whole step.
-    """
-    key = name.partition(":")[0]
+def _unembedded(key: str, why: str) -> Rule:
+    """A rule: a key cannot be combined with embeddings, whose loss is one of the whole step."""
+    is_given = is_set(key)
     return Rule(
-        name=f"{name} with embeddings",
+        name=f"{key} with embeddings",
         keys=(key, "method"),
-        when=lambda c: c.recipe.method_facts.embeds and is_so(c),
-        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
+        when=lambda c: c.recipe.method_facts.embeds and is_given(c),
+        message=lambda c: f"{key} cannot be combined with method: {c['method']}: {why}",
         advice=f"remove {key}",
     )
 
@@ -149,14 +147,6 @@ TWICE = (
     "each document is computed twice, once for the loss of the whole step and once for its own "
     "gradient, and "
 )
-NOT_EMBEDDED: Mapping[str, tuple[str, Callable[[Case], object]]] = {
-    "streaming": ("the documents of a step are drawn from all rows", is_set("streaming")),
-    "neftune_noise_alpha": (f"{TWICE}the noise would be another", is_set("neftune_noise_alpha")),
-    "pipeline_parallel_size": (
-        f"{TWICE}a stage cannot compute a whole forward",
-        lambda c: c["pipeline_parallel_size"] > 1,
-    ),
-}
 
 
 def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> Rule:
@@ -389,7 +379,9 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.layout.divides_matrices,
         "set tp_size to 1",
     ),
-    *(_unembedded(key, why, is_so) for key, (why, is_so) in NOT_EMBEDDED.items()),
+    _unembedded("streaming", "the documents of a step are drawn from all rows"),
+    _unembedded("neftune_noise_alpha", f"{TWICE}the noise would be another"),
+    _unembedded("pipeline_parallel_size", f"{TWICE}a stage cannot compute a whole forward"),
     *(
         no_effect(
             key, "with method: {method}", lambda c: not c.recipe.method_facts.embeds, "method"
