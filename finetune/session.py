@@ -411,11 +411,8 @@ class Session:
         optimizer = self._loaded.optimizer
         guard = self._guard
         set_learning_rate(optimizer, learning_rate)
-        has_saved = "_saver" in vars(self)
-        if has_saved:
-            before_update = self._saver.before_update
-        else:
-            before_update = _do_nothing
+        saver: Saver | None = vars(self).get("_saver")  # there is none before the first save
+        before_update = saver.before_update if saver is not None else lambda: None
         with uninterrupted():  # what is updated is counted
             with self._or_no_gradients():
                 result = clip_and_update(
@@ -596,10 +593,6 @@ def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
     else:
         sharding = read_sharding(config, recipe.run.accelerate_config, os.environ)
     return with_recipe_keys(sharding, recipe)
-
-
-def _do_nothing() -> None:
-    return
 
 
 def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[StepBatch, Measured]:

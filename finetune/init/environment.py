@@ -23,21 +23,11 @@ from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACK
 from finetune.config.facts import MachineFacts, has_compiler, with_recipe_keys
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe
-from finetune.constants import count_cores
+from finetune.constants import PACKAGES, count_cores
 from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted, gib
 
-CORE = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "safetensors",
-    "tokenizers",
-    "numpy",
-)
 # An optional part of the package, by its name in pyproject.toml -> its distributions, and what it
 # is for.
 OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -159,7 +149,7 @@ def describe_machine(gpus: list[Gpu]) -> MachineFacts:
 def _describe_all(gpus: list[Gpu]) -> Iterator[tuple[str, list[str]]]:
     yield "finetune", [f"{__version__} in {Path(__file__).parents[1]}"]
     yield "python", [f"{platform.python_version()} on {platform.platform()}"]
-    yield "packages", [f"{name} {_version_of(name) or 'is not installed'}" for name in CORE]
+    yield "packages", [f"{name} {_version_of(name) or 'is not installed'}" for name in PACKAGES]
     yield "torch", [_describe_torch(gpus)]
     yield "devices", [*_describe_gpus(gpus), _describe_cpu()]
     yield "kernels", list(_describe_kernels(gpus))

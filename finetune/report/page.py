@@ -30,6 +30,7 @@ from finetune.files.durable import replace_file, restore_exports
 from finetune.plan.plan import Plan
 from finetune.report.charts import draw_loss_png, make_charts
 from finetune.report.run_data import (
+    OF_SOURCE,
     REPORTED_FILES,
     RunRecord,
     describe_in_one_line,
@@ -42,16 +43,6 @@ from finetune.units import counted
 
 HERE = Path(__file__).parent
 WAITING = "for the first line of metrics; this page then shows it"
-COLUMNS = (
-    "rows_read",
-    "rows_skipped",
-    "examples",
-    "pairs",
-    "tokens",
-    "trained_tokens",
-    "overlong",
-    "duplicates",
-)
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
 # of the Accelerate file: ranks and device say it
 NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")
@@ -74,7 +65,7 @@ def render_page(
         runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans]
     )
     columns = [
-        name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)
+        name for name in OF_SOURCE if name != "pairs" or any(run.rows != "answers" for run in runs)
     ]
     sections = [
         describe_run(run, plan, columns, live=live) for run, plan in zip(runs, plans, strict=True)
