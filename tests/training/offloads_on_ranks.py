@@ -47,7 +47,9 @@ def watch(fault: str, is_last: bool) -> None:
     def watched(self: OffloadedOptimizer, closure: Any = None) -> None:
         steps[0] += 1
         if steps[0] == 1:
-            print("WINDOWS", len(self.windows), "DIRECT", self.file.is_direct, flush=True)
+            windows, direct = len(self.windows), self.file.is_direct
+            # One write: two ranks share the log, and print() writes its arguments one by one.
+            os.write(1, f"WINDOWS {windows} DIRECT {direct}\n".encode())
         step(self, closure)
 
     def failing(self: ScratchFile, offset: int, values: torch.Tensor) -> None:
