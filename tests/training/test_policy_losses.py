@@ -75,7 +75,7 @@ def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> Mic
         max_document_length=len(labels),
         example_ids=tuple(range(count)),
         trained_documents=of,
-        rollout={
+        columns={
             "sampled": padded,
             "advantages": advantages,
             "scores": ones[:, None],
@@ -263,7 +263,7 @@ def test_as_many_positions_as_completions_are_still_positions() -> None:
         for name, values in (micro_batch.columns or {}).items()
     }
     micro_batch = replace(
-        micro_batch, example_ids=(0, 1, 2), rollout=columns | {"sampled": torch.zeros(3)}
+        micro_batch, example_ids=(0, 1, 2), columns=columns | {"sampled": torch.zeros(3)}
     )
     model = Given(torch.full((3,), 0.5, dtype=torch.float64))
     metrics = objective.measure(
