@@ -19,4 +19,7 @@ from finetune.training.callbacks import Callback as Callback
 from finetune.training.callbacks import Event as Event
 
 __version__: str
+
+def make_callable(package: str, function: str) -> None: ...
+
 __all__: list[str]

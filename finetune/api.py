@@ -9,11 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.given import name_given
 from finetune.config.reader import add_hints, expect_recipe, read_recipe
 from finetune.config.schema import Recipe
+from finetune.config.yaml_file import LOAD_RECIPE
 from finetune.constants import ADAPTER, EXPORT
 from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
@@ -24,18 +26,20 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
+    from finetune.recipe_keys import RecipeKeys  # a stub alone
     from finetune.training.callbacks import Callback
 
 add_hints(hints)
 
 
-def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
+def load_recipe(recipe: str | Path | None = None, **keys: Unpack["RecipeKeys"]) -> Recipe:
     """Reads a recipe: a file or a name in recipes/, keys alone, or a file with keys laid over it.
 
     Args:
         recipe: The file. Paths in it are relative to it; those in `keys` to the current folder.
-        keys: Keys of docs/recipes.md, as values of Python. Without `datasets` only a `Session` can
-            train on it.
+        keys: Keys of docs/recipes.md, as values of Python. Where a file of rows is named, a list
+            of rows, a `datasets.Dataset` or a data frame may stand; where a function, the function.
+            Without `datasets` only a `Session` can train on it.
 
     Raises:
         UserError: With every mistake, one a line.
@@ -44,8 +48,10 @@ def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
     >>> recipe.optimization.learning_rate, recipe.data.max_length
     (0.001, 128)
     """
-    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in keys.items()]
-    return read_recipe(None if recipe is None else str(recipe), overrides, needs_data=False)
+    named = name_given(keys)
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in named.items()]
+    name = None if recipe is None else str(recipe)
+    return read_recipe(name, overrides, needs_data=False, place=LOAD_RECIPE)
 
 
 def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int = 1) -> "Plan":

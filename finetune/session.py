@@ -6,7 +6,7 @@ model.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -26,11 +26,12 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
+from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import expect_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
-from finetune.constants import EXPORT
+from finetune.constants import EXPORT, IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData, batch_rows
@@ -90,6 +91,16 @@ class SampledAnswer(NamedTuple):
     token_ids: tuple[int, ...]  # with the token that ends it
     # of each token, at the temperature that it was drawn with; at 1 where greedy
     log_probabilities: tuple[float, ...]
+    prompt_ids: tuple[int, ...]
+    # Of the prompt's tokens after the first, at 1; empty where `sample` was not asked for them.
+    prompt_log_probabilities: tuple[float, ...] = ()
+
+    @property
+    def row(self) -> dict[str, list[int]]:
+        """A row for `Session.batch` that trains on the answer: the very tokens, not its text."""
+        prompt = list(self.prompt_ids)
+        answer = list(self.token_ids)
+        return {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
 
 
 class Loaded(NamedTuple):
@@ -309,21 +320,29 @@ class Session:
             return training.rollouts.batches(self.progress.step)
         return self.data.train.batches(self.progress.step)
 
-    def batch(self, rows: Sequence[Mapping[str, Any]]) -> StepBatch:
+    def batch(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> StepBatch:
         """This rank's share of one step over `rows`, which are read as those of a data file.
 
         All ranks give the same.
 
+        Args:
+            rows: Of any format that files have.
+            columns: Those of them that a loss function reads, such as advantages: each has a number
+                for the row, or a list with one for each trained token. `micro_batch.columns[name]`
+                is fp32[positions], as the log-probabilities are.
+
         Raises:
             UserError: For a row that cannot be used.
         """
+        if isinstance(columns, str):
+            raise UserError(f"batch: columns: a list of names is expected, such as [{columns!r}]")
         if self.recipe.method_facts.samples:
             raise UserError(
                 f"batch: method: {self.recipe.method.method} samples what it learns from; use "
                 "batches()"
             )
         return batch_rows(
-            rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step
+            rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step, columns
         )
 
     def forward_backward(
@@ -340,7 +359,8 @@ class Session:
             loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
                 method. The log-probabilities, fp32[positions], are the labels' at
                 `micro_batch.trained_positions`, 0 where there is none;
-                `micro_batch.trained_documents` says which document each belongs to. The function
+                `micro_batch.trained_documents` says which document each belongs to, and
+                `micro_batch.columns` has what `batch` was asked for. The function
                 returns a sum (0-dim), which is divided by the trained tokens of the batch over all
                 ranks, or by its pairs where the method compares.
 
@@ -446,6 +466,7 @@ class Session:
         num_samples: int = 1,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        prompt_log_probabilities: bool = False,
     ) -> list[SampledAnswer]:
         """Answers each prompt (a user's turn, or messages) by the model as it is.
 
@@ -456,6 +477,7 @@ class Session:
             num_samples: Answers of each prompt, which stand one after another in the list.
             stop: Texts at which an answer ends, beside the tokens that end a turn.
             seed: Of the draws, together with the steps done; by default the recipe's.
+            prompt_log_probabilities: Whether the prompts' own tokens are scored too.
         """
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
@@ -488,10 +510,55 @@ class Session:
             samples = answer(
                 self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how
             )
+        asked_ids = [tuple(prompt.prompt_ids) for prompt in asked]
+        scores = self._score_prompts({*asked_ids}) if prompt_log_probabilities else {}
         return [
-            SampledAnswer(each.answer, tuple(each.token_ids), tuple(each.log_probabilities))
-            for each in samples
+            SampledAnswer(
+                each.answer,
+                tuple(each.token_ids),
+                tuple(each.log_probabilities),
+                ids,
+                scores.get(ids, ()),
+            )
+            for each, ids in zip(samples, asked_ids, strict=True)
         ]
+
+    def _score_prompts(
+        self, prompts: Collection[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], tuple[float, ...]]:
+        """The log-probabilities of each prompt's tokens after the first, on every rank."""
+        ordered = sorted(prompt for prompt in prompts if len(prompt) > 1)
+        if not ordered:
+            return {}
+        recipe = replace(
+            self.recipe,
+            method=replace(self.recipe.method, method=DEFAULT_METHOD),
+            data=replace(self.recipe.data, max_length=max(map(len, ordered))),
+        )
+        rows = [{"input_ids": list(prompt)} for prompt in ordered]
+        batch = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
+        mine: list[
+            tuple[int, int, float]
+        ] = []  # (which prompt, which token of it, its log-probability)
+        for micro_batch, values in zip(
+            batch.micro_batches, self.log_probabilities(batch), strict=True
+        ):
+            micro_batch = micro_batch.with_documents()
+            assert micro_batch.trained_documents is not None
+            positions = micro_batch.trained_positions
+            has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
+            places = micro_batch.position_ids.flatten()[positions][has_label]
+            documents = micro_batch.trained_documents[has_label].tolist()
+            ids = [micro_batch.example_ids[document] for document in documents]
+            mine += zip(ids, places.tolist(), values.cpu()[has_label].tolist(), strict=True)
+        scores: dict[int, dict[int, float]] = {}
+        for of_rank in self.world.gather(mine):
+            for example, place, value in of_rank:
+                scores.setdefault(example, {})[place] = value
+        return {
+            prompt: tuple(scores[example][place] for place in range(len(prompt) - 1))
+            for example, prompt in enumerate(ordered)
+        }
 
     def save(self) -> Path:
         """Publishes a checkpoint of the steps done, from which the command and `load` resume;

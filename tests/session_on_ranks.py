@@ -189,7 +189,37 @@ def train_on_rows(folder: Path, layout: str, model: str) -> dict[str, Any]:
             ["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4
         )
         answers = [each.text for each in sampled]
-    return {"whole": whole, "halves": halves, "answers": answers}
+        weighted = weigh_columns(session)
+        scored = session.sample(
+            [row["messages"][:1] for row in ROWS], max_new_tokens=2, prompt_log_probabilities=True
+        )
+    prompts = [(each.prompt_ids, each.prompt_log_probabilities) for each in scored]
+    own = [each.row for each in scored]
+    return {
+        "whole": whole, "halves": halves, "answers": answers, "weighted": weighted,
+        "prompts": prompts, "rows": own,
+    }  # fmt: skip
+
+
+def weigh_columns(session: "finetune.Session") -> float:
+    """The loss of rows with a number of the row and one of each token, which the test computes too."""
+
+    def weigh(log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
+        assert batch.columns is not None
+        return -(batch.columns["scale"] * batch.columns["weights"] * log_probabilities).sum()
+
+    counts = [
+        len(session.tokenizer.encode(row["messages"][1]["content"], add_special_tokens=False)) + 1
+        for row in ROWS
+    ]
+    rows = [
+        {**row, "scale": 0.5 + place, "weights": [1.0 + token for token in range(count)]}
+        for place, (row, count) in enumerate(zip(ROWS, counts, strict=True))
+    ]
+    batch = session.batch(rows, columns=["scale", "weights"])
+    loss = session.forward_backward(batch, weigh).loss
+    session.optim_step(learning_rate=0.0)
+    return loss
 
 
 def steps_of(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from benchmarks.api_page import PAGE, make_page
+from benchmarks.api_page import KEY_TYPES, PAGE, make_key_types, make_page
 from finetune.config.layout import Sharding
 from finetune.constants import loss_chunk_tokens
 from finetune.training.lifecycle import prompt_ids
@@ -207,7 +207,7 @@ def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(
         "import finetune\nwith finetune.Session(finetune.load_recipe()) as session:\n    session.optim_step(rate=1.0).stop\n"
-        "    session.sample(['a']) + 1\n"
+        "    session.sample(['a']) + 1\nfinetune.load_recipe(learning_rte=1.0)\nfinetune.load_recipe(packing='yes')\n"
     )
     options = (
         "--strict",
@@ -223,7 +223,7 @@ def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
         for line in said.splitlines()
         if "wrong.py" in line and ": error:" in line
     ]
-    assert errors == ["call-arg]", "attr-defined]", "operator]"], said
+    assert errors == ["call-arg]", "attr-defined]", "operator]", "call-arg]", "arg-type]"], said
 
 
 def test_rows_in_memory_are_trained_on_as_transformers_would(
@@ -248,6 +248,37 @@ def test_rows_in_memory_are_trained_on_as_transformers_would(
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert found["rows"]["whole"][0] == pytest.approx([loss.item(), norm.item()], rel=1e-5)
+
+
+def test_columns_of_rows_reach_the_loss_token_by_token(folder: Path, found: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "train" / "export")
+    model = AutoModelForCausalLM.from_pretrained(folder / "train" / "export", dtype=torch.float32)
+    total, tokens = 0.0, 0
+    for place, row in enumerate(ROWS):
+        ids = tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
+        count = len(tokenizer.encode(row["messages"][1]["content"], add_special_tokens=False)) + 1
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        for token in range(count):
+            position = len(ids) - count + token
+            total -= (0.5 + place) * (1 + token) * scores[position - 1, ids[position]].item()
+        tokens += count
+    assert found["rows"]["weighted"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_prompts_are_scored_as_transformers_scores_them(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "train" / "export", dtype=torch.float32)
+    assert len(found["rows"]["prompts"]) == len(ROWS)
+    for ids, scores in found["rows"]["prompts"]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for (ids, _), row in zip(found["rows"]["prompts"], found["rows"]["rows"], strict=True):
+        assert row["input_ids"][: len(ids)] == ids
+        assert row["labels"] == [-100] * len(ids) + row["input_ids"][len(ids) :]
 
 
 def test_answers_are_those_of_transformers(folder: Path, found: dict[str, Any]) -> None:
@@ -570,14 +601,19 @@ def test_the_pages_examples_run(tmp_path: Path) -> None:
     )
     script = "\n".join(block.partition("```")[0] for block in page.split("```python\n")[1:])
     (tmp_path / "script.py").write_text(script)
-    finished = run_command(("python", str(tmp_path / "script.py")), cwd=tmp_path)
+    command = ("python", str(tmp_path / "script.py"))
+    cache = {"HF_HOME": str(tmp_path / "cache")}
+    finished = run_command(command, cwd=tmp_path, env=cache, timeout=240)
     assert finished.returncode == 0, finished.stderr
+    log = (tmp_path / "runs" / "short" / "metrics.jsonl").read_text()
+    assert "rewards/short" in log, "the function of the script has paid"
     assert (tmp_path / "runs" / "loop" / "export" / "model.safetensors").is_file()
 
 
 def test_the_page_lists_what_is_public() -> None:
-    """After a change of a public docstring: python benchmarks/api_page.py"""
+    """After a change of a public docstring or a key: python benchmarks/api_page.py"""
     assert PAGE.read_text() == make_page()
+    assert KEY_TYPES.read_text() == make_key_types()
 
 
 def test_importing_it_loads_no_torch() -> None:

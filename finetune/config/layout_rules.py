@@ -23,7 +23,7 @@ from finetune.config.rule import (
     is_set,
     layout_rule,
 )
-from finetune.config.yaml_file import COMMAND_LINE
+from finetune.config.yaml_file import COMMAND_LINE, LOAD_RECIPE
 from finetune.units import counted
 
 DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another
@@ -152,10 +152,8 @@ def _find_unequal_numbers(case: Case) -> list[str]:
     problems = []
     for key, value in case.layout.asked:
         if ours[key] != value:
-            if recipe.place_of(key) == COMMAND_LINE:
-                by = COMMAND_LINE
-            else:
-                by = "recipe"
+            place = recipe.place_of(key)
+            by = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
             if "batch" in key or "steps" in key:
                 on = f" on {ranks} ranks"
             else:

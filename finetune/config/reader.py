@@ -71,15 +71,15 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     return overrides + ([f"{waiting}=true"] if waiting else [])
 
 
-def read_override(text: str) -> tuple[Entry | None, list[str]]:
+def read_override(text: str, place: str = COMMAND_LINE) -> tuple[Entry | None, list[str]]:
     """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
-            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, "
+            f"{place}: {text}: an override is written key=value; --recipe names a recipe, "
             "--config an Accelerate config"
         ]
-    return read_value(value, key, COMMAND_LINE, NESTED)
+    return read_value(value, key, place, NESTED)
 
 
 def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
@@ -280,16 +280,21 @@ def expect_recipe(recipe: Any) -> Recipe:
 
 
 def read_recipe(
-    name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True
+    name: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    needs_data: bool = True,
+    place: str = COMMAND_LINE,
 ) -> Recipe:
     """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid
     over it.
 
     Without a name it reads the overrides alone. `needs_data`: whether they must name `datasets`.
+    `place`: where the overrides stand, for errors.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
-    path = Path(COMMAND_LINE) if name is None else find_file(name, RECIPES, "recipe")
+    path = Path(place) if name is None else find_file(name, RECIPES, "recipe")
     try:
         entries, problems = ([], []) if name is None else read_entries(path, NESTED)
     except UserError:
@@ -301,7 +306,7 @@ def read_recipe(
             f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe"
         )
     for text in overrides:
-        entry, unreadable = read_override(text)
+        entry, unreadable = read_override(text, place)
         problems += unreadable
         if entry is not None:
             in_file[entry.key] = entry

@@ -13,7 +13,9 @@ import yaml
 from finetune.errors import UserError
 
 LIMIT_BYTES = 2**18  # PyYAML reads about 80 KB a second
+# Where a key stands that is in no file.
 COMMAND_LINE = "command line"
+LOAD_RECIPE = "load_recipe"
 UNREADABLE = object()  # the value of an entry that is reported as a problem already
 
 

@@ -61,8 +61,9 @@ class MicroBatch:
     # image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
-    # of sampled completions, what the loss reads beside their tokens
-    rollout: Mapping[str, Tensor] | None = None
+    # What the loss reads beside the tokens: of sampled completions by `make_step_batch`, of a
+    # script's rows by `Session.batch`.
+    columns: Mapping[str, Tensor] | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class MicroBatch:
             name: change(value) for name, value in values.items() if isinstance(value, Tensor)
         }
         mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        # images, rollout
+        # images, columns
         maps = {name: value for name, value in values.items() if isinstance(value, Mapping)}
         changed |= {
             name: {key: change(each) for key, each in value.items()} for name, value in maps.items()

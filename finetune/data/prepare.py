@@ -41,6 +41,7 @@ from finetune.data.examples import (
     mix_sources,
 )
 from finetune.data.findings import refuse_fatal
+from finetune.data.given_columns import attach_columns, read_columns
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.sources import (
     RowBatch,
@@ -362,10 +363,11 @@ def batch_rows(
     tokenizer: Any,
     world: DataParallelRank,
     step: int = 0,
+    columns: Sequence[str] = (),
 ) -> StepBatch:
     """One rank's share of a step over `rows`, which are read as the rows of a file.
 
-    All ranks give the same.
+    All ranks give the same. `columns`: those that the loss reads.
 
     A tokenizer without a chat template gets the plain one where conversations need it. Raises
     `UserError` for a row that cannot be used, for fatal findings, and where nothing is trained on.
@@ -374,7 +376,8 @@ def batch_rows(
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
     source = DatasetSource(path=GIVEN)
     stats = SourceStats()
-    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, rows)))
+    of_data = [{key: row[key] for key in row if key not in columns} for row in rows]
+    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, of_data)))
     tokens = tokenize_rows(
         [(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows
     )
@@ -389,7 +392,10 @@ def batch_rows(
     batches = make_batches(examples, config, world, size, tokenizer)
     if batches.images is not None:
         refuse_problems(find_problems(recipe, images=batches.images.family))
-    return replace(next(batches.batches()), step=step, epoch=0.0, has_own_rows=True)
+    batch = replace(next(batches.batches()), step=step, epoch=0.0, has_own_rows=True)
+    if not columns:
+        return batch
+    return attach_columns(batch, read_columns(rows, columns, examples, GIVEN), examples)
 
 
 def preview_data(

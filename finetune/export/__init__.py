@@ -7,3 +7,7 @@ and streams them to disk, `card` writes what else a model folder holds, `verify`
 `publish` gives it its name. `export.export_source` runs them in this order. docs/export.md
 describes the result.
 """
+
+from finetune import make_callable
+
+make_callable(__name__, "export_run")

@@ -246,9 +246,9 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
 def _attach(
     micro_batch: MicroBatch, rollout: Rollout, columns: Mapping[str, NDArray[np.float32]]
 ) -> MicroBatch:
-    """A micro-batch of `lay_out` with its `rollout`, and prompts as its examples.
+    """A micro-batch of `lay_out` with its columns, and prompts as its examples.
 
-    `rollout` has fp32[positions] "sampled", each token's log-probability under the sampler, and
+    They are fp32[positions] "sampled", each token's log-probability under the sampler, and
     "old", that in training, where it is known; and `columns` of its completions.
     """
     places = list(micro_batch.example_ids)
@@ -259,7 +259,7 @@ def _attach(
         tensors["old"] = _spread(micro_batch, rollout.old)
     tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
     return replace(
-        micro_batch, rollout=tensors, example_ids=tuple(rollout.example_ids[places].tolist())
+        micro_batch, columns=tensors, example_ids=tuple(rollout.example_ids[places].tolist())
     )
 
 

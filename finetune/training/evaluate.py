@@ -302,13 +302,7 @@ def _generated(
             attention_mask=attention_mask.to(world.device),
             **of_images,
             max_new_tokens=2 * max(expected) + 2 if expected else how.max_new_tokens,
-            do_sample=how.temperature > 0,
-            **(
-                {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
-                if how.temperature
-                else {}
-            ),
-            **({"stop_strings": list(how.stop), "tokenizer": tokenizer} if how.stop else {}),
+            **_choose_tokens(transformer, tokenizer, how),
             use_cache=True,
             eos_token_id=stop_ids,
             pad_token_id=pad,
@@ -336,6 +330,21 @@ def _generated(
             Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own)
         )
     return samples
+
+
+def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:
+    """How `generate` chooses the next token, in its arguments."""
+    options: dict[str, Any] = {"do_sample": how.temperature > 0}
+    if how.temperature:
+        options |= {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
+    if how.stop:
+        options |= {"stop_strings": list(how.stop), "tokenizer": tokenizer}
+    # A padded vocabulary has ids that no token has.
+    vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
+    padding = range(vocabulary, transformer.config.get_text_config().vocab_size)
+    if padding:
+        options["suppress_tokens"] = list(padding)
+    return options
 
 
 def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature: float) -> Tensor:

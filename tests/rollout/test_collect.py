@@ -181,7 +181,7 @@ def read_completions(batches: list[StepBatch], rewards: NDArray[np.float64]) -> 
     ):
         assert (
             one.cu_seq_lens is not None
-            and one.rollout is not None
+            and one.columns is not None
             and one.trained_documents is not None
         )
         starts = one.cu_seq_lens.tolist()
@@ -198,14 +198,14 @@ def read_completions(batches: list[StepBatch], rewards: NDArray[np.float64]) -> 
                 one.position_ids[0, start:end].tolist()
                 == list(range(len(texts[-1])))[start - end :]
             )
-        for index, reward in enumerate(one.rollout["rewards"].tolist()):
+        for index, reward in enumerate(one.columns["rewards"].tolist()):
             is_own = (one.labels[0, one.trained_positions] >= 0) & (one.trained_documents == index)
             places = one.trained_positions[is_own]
             text = {bisect.bisect(starts, place) - 1 for place in places.tolist()}
             values = (
                 one.position_ids[0, places],
                 one.labels[0, places],
-                one.rollout["sampled"][is_own],
+                one.columns["sampled"][is_own],
             )
             number = int(np.abs(rewards - reward).argmin())
             found[number] = [texts[at] for at in text], *(each.tolist() for each in values)

@@ -75,7 +75,7 @@ def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> Mic
         max_document_length=len(labels),
         example_ids=tuple(range(count)),
         trained_documents=of,
-        rollout={
+        columns={
             "sampled": padded,
             "advantages": advantages,
             "scores": ones[:, None],
@@ -180,7 +180,7 @@ def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(
     has_label = micro_batch.labels[0] >= 0
     in_training = torch.zeros(len(has_label), dtype=torch.float64)
     in_training[has_label] = torch.cat(old)
-    micro_batch = replace(micro_batch, rollout={**(micro_batch.rollout or {}), "old": in_training})
+    micro_batch = replace(micro_batch, columns={**(micro_batch.columns or {}), "old": in_training})
     model = Given(torch.cat([torch.cat([torch.zeros(1), each]) for each in new]).double())
     measured = objective.measure(model, micro_batch, {}, batch)
     value = measured.loss_sum / objective.count(batch)
@@ -260,10 +260,10 @@ def test_as_many_positions_as_completions_are_still_positions() -> None:
     )
     columns = {
         name: values[:1].expand(3, *values.shape[1:])
-        for name, values in (micro_batch.rollout or {}).items()
+        for name, values in (micro_batch.columns or {}).items()
     }
     micro_batch = replace(
-        micro_batch, example_ids=(0, 1, 2), rollout=columns | {"sampled": torch.zeros(3)}
+        micro_batch, example_ids=(0, 1, 2), columns=columns | {"sampled": torch.zeros(3)}
     )
     model = Given(torch.full((3,), 0.5, dtype=torch.float64))
     metrics = objective.measure(

@@ -92,7 +92,7 @@ class PolicyObjective(Objective):
         """Computes the summed loss of the micro-batch's completions, and as metrics their rewards
         and ratios.
         """
-        rollout = micro_batch.rollout
+        rollout = micro_batch.columns
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
         # Asked for a filler too: ranks meet in its forward.

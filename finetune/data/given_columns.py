@@ -1,0 +1,109 @@
+"""Columns of a script's rows that its loss reads, such as advantages: numbers beside the trained
+tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.constants import IGNORE_INDEX
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.examples import Examples
+from finetune.errors import UserError
+
+Column = list[NDArray[np.float32]]  # of each row: [1], or [trained tokens]
+
+
+def read_columns(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], examples: Examples, place: str
+) -> dict[str, Column]:
+    """Reads the columns `names` of rows, each a number or a list with one for each trained token.
+
+    Args:
+        rows: As they were given.
+        names: Which columns.
+        examples: What was made of the rows.
+        place: The rows, for errors.
+
+    Raises:
+        UserError: For rows that are not one example each, a value that is no number, and a list of
+            another length.
+    """
+    size = examples.group_size
+    if len(examples) != len(rows) * size or (np.diff(examples.document) != 1).any():
+        raise UserError(
+            f"{place}: {len(rows)} rows have become {examples.groups} examples, and "
+            f"{', '.join(names)} would not fit them; leave out rows without an answer, and raise "
+            "max_length above the longest"
+        )
+    trained = examples.trained if size == 1 else np.zeros(len(rows), np.int32)
+    return {
+        name: [
+            _read_value(row, name, int(count), f"{place}, row {number}")
+            for number, (row, count) in enumerate(zip(rows, trained, strict=True), 1)
+        ]
+        for name in names
+    }
+
+
+def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> NDArray[np.float32]:
+    """`trained`: how many tokens a list is for; 0: a list is for none."""
+    if name not in row:
+        raise UserError(f"{place}: has no column {name}")
+    value = row[name]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise UserError(f"{place}: {name}: {number!r} is no finite number")
+    if isinstance(value, list | tuple) and not trained:
+        raise UserError(f"{place}: {name}: a row of several answers has one number, not a list")
+    if isinstance(value, list | tuple) and len(value) != trained:
+        raise UserError(
+            f"{place}: {name}: {len(value)} numbers, but {trained} tokens are trained on; give one "
+            "for each, or one for the row"
+        )
+    return np.asarray(numbers, np.float32)
+
+
+def attach_columns(
+    batch: StepBatch, columns: Mapping[str, Column], examples: Examples
+) -> StepBatch:
+    """Returns the batch with fp32[positions] for each column in every micro-batch: a row's value at
+    each of its trained tokens, 0 where there is no label.
+    """
+    return replace(
+        batch,
+        micro_batches=tuple(
+            replace(
+                each,
+                columns={name: _spread(each, values, examples) for name, values in columns.items()},
+            )
+            for each in batch.micro_batches
+        ),
+    )
+
+
+def _spread(micro_batch: MicroBatch, values: Column, examples: Examples) -> Tensor:
+    documents = micro_batch.with_documents().trained_documents
+    assert documents is not None
+    positions = micro_batch.trained_positions
+    has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
+    # Of each position its place in the document, of which this rank may have a part.
+    places = micro_batch.position_ids.flatten()[positions]
+    column = torch.zeros(len(positions))
+    for index, example_id in enumerate(micro_batch.example_ids):
+        own = has_label & (documents == index)
+        value = values[example_id // examples.group_size]
+        if len(value) == 1:
+            column[own] = float(value[0])
+        else:
+            ordinals = np.cumsum(examples[example_id].labels != IGNORE_INDEX) - 1
+            column[own] = torch.from_numpy(value[ordinals[places[own].numpy()]])
+    return column
