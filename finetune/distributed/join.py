@@ -124,12 +124,24 @@ def leave(world: World) -> None:
         world.barrier()
         world.left.set()
         dist.destroy_process_group()
+        _forget_meshes()
     for name, value in world.environment.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def _forget_meshes() -> None:
+    """Clears what DTensor has kept by mesh: an equal mesh of the next world would get the groups of
+    this one, which are gone.
+    """
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 def _end_with_launcher() -> None:

@@ -9,7 +9,7 @@ attention it is known that its kernel keeps its inputs, its output and the log-s
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from finetune.config.facts import count_chosen
 from finetune.config.families import find_family
@@ -324,7 +324,8 @@ def _trace_row(
 
     def trace_layer(place: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         leaf = hidden.detach().requires_grad_()
-        saved = _Saved(live, rest, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _cut, (args, kwargs))
+        saved = _Saved(live, rest, (args, kwargs), _cut_shared(kwargs))
         with saved.counted():
             out = forwards[place](leaf, *args, **kwargs)
         row.saved[place] = saved.bytes
@@ -360,6 +361,25 @@ def _trace_row(
         trunk(input_ids=ids, position_ids=positions, use_cache=False, **lengths)
     row.rest = rest.bytes
     return row
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, which a layer's backward goes through once."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _cut_shared(kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Cuts the tensors that layers hand on in a mapping (Gemma 4's keys and values); returns
+    them.
+    """
+    shared = list[Tensor]()
+    for mapping in kwargs.values():
+        if isinstance(mapping, MutableMapping):
+            for name, value in mapping.items():
+                cut = tree_map_only(Tensor, _cut, value)
+                mapping[name] = cut
+                shared += _tensors(cut)
+    return shared
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -422,13 +442,20 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Saved:
     """Counts what autograd saves, each storage once; what a layer was given counts for `shared`,
-    not for the layer.
+    not for the layer, and what another layer has made, for that one.
     """
 
-    def __init__(self, live: _Live, shared: "_Saved | None" = None, given: Any = ()) -> None:
+    def __init__(
+        self,
+        live: _Live,
+        shared: "_Saved | None" = None,
+        given: Any = (),
+        made: Sequence[Tensor] = (),
+    ) -> None:
         self._live = live
         self._shared = shared
         self._given = {_key(tensor) for tensor in _tensors(given)}
+        self._made = {_key(tensor) for tensor in made}
         self._sizes: dict[int, int] = {}
 
     @property
@@ -444,7 +471,7 @@ class _Saved:
 
     def _add(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
-        if key not in self._live.of_parameters:
+        if key not in self._live.of_parameters and key not in self._made:
             if self._shared is not None and key in self._given:
                 owner = self._shared
             else:
