@@ -140,7 +140,7 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _gen_transform_infos.cache_clear()
 
 
