@@ -140,7 +140,7 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _gen_transform_infos.cache_clear()
 
 
@@ -174,8 +174,9 @@ def set_timeouts(timeout: timedelta) -> None:
     """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30
     minutes.
     """
+    set_timeout: Any = getattr(dist, "set_timeout", None)  # torch from 2.14
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 @contextmanager
