@@ -347,7 +347,7 @@ RULES: tuple[Rule, ...] = (
         "tokenizer_name_or_path",
         "model_name_or_path",
         "model_config",
-        when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
+        when=lambda c: (c.model.tokens or 0) > c.model.vocabulary + c.model.family.rows_beyond_head,
         message=(
             "{name}: its embedding has {model.vocabulary} rows, but the tokenizer has "
             "{model.tokens} tokens"

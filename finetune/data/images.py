@@ -43,6 +43,7 @@ TEXT_INPUTS = {
     "token_type_ids",
     "mm_token_type_ids",
     "text_replacement_offsets",
+    "cross_attention_mask",  # models/vision.py makes one of each document's tokens
 }
 LAYOUTS = {"rows", "cols", "num_soft_tokens_per_image"}  # of an image's parts, which no model reads
 
@@ -364,6 +365,8 @@ class ImageProcessor:
             raise BadRow(
                 f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}"
             ) from None
+        if "text_replacement_offsets" not in processed:  # Llama 3.2's writes nothing
+            return self.token
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
