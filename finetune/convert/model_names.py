@@ -279,8 +279,10 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
 
 def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what Automodel's own classes of models do otherwise, and the layers that get no
-    adapters there.
+    adapters there; adds which parts of Llama 3.2 Vision torchtune trains.
     """
+    if conversion.tool == "torchtune" and conversion.images:
+        _adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
     if conversion.tool != "Automodel":
         return
     name = name_model(settings)
@@ -769,6 +771,42 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("freeze_embeddings", True, note)
     elif conversion.tool == "Axolotl":
         _report_axolotl_images(settings, conversion)
+
+
+# Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
+FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
+TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
+FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
+FUSION_ROWS = "the embedding's rows for images are trained too there"
+
+
+def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -> None:
+    """Adds which parts of Llama 3.2 Vision a file trains: the decoder, the layers of cross
+    attention, the tower.
+    """
+    parts = {part: model.get(f"{part}_trainable") for part in ("decoder", "fusion", "encoder")}
+    recipe = conversion.recipe
+    if recipe.get("use_peft"):
+        if parts["encoder"] == "lora":
+            conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
+        if parts["decoder"] != "lora" and parts["fusion"] == "lora":
+            targets = recipe.get("lora_target_modules") or []
+            own = [each for each in targets if LINEAR_LAYERS.get(each) == "self_attn"]
+            recipe["lora_target_modules"] = [f"cross_attn.{each}" for each in own]
+            if own != targets:
+                conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
+        return
+    if all(value in (True, "full") for value in (parts["decoder"], parts["fusion"])):
+        trained = ["language_model", "lm_head"]
+    elif parts["fusion"] in (True, "full"):
+        sizes = (layers for pattern, layers in FUSION_LAYERS.items() if pattern in name.lower())
+        trained = [rf"language_model\.layers\.({'|'.join(map(str, next(sizes)))})\."]
+        conversion.add_difference("model.fusion_trainable", parts["fusion"], FUSION_ROWS)
+    else:
+        trained = []
+    if parts["encoder"] in (True, "full"):
+        trained += ["vision_model", "multi_modal_projector"]
+    recipe["trainable_modules"] = trained
 
 
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
