@@ -165,10 +165,13 @@ MIXTURE = re.compile(
 FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
-# Of FP8 and MXFP4 their config says whether they are read.
+# Of FP8 and MXFP4 their config says whether they are read; of these it must be a kind that is.
+PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
 QUANTIZED_MODEL = re.compile(
-    r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized"
+    r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
+    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized)"
 )
+DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
@@ -653,6 +656,8 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys together say of the model: its tokens, what is frozen of it, and its
     images.
     """
+    if PACKED_MODEL.search(name_model(settings).lower()):
+        conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)

@@ -30,6 +30,7 @@ from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
+from finetune.models.packed_weights import unpack_packed
 
 # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
 NUMBERS_AT_ONCE = 1 << 22
@@ -409,13 +410,14 @@ MXFP4_BLOCK = 32  # numbers under a scale, in 16 bytes
 def dequantize_published(
     stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of `folder` with plain ones in place of those in FP8 or MXFP4 and their scales.
+    """The tensors of `folder` with plain ones in place of those in FP8, MXFP4 or packed, and of
+    their scales.
 
     Reads no value.
 
     Raises `UserError` where scales do not fit their weight.
     """
-    tensors = dict(stored)
+    tensors = unpack_packed(stored, folder)
     sizes = None
     for name, tensor in stored.items():
         scales = stored.get(name + FP8_SCALES)
