@@ -207,7 +207,10 @@ AUXILIARY = (
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
-MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
+MOE_KEYS = ("dsv4_fp4_grouped_mode", "use_moe")
+EXPERTS_DEQUANTIZED = (
+    "the experts are in 4 bits there too, and dequantized here as they are read: 16 bits a number"
+)
 
 
 def guess_family(name: str) -> str | None:
@@ -268,8 +271,8 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     family = guess_family(name) or ""
     is_untried = family in UNTRIED_IN_FEW_BITS or not has_fused_experts(family)
     asks = any(settings.get(key) for key in FEW_BITS)
-    is_stored = QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)
-    if is_mixture(name) and ((asks and is_untried) or is_stored):
+    is_stored = BITSANDBYTES_MODEL.search(lower)  # whose experts are read as plain numbers
+    if is_mixture(name) and asks and is_untried and not is_stored:
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in REFUSED_NAMES.items():
         takes_images = (
@@ -656,7 +659,10 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys together say of the model: its tokens, what is frozen of it, and its
     images.
     """
-    if PACKED_MODEL.search(name_model(settings).lower()):
+    name = name_model(settings).lower()
+    if BITSANDBYTES_MODEL.search(name) and is_mixture(name):
+        conversion.add_difference("base_model", name_model(settings), EXPERTS_DEQUANTIZED)
+    if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)

@@ -276,7 +276,7 @@ class ImageProcessor:
                 f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}"
             ) from None
         expected = load_config(self._model).image_token_id
-        image_ids = list(own.image_token_ids)
+        image_ids = _find_image_ids(own)
         if expected not in image_ids:
             raise UserError(
                 f"{name}: image_token_id is {expected} in the model's config, and an image's "
@@ -344,7 +344,7 @@ class ImageProcessor:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """The ids that only an image has."""
-        return tuple(self._own.image_token_ids)
+        return tuple(_find_image_ids(self._own))
 
     @cached_property
     def reserved(self) -> tuple[str, ...]:
@@ -418,6 +418,15 @@ class ImageProcessor:
         """
         ids = self._process([_make_blank()])["input_ids"]
         return ids, self.blank_inputs
+
+
+def _find_image_ids(processor: Any) -> list[int]:
+    """The ids that a processor writes for an image alone; Llama 4's names that of a part apart."""
+    ids = list(processor.image_token_ids)
+    patch = getattr(processor, "img_patch_token", None)
+    if patch is not None:
+        ids.append(processor.tokenizer.convert_tokens_to_ids(patch))
+    return ids
 
 
 def _make_blank() -> EncodedImage:
