@@ -174,7 +174,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "text_config": LLAMA_4,
-        "vision_config": VISION | {"model_type": "llama4_vision_model"} | OUTPUT_16,
+        "vision_config": VISION
+        | {"model_type": "llama4_vision_model", "intermediate_size": 64}
+        | OUTPUT_16,
         "image_token_index": IMAGE,
         "boi_token_index": START,
         "eoi_token_index": END,
@@ -612,4 +614,6 @@ def process_row(place: str, processor: Any) -> dict[str, Any]:
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     images = {"images": [pictures]} if pictures else {}
     found = processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)
-    return {name: value for name, value in found.items() if name != "attention_mask"}
+    found = {name: value for name, value in found.items() if name != "attention_mask"}
+    # Llama 4's rounds pixels to bf16
+    return {n: value.float() if value.is_floating_point() else value for n, value in found.items()}

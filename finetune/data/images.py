@@ -372,8 +372,11 @@ class ImageProcessor:
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         processed = self._process(images)
+        # in fp32, to which Llama 4's processor would not round: a tower has the dtype of the files
         return {
-            name: value for name, value in processed.items() if name not in TEXT_INPUTS | LAYOUTS
+            name: value.float() if value.is_floating_point() else value
+            for name, value in processed.items()
+            if name not in TEXT_INPUTS | LAYOUTS
         }
 
     def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:

@@ -73,9 +73,21 @@ def forward_images(
     if is_ours:
         kwargs["attention_mask"] = NO_MASK
     with _arguments_of(trunk, held):
-        outputs = base(**kwargs, mm_encoder_outputs={"image": features})
+        if base is model:  # Llama 4's forward ends with the head
+            embedded = _embed_images(base, ids, is_image, features)
+            outputs = trunk(**kwargs | {"input_ids": None}, inputs_embeds=embedded)
+        else:
+            outputs = base(**kwargs, mm_encoder_outputs={"image": features})
     states: Tensor = outputs.last_hidden_state
     return states
+
+
+def _embed_images(base: Any, ids: Tensor, is_image: Tensor, features: Any) -> Tensor:
+    """The embeddings [rows, tokens, hidden], with the projected features in the images' places."""
+    embedded: Tensor = base.get_input_embeddings()(ids)
+    flat = features.last_hidden_state.flatten(0, -2)
+    projected = base.multi_modal_projector(flat).to(embedded)
+    return embedded.masked_scatter(is_image.unsqueeze(-1), projected)
 
 
 def _gradients_of_tower(model: Any) -> Any:
