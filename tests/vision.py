@@ -422,7 +422,12 @@ STRATEGY = {
     "vision_feature_select_strategy": "default",
 }
 GLM_SIZE = {"size": {"shortest_edge": 28 * 56, "longest_edge": 56 * 168}, "patch_size": 14}
-LLAMA_4_PLACES = ["<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>"]  # its processor's own
+LLAMA_4_PLACES = [
+    "<|patch|>",
+    "<|image|>",
+    "<|image_start|>",
+    "<|image_end|>",
+]  # its processor's own
 PROCESSORS |= {
     "llama4": (
         {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4, **SIDE_28},

@@ -512,7 +512,11 @@ def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
 def _parse_cauldron(columns: Columns, source: DatasetSource) -> Document:
     """The Cauldron's rows: turns in pairs, about the row's images."""
     texts = columns.take("texts")
-    if not isinstance(texts, list) or not texts or not all(isinstance(each, dict) for each in texts):
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(each, dict) for each in texts)
+    ):
         raise BadRow(
             "texts: a list of mappings with user and assistant is expected, found "
             f"{describe_value(texts)}"

@@ -1,5 +1,6 @@
-"""Weights that other tools publish packed in few bits, with what stands beside them, as tensors of
-plain numbers in float32: of GPTQ, AWQ, AQLM, compressed-tensors and ModelOpt.
+"""Weights that other tools publish packed in few bits, as tensors of plain numbers.
+
+Those of GPTQ, AWQ, AQLM, compressed-tensors and ModelOpt, in float32.
 
 `Q`, `z`, `s`: codes, the code that stands for zero, and the scale of a group of inputs. The number
 is (Q - z) s. docs/quantization.md says which kinds are read.
@@ -14,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.constants import CONFIG_FILE
 from finetune.config.quantization import find_bits, read_published_form
+from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
@@ -217,7 +218,9 @@ def _read_grid(parts: Parts, end: str, rows: slice) -> Tensor:
     """The values of `end`, fp32[rows, columns / group], for these rows."""
     values = parts.read(end).float()
     if end.endswith("scale") and values.dim() < 2:
-        return values.reshape(-1, 1).expand(rows.stop - rows.start if values.numel() == 1 else -1, 1)
+        return values.reshape(-1, 1).expand(
+            rows.stop - rows.start if values.numel() == 1 else -1, 1
+        )
     height = _height(parts, values.shape[0])
     return values.repeat_interleave(height, 0)[rows]
 

@@ -670,7 +670,7 @@ def test_what_a_message_names_exists() -> None:
         ({"hidden_act": "silly"}, "M: hidden_act: 'silly': no activation of transformers"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "M: its weights are quantized (gptq: 4-bit groups in int32, as qweight, qzeros and scales), and only those of bitsandbytes, in FP8",
+            "M: its weights are quantized (gptq), in a way that is not read",
         ),
     ],
 )

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from finetune.config.quantization import read_published_form, read_stored_quantization
 from finetune.errors import UserError
-from finetune.files.tensors import read, read_folder, read_slice
 from finetune.export.export import export
+from finetune.files.tensors import read, read_folder, read_slice
 from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.models.quantized_weights import dequantize_published
@@ -114,7 +114,9 @@ def make_compressed(kind: str, **keys: Any) -> Made:
         top = 448 if keys["type"] == "float" else (1 << (keys["num_bits"] - 1)) - 1
         state["weight_scale"] = blocks / top
     if not keys.get("symmetric", True):
-        state["weight_zero_point"] = torch.randint(-4, 4, state["weight_scale"].shape).to(torch.int8)
+        state["weight_zero_point"] = torch.randint(-4, 4, state["weight_scale"].shape).to(
+            torch.int8
+        )
     compressor: Any = BaseCompressor.get_value_from_registry(kind)
     stored = compressor.compress(state, scheme)
     if kind == "nvfp4-pack-quantized":  # whose own decompression rounds to bf16
@@ -200,7 +202,7 @@ def test_tensors_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
     tensors, settings, numbers = make_gptq(4, 32, in_order=True)
     _store(tmp_path, (tensors | {"scales": tensors["scales"][:, :8]}, settings, numbers))
     weight = dequantize_published(read_folder(tmp_path), tmp_path)["layer.weight"]
-    with pytest.raises(UserError, match="layer.weight: its packed tensors do not fit each other"):
+    with pytest.raises(UserError, match=r"layer\.weight: its packed tensors do not fit each other"):
         read(weight)
 
 

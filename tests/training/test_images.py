@@ -155,7 +155,9 @@ def recipes(folder: Path) -> dict[str, Path]:
                 folder / f"{family}{kind}.yaml",
                 model,
                 data[
-                    "few" if kind == "-few" or (kind == "-tower" and family not in ("llava", "mllama")) else "all"
+                    "few"
+                    if kind == "-few" or (kind == "-tower" and family not in ("llava", "mllama"))
+                    else "all"
                 ],
                 **steps | keys,
             )

@@ -89,11 +89,7 @@ def _make_bases(folder: Path, family: str) -> tuple[Path, Path]:
     contiguous = {name: tensor.contiguous() for name, tensor in written.items()}
     save_file(contiguous, stored / "model.safetensors", {"format": "pt"})
     keys = json.loads((stored / "config.json").read_text())
-    settings = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-    }
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (stored / "config.json").write_text(json.dumps(keys | {"quantization_config": settings}))
     return stored, plain
 
@@ -120,7 +116,9 @@ def test_losses_are_those_of_the_same_numbers(
     assert_losses(run, reference.losses(theirs))
     if layout == "single":
         export(run, run / "export", log=lambda _: None)
-        exported, before = (load_file(each / "model.safetensors") for each in (run / "export", plain))
+        exported, before = (
+            load_file(each / "model.safetensors") for each in (run / "export", plain)
+        )
         assert exported.keys() == before.keys()
 
 
@@ -145,5 +143,5 @@ def test_a_missing_expert_is_one_sentence() -> None:
     tensor = StoredTensor("", (4, 4), torch.float32, ())
     names = ["gate_projs.0", "up_projs.0", "down_projs.0", "down_projs.1"]
     stored = {f"layers.0.experts.{name}.weight": tensor for name in names}
-    with pytest.raises(UserError, match="layers.0.experts: an expert's layer is missing"):
+    with pytest.raises(UserError, match=r"layers\.0\.experts: an expert's layer is missing"):
         fuse_linear_experts(stored, "model")
