@@ -217,17 +217,12 @@ def _read_aqlm(parts: Parts, rows: slice) -> Tensor:
 def _read_grid(parts: Parts, end: str, rows: slice) -> Tensor:
     """The values of `end`, fp32[rows, columns / group], for these rows."""
     values = parts.read(end).float()
-    if end.endswith("scale") and values.dim() < 2:
-        return values.reshape(-1, 1).expand(
-            rows.stop - rows.start if values.numel() == 1 else -1, 1
-        )
-    height = _height(parts, values.shape[0])
-    return values.repeat_interleave(height, 0)[rows]
-
-
-def _height(parts: Parts, blocks: int) -> int:
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(rows.stop - rows.start, 1)
+    grid = values.reshape(values.shape[0], -1)
     codes = next(end for end in ("weight_packed", "weight") if end in parts.tensors)
-    return max(1, parts.shape(codes)[0] // blocks)
+    height = max(1, parts.shape(codes)[0] // grid.shape[0])
+    return grid.repeat_interleave(height, 0)[rows]
 
 
 def _shape_of_words(parts: Parts) -> tuple[int, int]:
