@@ -51,6 +51,10 @@ class Parts:
         return read_slice(self.tensors[end], (slice(0, self.shape(end)[0]), columns))
 
 
+FindShape = Callable[[Parts], tuple[int, int]]
+ReadRows = Callable[[Parts, slice], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """A kind of files.
@@ -65,8 +69,8 @@ class Packing:
 
     needs: tuple[str, ...]
     beside: tuple[str, ...]
-    find_shape: Callable[[Parts], tuple[int, int]]
-    read_rows: Callable[[Parts, slice], Tensor]
+    find_shape: FindShape
+    read_rows: ReadRows
     dtypes: tuple[torch.dtype, ...]
 
 
@@ -178,8 +182,9 @@ def _read_awq(parts: Parts, rows: slice) -> Tensor:
 
     def unpack(end: str) -> Tensor:
         numbers = _unpack(parts.read_columns(end, words), parts.bits)
-        in_words = numbers.unflatten(-1, (-1, len(AWQ_PLACES)))
-        return in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
+        in_words = numbers.view(numbers.shape[0], -1, len(AWQ_PLACES))
+        places: Tensor = in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
+        return places
 
     codes = unpack("qweight")
     scales = parts.read_columns("scales", rows).t().float()
@@ -257,7 +262,7 @@ def _read_plain(parts: Parts, rows: slice) -> Tensor:
     return codes * _by_group(_read_grid(parts, "weight_scale", rows), codes.shape[1])
 
 
-def _fp4(codes_end: str, read_scales: Callable[[Parts, slice], Tensor]) -> Any:
+def _fp4(codes_end: str, read_scales: ReadRows) -> tuple[FindShape, ReadRows]:
     """(find_shape, read_rows) of two numbers a byte, the first in its lower half."""
 
     def find_shape(parts: Parts) -> tuple[int, int]:
