@@ -174,7 +174,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "text_config": LLAMA_4,
-        "vision_config": VISION | {"model_type": "llama4_vision_model"} | OUTPUT_16,
+        "vision_config": VISION
+        | {"model_type": "llama4_vision_model", "intermediate_size": 64}
+        | OUTPUT_16,
         "image_token_index": IMAGE,
         "boi_token_index": START,
         "eoi_token_index": END,
@@ -201,6 +203,27 @@ MORE: dict[str, dict[str, Any]] = {
         "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
         "image_token_index": IMAGE,
     },
+}
+MORE["mllama"] = {
+    "text_config": {
+        "vocab_size": IMAGE,
+        "num_hidden_layers": 3,
+        "cross_attention_layers": [1],
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "intermediate_size": 24,
+        "intermediate_layers_indices": [0],
+        "vision_output_dim": 32,
+        "image_size": 28,
+        "patch_size": 14,
+        "max_num_tiles": 4,
+    },
+    "image_token_index": IMAGE,
 }
 MISTRAL_4 = {
     "model_type": "mistral4",
@@ -296,9 +319,8 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
             AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
         )
         for name, parameter in model.named_parameters():
-            if (
-                "mm_input_projection" in name
-            ):  # Gemma 3's begins at zero, and every image would be the same
+            # Those of Gemma 3 and Llama 3.2 begin at zero, and every image would be the same.
+            if "mm_input_projection" in name or name.endswith("_gate") or "gate_attn" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
@@ -400,7 +422,25 @@ STRATEGY = {
     "vision_feature_select_strategy": "default",
 }
 GLM_SIZE = {"size": {"shortest_edge": 28 * 56, "longest_edge": 56 * 168}, "patch_size": 14}
+LLAMA_4_PLACES = [
+    "<|patch|>",
+    "<|image|>",
+    "<|image_start|>",
+    "<|image_end|>",
+]  # its processor's own
 PROCESSORS |= {
+    "llama4": (
+        {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4, **SIDE_28},
+        {"patch_size": 14, "pixel_shuffle_ratio": 0.5},
+        {},
+        "<|image|>",
+    ),
+    "mllama": (
+        {"image_processor_type": "MllamaImageProcessor", "max_image_tiles": 4, **SIDE_28},
+        {},
+        {"image_token": "<|image|>"},
+        "<|image|>",
+    ),
     "pixtral": (
         PROCESSORS["mistral3"][0],
         PROCESSORS["mistral3"][1]
@@ -458,7 +498,8 @@ def add_processor(folder: Path, family: str) -> Path:
     image, processor, names, place = PROCESSORS[family]
     plain = make_tokenizer()
     backend = plain.backend_tokenizer
-    places = IDEFICS_PLACES if family == "idefics3" else [*PLACES.values()]
+    own = {"idefics3": IDEFICS_PLACES, "llama4": LLAMA_4_PLACES}
+    places = own.get(family, [*PLACES.values()])
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in places]
     )
@@ -578,4 +619,6 @@ def process_row(place: str, processor: Any) -> dict[str, Any]:
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     images = {"images": [pictures]} if pictures else {}
     found = processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)
-    return {name: value for name, value in found.items() if name != "attention_mask"}
+    found = {name: value for name, value in found.items() if name != "attention_mask"}
+    # Llama 4's rounds pixels to bf16
+    return {n: value.float() if value.is_floating_point() else value for n, value in found.items()}

@@ -95,6 +95,9 @@ class Family:
     # to transformers' own.
     takes_images: bool = False
     images_see_themselves: bool = False  # attention within an image is bidirectional
+    # layers of cross attention read the images, and one token stands for each
+    images_are_read_across: bool = False
+    rows_beyond_head: int = 0  # of the embedding: the ids of images
     # Its sizes and layers.
     # sizes that may be omitted; empty: layers not in the table
     defaults: dict[str, int] = field(default_factory=dict)
@@ -413,6 +416,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",), can_be_sampled=False)),
     "llama4_text": Family(unadaptable=("router",)),
+    "mllama_text_model": Family(rows_beyond_head=8),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(
         mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")
@@ -420,7 +424,8 @@ FAMILIES: Mapping[str, Family] = {
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
-    **dict.fromkeys(("llava_next", "smolvlm"), WITH_IMAGES),
+    **dict.fromkeys(("llama4", "llava_next", "smolvlm"), WITH_IMAGES),
+    "mllama": Family(takes_images=True, images_are_read_across=True),
     "mistral3": replace(WITH_IMAGES, untied_in_files=True),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),

@@ -347,7 +347,7 @@ RULES: tuple[Rule, ...] = (
         "tokenizer_name_or_path",
         "model_name_or_path",
         "model_config",
-        when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
+        when=lambda c: (c.model.tokens or 0) > c.model.vocabulary + c.model.family.rows_beyond_head,
         message=(
             "{name}: its embedding has {model.vocabulary} rows, but the tokenizer has "
             "{model.tokens} tokens"
@@ -391,6 +391,7 @@ RULES: tuple[Rule, ...] = (
         "model_name_or_path",
         when=lambda c: (
             c.quantization.bits is not None
+            and c.model.quantization is None  # those of such files are dequantized
             and c.model.experts
             and not has_fused_experts(c.model.model_type)
         ),
@@ -399,17 +400,6 @@ RULES: tuple[Rule, ...] = (
             "are not quantized here"
         ),
         advice="remove it, and name the unquantized model",
-        of_teacher=True,
-    ),
-    model_rule(
-        "experts that are stored quantized",
-        "model_name_or_path",
-        when=lambda c: c.model.quantization is not None and c.model.experts,
-        message=(
-            "{name}: its experts are stored in {quantization.bits} bits, which is not "
-            "supported for a mixture ({model.model_type})"
-        ),
-        advice="name the unquantized model, which is quantized as it is loaded",
         of_teacher=True,
     ),
     model_layout_rule(

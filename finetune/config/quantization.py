@@ -248,33 +248,72 @@ def quantize_teacher(method: Method) -> Quantization:
 
 
 # What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or
-# modelopt's algorithm.
-PUBLISHED = {  # read as plain numbers (models/quantized_weights.py)
+# ModelOpt's algorithm. All are read as plain numbers: FP8 blocks and MXFP4 by
+# models/quantized_weights.py, the others by models/packed_weights.py.
+PUBLISHED = {
     "mxfp4": "MXFP4 (blocks of 32 numbers in 4 bits, as _blocks and _scales)",
     "fp8": "FP8 (blocks with a scale each, as weight and weight_scale_inv)",
-}
-FORMS = {
-    "gptq": "4-bit groups in int32, as qweight, qzeros and scales",
-    "awq": "4-bit groups in int32, as qweight, qzeros and scales",
-    "nvfp4-pack-quantized": (
-        "NVFP4, blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and "
-        "weight_global_scale"
-    ),
-    "NVFP4": "blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2",
+    "gptq": "GPTQ (groups in int32, as qweight, qzeros and scales)",
+    "awq": "AWQ (4-bit groups in int32, as qweight, qzeros and scales)",
+    "aqlm": "AQLM (sums of entries of codebooks, as codes, codebooks and scales)",
     "pack-quantized": "groups of integers in int32, as weight_packed and weight_scale",
     "float-quantized": "FP8 with a scale for each row or tensor, as weight and weight_scale",
     "int-quantized": "8-bit integers, as weight and weight_scale",
+    "nvfp4-pack-quantized": (
+        "NVFP4 (blocks of 16 numbers in 4 bits, as weight_packed, weight_scale and "
+        "weight_global_scale)"
+    ),
+    "mxfp4-pack-quantized": "MXFP4 (blocks of 32 numbers in 4 bits, as weight_packed)",
+    "NVFP4": "NVFP4 (blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2)",
+    "FP8": "FP8 with a scale for each tensor, as weight and weight_scale",
 }
+PACKED_BITS = (2, 4, 8)  # that divide a word
 
 
 def read_published_form(settings: Any) -> str | None:
-    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other."""
-    if isinstance(settings, Mapping):
-        method = settings.get("quant_method")
-    else:
-        method = getattr(settings, "quant_method", None)
-    name = str(getattr(method, "value", method))
-    return name if name in PUBLISHED else None
+    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other.
+
+    >>> read_published_form({"quant_method": "gptq", "bits": 4})
+    'gptq'
+    >>> read_published_form({"quant_method": "gptq", "bits": 3})
+    """
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    if not isinstance(settings, Mapping):
+        return None
+    method = settings.get("quant_method")
+    method = str(getattr(method, "value", method))
+    name = {
+        "compressed-tensors": str(settings.get("format")),
+        "modelopt": str(settings.get("quant_algo")),
+    }.get(method, method)
+    is_other_awq = name == "awq" and (
+        str(settings.get("version") or "gemm").lower() != "gemm"
+        or settings.get("zero_point") is False
+    )
+    is_other_gptq = name == "gptq" and settings.get("checkpoint_format", "gptq") not in (
+        "gptq",
+        "gptq_v2",
+    )
+    has_bits = name not in ("gptq", "awq", "pack-quantized") or find_bits(settings) in PACKED_BITS
+    is_known = name in PUBLISHED and has_bits and not (is_other_awq or is_other_gptq)
+    return name if is_known else None
+
+
+def find_bits(settings: Mapping[str, Any]) -> int:
+    """Returns the bits of a packed number, by a `quantization_config`; 0 where it names several or
+    none.
+
+    >>> find_bits({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}})
+    4
+    """
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping):
+        bits = settings.get("bits") or settings.get("w_bit")
+        return bits if isinstance(bits, int) else 0
+    named = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    only = named.pop() if len(named) == 1 else None
+    return only if isinstance(only, int) else 0
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
@@ -300,13 +339,13 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     ):
         kinds = [
             str(kind)
-            for kind in (settings.get("format"), settings.get("quant_algo"), method)
+            for kind in (settings.get("format"), settings.get("quant_algo"), settings.get("bits"))
             if kind
         ]
-        form = next((f": {FORMS[kind]}" for kind in kinds if kind in FORMS), "")
+        form = "".join(f", {kind}" for kind in kinds)
         raise UserError(
-            f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), and "
-            "only those of bitsandbytes, in FP8 blocks and in MXFP4 are read; name the "
+            f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), in a "
+            "way that is not read (docs/quantization.md has those that are); name the "
             f"unquantized model ({_find_unquantized(name)}), and set use_peft and load_in_4bit: "
             "true to keep it in 4 bits"
         )

@@ -90,6 +90,12 @@ FORMATS: Mapping[str, FormatFacts] = {
         "HellaSwag's contexts, with the right ending of each",
         columns=(("ctx", "endings", "label"),),
     ),
+    "cauldron": FormatFacts(
+        "questions about images, as The Cauldron has them",
+        is_chat=True,
+        columns=(("images", "texts"),),
+        note="texts: a list of {user, assistant}",
+    ),
 }
 # These and the names in reports that `type` does not take: see `ParsedRow.rendering`.
 RENDERINGS: Mapping[str, FormatFacts] = {

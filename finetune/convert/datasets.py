@@ -45,8 +45,13 @@ SUBFOLDER = "read from this folder of the hub data set alone there; here from al
 
 
 def _name_component(entry: DataSetEntry) -> str:
-    """Returns the data set builder of torchtune that an entry names, without its ending."""
-    return str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+    """Returns the data set builder of torchtune that an entry names, or the transform of its rows,
+    without its ending.
+    """
+    entry.flatten("transform")
+    names = (entry.unread.get(key) for key in ("_component_", "transform._component_"))
+    component = str(next(filter(None, names), "")).rsplit(".", 1)[-1]
+    return component.removesuffix("_dataset").removesuffix("_transform")
 
 
 def _read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> Sources:
@@ -77,9 +82,14 @@ TORCHTUNE_FORMATS = {
     "chat": None,
     "text_completion": "text",
     "instruct": "messages",
+    "the_cauldron": "cauldron",
 }
 TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
-TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
+TORCHTUNE_SOURCES = {
+    "alpaca": "tatsu-lab/alpaca",
+    "alpaca_cleaned": "yahma/alpaca-cleaned",
+    "the_cauldron": "HuggingFaceM4/the_cauldron",
+}
 
 
 def _read_torchtune(
@@ -114,7 +124,7 @@ def _list_torchtune(
             entry.take("packed")
             entry.take("train_on_input")
         return [entry]
-    entries = list_entries(value, key, source)
+    entries = list_entries(value or settings.get(f"{key}s"), key, source)
     packed = [entry.take("packed") for entry in entries]
     if key == "dataset" and any(packed) and not compares_answers(conversion):
         conversion.recipe["packing"] = True  # all of them, says torchtune
@@ -130,13 +140,19 @@ def _read_torchtune_entry(
         conversion.recipe["assistant_only_loss"] = False  # the default of these two
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")
+        entry.take("transform._component_")
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]
     if not paths or paths[0] in BUILDERS:
         raise UserError(
             f"{source}: {entry.where}: {component} names no source; set it to a file or hub name"
         )
-    return make_sources(paths, **entry.take_name_and_split(), **keys)
+    named = entry.take_name_and_split()
+    subset = entry.take("subset")
+    weight = entry.take("weight")
+    if weight not in (None, 1.0):
+        keys["weight"] = weight
+    return make_sources(paths, **named | {"name": subset or named["name"]}, **keys)
 
 
 def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, Any]:

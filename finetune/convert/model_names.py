@@ -165,10 +165,13 @@ MIXTURE = re.compile(
 FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
-# Of FP8 and MXFP4 their config says whether they are read.
+# Of FP8 and MXFP4 their config says whether they are read; of these it must be a kind that is.
+PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
 QUANTIZED_MODEL = re.compile(
-    r"gptq|awq|aqlm|nvfp4|[-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized"
+    r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
+    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized)"
 )
+DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
@@ -204,7 +207,10 @@ AUXILIARY = (
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
-MOE_KEYS = ("llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe")
+MOE_KEYS = ("dsv4_fp4_grouped_mode", "use_moe")
+EXPERTS_DEQUANTIZED = (
+    "the experts are in 4 bits there too, and dequantized here as they are read: 16 bits a number"
+)
 
 
 def guess_family(name: str) -> str | None:
@@ -265,8 +271,8 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     family = guess_family(name) or ""
     is_untried = family in UNTRIED_IN_FEW_BITS or not has_fused_experts(family)
     asks = any(settings.get(key) for key in FEW_BITS)
-    is_stored = QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)
-    if is_mixture(name) and ((asks and is_untried) or is_stored):
+    is_stored = BITSANDBYTES_MODEL.search(lower)  # whose experts are read as plain numbers
+    if is_mixture(name) and asks and is_untried and not is_stored:
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in REFUSED_NAMES.items():
         takes_images = (
@@ -279,8 +285,10 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
 
 def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what Automodel's own classes of models do otherwise, and the layers that get no
-    adapters there.
+    adapters there; adds which parts of Llama 3.2 Vision torchtune trains.
     """
+    if conversion.tool == "torchtune" and conversion.images:
+        _adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
     if conversion.tool != "Automodel":
         return
     name = name_model(settings)
@@ -651,6 +659,11 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys together say of the model: its tokens, what is frozen of it, and its
     images.
     """
+    name = name_model(settings).lower()
+    if BITSANDBYTES_MODEL.search(name) and is_mixture(name):
+        conversion.add_difference("base_model", name_model(settings), EXPERTS_DEQUANTIZED)
+    if PACKED_MODEL.search(name):
+        conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)
@@ -769,6 +782,42 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("freeze_embeddings", True, note)
     elif conversion.tool == "Axolotl":
         _report_axolotl_images(settings, conversion)
+
+
+# Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
+FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
+TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
+FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
+FUSION_ROWS = "the embedding's rows for images are trained too there"
+
+
+def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -> None:
+    """Adds which parts of Llama 3.2 Vision a file trains: the decoder, the layers of cross
+    attention, the tower.
+    """
+    parts = {part: model.get(f"{part}_trainable") for part in ("decoder", "fusion", "encoder")}
+    recipe = conversion.recipe
+    if recipe.get("use_peft"):
+        if parts["encoder"] == "lora":
+            conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
+        if parts["decoder"] != "lora" and parts["fusion"] == "lora":
+            targets = recipe.get("lora_target_modules") or []
+            own = [each for each in targets if LINEAR_LAYERS.get(each) == "self_attn"]
+            recipe["lora_target_modules"] = [f"cross_attn.{each}" for each in own]
+            if own != targets:
+                conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
+        return
+    if all(value in (True, "full") for value in (parts["decoder"], parts["fusion"])):
+        trained = ["language_model", "lm_head"]
+    elif parts["fusion"] in (True, "full"):
+        sizes = (layers for pattern, layers in FUSION_LAYERS.items() if pattern in name.lower())
+        trained = [rf"language_model\.layers\.({'|'.join(map(str, next(sizes)))})\."]
+        conversion.add_difference("model.fusion_trainable", parts["fusion"], FUSION_ROWS)
+    else:
+        trained = []
+    if parts["encoder"] in (True, "full"):
+        trained += ["vision_model", "multi_modal_projector"]
+    recipe["trainable_modules"] = trained
 
 
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:

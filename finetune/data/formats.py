@@ -509,6 +509,23 @@ def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
     return Completion(columns.take_text("ctx"), str(endings[int(label)]))
 
 
+def _parse_cauldron(columns: Columns, source: DatasetSource) -> Document:
+    """The Cauldron's rows: turns in pairs, about the row's images."""
+    texts = columns.take("texts")
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(each, dict) for each in texts)
+    ):
+        raise BadRow(
+            "texts: a list of mappings with user and assistant is expected, found "
+            f"{describe_value(texts)}"
+        )
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": pair.get(role)} for pair in texts for role in roles]
+    return make_conversation(columns, turns)
+
+
 def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
     ids = _take_numbers(columns, "input_ids", None)
     labels = _take_numbers(columns, "labels", len(ids)) or ids
@@ -551,6 +568,7 @@ PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
     "text": _parse_text,
     "squad": _parse_squad,
     "hellaswag": _parse_hellaswag,
+    "cauldron": _parse_cauldron,
     "tokens": _parse_tokens,
 }
 

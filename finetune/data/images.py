@@ -43,6 +43,7 @@ TEXT_INPUTS = {
     "token_type_ids",
     "mm_token_type_ids",
     "text_replacement_offsets",
+    "cross_attention_mask",  # models/vision.py makes one of each document's tokens
 }
 LAYOUTS = {"rows", "cols", "num_soft_tokens_per_image"}  # of an image's parts, which no model reads
 
@@ -275,7 +276,7 @@ class ImageProcessor:
                 f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}"
             ) from None
         expected = load_config(self._model).image_token_id
-        image_ids = list(own.image_token_ids)
+        image_ids = _find_image_ids(own)
         if expected not in image_ids:
             raise UserError(
                 f"{name}: image_token_id is {expected} in the model's config, and an image's "
@@ -343,7 +344,7 @@ class ImageProcessor:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """The ids that only an image has."""
-        return tuple(self._own.image_token_ids)
+        return tuple(_find_image_ids(self._own))
 
     @cached_property
     def reserved(self) -> tuple[str, ...]:
@@ -364,13 +365,18 @@ class ImageProcessor:
             raise BadRow(
                 f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}"
             ) from None
+        if "text_replacement_offsets" not in processed:  # Llama 3.2's writes nothing
+            return self.token
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         processed = self._process(images)
+        # in fp32, to which Llama 4's processor would not round: a tower has the dtype of the files
         return {
-            name: value for name, value in processed.items() if name not in TEXT_INPUTS | LAYOUTS
+            name: value.float() if value.is_floating_point() else value
+            for name, value in processed.items()
+            if name not in TEXT_INPUTS | LAYOUTS
         }
 
     def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
@@ -415,6 +421,15 @@ class ImageProcessor:
         """
         ids = self._process([_make_blank()])["input_ids"]
         return ids, self.blank_inputs
+
+
+def _find_image_ids(processor: Any) -> list[int]:
+    """The ids that a processor writes for an image alone; Llama 4's names that of a part apart."""
+    ids = list(processor.image_token_ids)
+    patch = getattr(processor, "img_patch_token", None)
+    if patch is not None:
+        ids.append(processor.tokenizer.convert_tokens_to_ids(patch))
+    return ids
 
 
 def _make_blank() -> EncodedImage:

@@ -33,6 +33,7 @@ from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, print_styled
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import ask, check_utf8, system_message, user_message
+from finetune.models.vision import with_read_tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,11 @@ def answer(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 **(
-                    model.tokenizer.images.make_generation_inputs(model.whole, ids, images)
+                    with_read_tiles(
+                        model.whole,
+                        ids,
+                        model.tokenizer.images.make_generation_inputs(model.whole, ids, images),
+                    )
                     if images
                     else {}
                 ),

@@ -41,7 +41,7 @@ from finetune.inference.inputs import (
 )
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.documents import install_document_rotary
-from finetune.models.load import auto_class_of
+from finetune.models.load import auto_class_of, weights_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +212,25 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
     }
     with _one_sentence(name, "its weights", revision):
         config: Any = AutoConfig.from_pretrained(name, **keys)
-        if read_published_form(getattr(config, "quantization_config", None)) is not None:
+        form = read_published_form(getattr(config, "quantization_config", None))
+        if form in BY_TRANSFORMERS:
             # as the training read it, on every device
             config.quantization_config["dequantize"] = True
             keys["config"] = config
+        elif form is not None:
+            return _load_packed(name, revision, options)
         return auto_class_of(config).from_pretrained(name, **_placement(), **keys)
+
+
+BY_TRANSFORMERS = ("fp8", "mxfp4")  # what it dequantizes itself
+
+
+def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
+    """A packed base in plain numbers, in memory as its export would be."""
+    folder = weights_folder(Model(model_name_or_path=name, model_revision=revision))
+    source = open_source(folder, log=lambda _: None)
+    with TemporaryDirectory(prefix="finetune-") as temporary:
+        return _load_source(source, Path(temporary) / "model", options)
 
 
 def _placement() -> dict[str, Any]:

@@ -8,6 +8,7 @@ is computed from the slices of the files that it needs, by transformers' own con
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
+from finetune.models.packed_weights import unpack_packed
 
 # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
 NUMBERS_AT_ONCE = 1 << 22
@@ -290,7 +292,65 @@ def split_quantized(
     weights = {name: tensor for name, tensor in stored.items() if name not in beside}
     for name in weights.keys() & quantized.keys():
         weights[name] = replace(weights[name], shape=quantized[name].shape)
-    return weights, quantized
+        if OF_EXPERT.search(name):
+            weights[name] = _dequantized(weights[name], quantized.pop(name))
+    return fuse_linear_experts(weights, where), quantized
+
+
+OF_EXPERT = re.compile(r"\.experts\.(\w+\.)?\d+\.")
+
+
+def _dequantized(tensor: StoredTensor, quantized: StoredQuantized) -> StoredTensor:
+    """The numbers of one expert, which is a part of a parameter: no layer keeps its bytes."""
+
+    def read_values(slices: Slices) -> Tensor:
+        return dequantize_tensor(quantized.read_whole(), torch.float32)[slices]
+
+    return _computed(tensor.name, quantized.shape, tensor, read_values)
+
+
+# The experts of Llama 4 as Axolotl saves them, as linear layers.
+LINEAR_EXPERT = re.compile(r"(.*\.experts)\.(gate|up|down)_projs\.(\d+)\.weight")
+
+
+def fuse_linear_experts(stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+    """The tensors with the experts' linear layers as transformers has them: gate_up_proj [experts,
+    inputs, 2 x width] and down_proj [experts, width, outputs].
+
+    Raises `UserError` where an expert is missing.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    layers: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    for name, tensor in stored.items():
+        match = LINEAR_EXPERT.fullmatch(name)
+        if match is None:
+            tensors[name] = tensor
+        else:
+            layer, kind, expert = match.groups()
+            layers.setdefault(layer, {}).setdefault(kind, {})[int(expert)] = tensor
+    for layer, kinds in layers.items():
+        experts = range(len(kinds.get("down", {})))
+        if any(sorted(kinds.get(kind, {})) != [*experts] for kind in ("gate", "up", "down")):
+            raise UserError(f"{where}: {layer}: an expert's layer is missing; copy the files again")
+        for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            columns = [[kinds[kind][expert] for kind in parts] for expert in experts]
+            fused = _transposed(f"{layer}.{name}", columns)
+            tensors[fused.name] = fused
+    return tensors
+
+
+def _transposed(name: str, columns: list[list[StoredTensor]]) -> StoredTensor:
+    """The linear layers of each expert, transposed and side by side: [experts, inputs, outputs]."""
+    first = columns[0]
+    inputs = first[0].shape[1]
+    shape = (len(columns), inputs, sum(tensor.shape[0] for tensor in first))
+
+    def read_values(slices: Slices) -> Tensor:
+        own, rows, outputs = slices
+        joined = [torch.cat([read(each) for each in layers]) for layers in columns[own]]
+        return torch.stack([matrix.t()[rows, outputs].float() for matrix in joined])
+
+    return _computed(name, shape, first[0], read_values)
 
 
 def _four_bit(
@@ -409,13 +469,14 @@ MXFP4_BLOCK = 32  # numbers under a scale, in 16 bytes
 def dequantize_published(
     stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of `folder` with plain ones in place of those in FP8 or MXFP4 and their scales.
+    """The tensors of `folder` with plain ones in place of those in FP8, MXFP4 or packed, and of
+    their scales.
 
     Reads no value.
 
     Raises `UserError` where scales do not fit their weight.
     """
-    tensors = dict(stored)
+    tensors = unpack_packed(stored, folder)
     sizes = None
     for name, tensor in stored.items():
         scales = stored.get(name + FP8_SCALES)

@@ -39,13 +39,11 @@ def forward_images(
     """
     base = base_of(model)
     trunk = trunk_of(model)
+    if reads_across(model):
+        return _read_across(model, images, counts, **kwargs)
     if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
         raise UserError("images need transformers 5.20 or later; upgrade it")
-    is_trained = any(
-        parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
-    )
-    # Else checkpointing would keep its layers' inputs.
-    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+    with _gradients_of_tower(model):
         features = base.get_image_features(**images, return_dict=True)
     kwargs["use_cache"] = False
     if not any(counts):
@@ -75,9 +73,127 @@ def forward_images(
     if is_ours:
         kwargs["attention_mask"] = NO_MASK
     with _arguments_of(trunk, held):
-        outputs = base(**kwargs, mm_encoder_outputs={"image": features})
+        if base is model:  # Llama 4's forward ends with the head
+            embedded = _embed_images(base, ids, is_image, features)
+            outputs = trunk(**kwargs | {"input_ids": None}, inputs_embeds=embedded)
+        else:
+            outputs = base(**kwargs, mm_encoder_outputs={"image": features})
     states: Tensor = outputs.last_hidden_state
     return states
+
+
+def _embed_images(base: Any, ids: Tensor, is_image: Tensor, features: Any) -> Tensor:
+    """The embeddings [rows, tokens, hidden], with the projected features in the images' places."""
+    embedded: Tensor = base.get_input_embeddings()(ids)
+    flat = features.last_hidden_state.flatten(0, -2)
+    projected = base.multi_modal_projector(flat).to(embedded)
+    return embedded.masked_scatter(is_image.unsqueeze(-1), projected)
+
+
+def _gradients_of_tower(model: Any) -> Any:
+    """Within it, gradients are kept where anything beside the language model is trained: else
+    checkpointing would keep its layers' inputs.
+    """
+    is_trained = any(
+        parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
+    )
+    return torch.set_grad_enabled(is_trained and torch.is_grad_enabled())
+
+
+def _read_across(
+    model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
+) -> Tensor:
+    """What enters the head of a model whose cross attention reads the images of a token's own
+    document (Llama 3.2 Vision).
+
+    A token before its document's first image reads all tiles of its images alike, as transformers
+    has it. A document without images reads a vector of zeros, of which keys, values and output
+    are zeros: it passes the layers unchanged, as transformers has it where no row has an image.
+    """
+    base = base_of(model)
+    trunk = trunk_of(model)
+    with _gradients_of_tower(model):
+        seen = base.vision_model(**images).last_hidden_state
+        states = base.multi_modal_projector(seen)
+    *_, patches, hidden = states.shape
+    ids = kwargs["input_ids"]
+    rows, tokens = ids.shape
+    lengths = kwargs.get("packed_lengths") or (tokens,) * rows
+    attended, is_owned = _find_attended(
+        ids.flatten(), lengths, counts, images, base.config.image_token_id
+    )
+    reads = attended.any(-1).any(-1)
+    allowed = torch.where(reads[:, None, None], attended, is_owned[:, :, None])
+    reads_zeros = ~is_owned.any(1, keepdim=True)
+    is_read = torch.cat([allowed.repeat_interleave(patches, 2).flatten(1), reads_zeros], 1)
+    hidden_from = torch.finfo(states.dtype).min
+    mask = torch.zeros_like(is_read, dtype=states.dtype).masked_fill(~is_read, hidden_from)
+    read = torch.cat([states.view(1, -1, hidden), states.new_zeros(1, 1, hidden)], 1)
+    outputs = trunk(
+        **kwargs | {"use_cache": False},
+        cross_attention_states=read.expand(rows, -1, -1),
+        cross_attention_mask=mask.view(rows, 1, tokens, -1),
+        full_text_row_masked_out_mask=reads.view(rows, 1, tokens, 1).to(states.dtype),
+    )
+    result: Tensor = outputs.last_hidden_state
+    return result
+
+
+def _find_attended(
+    ids: Tensor,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    images: Mapping[str, Tensor],
+    image_id: int,
+) -> tuple[Tensor, Tensor]:
+    """(bool[tokens, images, tiles]: the tiles that each token reads, by transformers' own
+    functions; bool[tokens, images]: the images of its document).
+    """
+    tiles = images["aspect_ratio_mask"][0].cpu()
+    attended = torch.zeros(len(ids), *tiles.shape, dtype=torch.bool)
+    is_owned = torch.zeros(len(ids), len(tiles), dtype=torch.bool)
+    on_host = ids.cpu()
+    first = 0
+    start = 0
+    for length, count in zip(lengths, counts, strict=False):  # the last document may be padding
+        own = slice(start, start + length), slice(first, first + count)
+        if count:
+            attended[own] = _find_read_tiles(on_host[own[0]], tiles[own[1]], image_id)
+        is_owned[own] = True
+        start += length
+        first += count
+    return attended.to(ids.device), is_owned.to(ids.device)
+
+
+def _find_read_tiles(ids: Tensor, tiles: Tensor, image_id: int) -> Tensor:
+    """bool[tokens, images, tiles]: what each token of a document reads, whose images have `tiles`
+    (int[images, tiles]).
+    """
+    from transformers.models.mllama.processing_mllama import (
+        convert_sparse_cross_attention_mask_to_dense,
+        get_cross_attention_token_mask,
+    )
+
+    spans = get_cross_attention_token_mask(ids.tolist(), image_id)
+    shape = tiles.shape[-1], len(ids)
+    dense = convert_sparse_cross_attention_mask_to_dense([spans], [tiles.sum(-1).tolist()], *shape)
+    return torch.from_numpy(dense[0] > 0)
+
+
+def reads_across(model: Any) -> bool:
+    """Whether layers of cross attention read the images. Their prompts are answered one by one."""
+    return find_family(base_of(model).config.model_type).images_are_read_across
+
+
+def with_read_tiles(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments `inputs` of `generate` for the images of one prompt `ids` (int64[1, tokens]),
+    with the tiles that its tokens read, where `model` asks for them.
+    """
+    if not reads_across(model):
+        return inputs
+    tiles = inputs["aspect_ratio_mask"][0].cpu()
+    read = _find_read_tiles(ids[0].cpu(), tiles, base_of(model).config.image_token_id)
+    return {**inputs, "cross_attention_mask": read[None].long().to(model.device)}
 
 
 def record_outputs(model: nn.Module) -> None:

@@ -367,9 +367,10 @@ class Architecture:
 
     def quantizable(self, layer: int) -> tuple[TensorShape, ...]:
         """The weights of decoder layer `layer` that are kept in few bits: of linear layers and
-        experts.
+        experts, which are dequantized where the files hold them quantized.
         """
-        return (*self.linears(layer), *self.experts(layer))
+        experts = self.experts(layer) if self.facts.quantization is None else ()
+        return (*self.linears(layer), *experts)
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         """(out, in) of one expert's part of `weights`."""

@@ -18,6 +18,7 @@ from finetune.errors import UserError
 from finetune.files.json_files import append_json_lines
 from finetune.models.documents import depends_on_length
 from finetune.models.fake_quantize import round_from_step
+from finetune.models.vision import reads_across, with_read_tiles
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener
@@ -245,7 +246,7 @@ def answer(
     mine = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
     batches = [mine] if mine else []
     # Caches of rows of several lengths cannot change their frequencies each at its own token.
-    if depends_on_length(model):
+    if depends_on_length(model) or reads_across(unwrap(model)):
         batches = [[prompt] for prompt in mine]
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
     if world.sharding.is_fsdp and any(each != have_images for each in world.gather(have_images)):
@@ -288,6 +289,7 @@ def _generated(
     images = [image for prompt in prompts for image in prompt.images]
     if images:
         of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images)
+        of_images = with_read_tiles(transformer, input_ids, of_images)
     else:
         of_images = {}
     expected = [

@@ -342,6 +342,8 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
             }
         case "hellaswag":
             return {"ctx": question, "endings": [answer, "No."], "label": "0"}
+        case "cauldron":
+            return {"texts": [{"user": question, "assistant": answer}]}
         case "text":
             return {column("text"): f"{question} {answer}"}
         case _ if "prompt_column" in entry or "completion_column" in entry:

@@ -1574,8 +1574,11 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(
     ]  # its queries come out of a latent
     hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
     assert hybrid["packing"] is True  # each document starts with a new state
-    for name in ("LnL-AI/dbrx-base-converted-v2", "axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16"):
-        assert "in few bits: quantized experts" in refused(theirs.replace("{}", name), tmp_path)
+    dbrx = theirs.replace("{}", "LnL-AI/dbrx-base-converted-v2")
+    assert "in few bits: quantized experts" in refused(dbrx, tmp_path)
+    stored, said, _ = converted(theirs.replace("{}", "axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16"))
+    assert "load_in_4bit" not in stored  # left to the files
+    assert "the experts are in 4 bits there too, and dequantized here" in said
 
 
 def test_keys_of_axolotls_schema_have_an_effect_a_line_or_a_refusal(converted: Convert) -> None:

@@ -411,15 +411,6 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(
     (empty / "model.safetensors").unlink()
     without = f"teacher_model_name_or_path: {empty}: no *.safetensors file is here; give a folder that holds the weights"
     assert refusal(empty).startswith(without)
-    experts = make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=2)
-    stored = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (experts / "config.json").write_text(
-        json.dumps(json.loads((experts / "config.json").read_text()) | stored)
-    )
-    assert (
-        "its experts are stored in 4 bits, which is not supported for a mixture (mixtral)"
-        in refusal(experts)
-    )
     assert "runs/none has not been trained here, or not to its end; do that first" in refusal(
         Path("runs/none/export")
     )
