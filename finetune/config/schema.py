@@ -28,7 +28,7 @@ from finetune.config.keys import (
     StepsOrShare,
     keys_of,
 )
-from finetune.config.methods import METHODS, MethodFacts, RolloutKeys
+from finetune.config.methods import METHODS, ROWS, MethodFacts, RolloutKeys
 from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
@@ -102,6 +102,7 @@ RENDERINGS: Mapping[str, FormatFacts] = {
         "pairs of a chosen and a rejected answer, joined without a chat template"
     ),
     "retrieval": FormatFacts("queries with the documents that answer them, each a text of its own"),
+    "ranked": FormatFacts("queries with documents, each pair one text"),
     "prompt_completion_messages": FormatFacts(
         "prompts with their answers, as turns of the model's chat template", is_chat=True
     ),
@@ -367,17 +368,19 @@ class Data:
         str,
         SameOnResume,
         (
-            "Before each query that is embedded, such as an instruction; an export names it to "
-            "sentence-transformers."
+            "Before each query that is embedded or ranked by, such as an instruction; an export "
+            "names it to sentence-transformers."
         ),
     ] = ""
-    document_prompt: Annotated[str, SameOnResume, "Before each document that is embedded."] = ""
+    document_prompt: Annotated[
+        str, SameOnResume, "Before each document that is embedded or ranked."
+    ] = ""
     num_negatives: Annotated[
         int,
         Ge(0),
         SameOnResume,
-        "How many documents of a retrieval row that do not answer its query are read, the first "
-        "ones; each row needs as many.",
+        "How many documents beside one are read of each query: of embed, those that do not answer "
+        "it. The first ones are read; each row needs as many.",
     ] = 0
     streaming: Annotated[
         bool, SameOnResume, "Read the data while training instead of before; needs max_steps."
@@ -833,9 +836,7 @@ class Recipe:
     @property
     def group_size(self) -> int:
         """Documents in a group, which no batch takes apart."""
-        return self.method_facts.documents + (
-            self.data.num_negatives if self.method_facts.embeds else 0
-        )
+        return ROWS[self.method_facts.rows].count_documents(self.data.num_negatives)
 
     @property
     def row_tokens(self) -> int:

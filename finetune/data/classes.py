@@ -32,7 +32,7 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
     >>> parse_class(
     ...     {"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad", "good")
     ... ).groups
-    (Group(documents=(Text(text='Hurrah!'),), rating=0, score=1),)
+    (Group(documents=(Text(text='Hurrah!'),), rating=0, labels=(1,)),)
     """
     columns = Columns(row)
     name = source.label_column or LABEL
@@ -41,7 +41,7 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
             f"{name}: no class; its columns are {list_columns(row) or 'none'} (label_column names "
             "it)"
         )
-    score = _find_class(columns.take(name), name, labels)
+    label = _find_class(columns.take(name), name, labels)
     others = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(others, source)
     is_conversation = row_format in ("messages", "sharegpt")
@@ -49,7 +49,7 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
         document = _read_conversation(columns, source)
     else:
         document = PARSERS[row_format](columns, source)
-    return ParsedRow((Group((document,), score=score),), row_format, columns.unused)
+    return ParsedRow((Group((document,), labels=(label,)),), row_format, columns.unused)
 
 
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:

@@ -103,7 +103,7 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     Raises `BadRow`.
     """
     parsed = parse_pair(row, source)
-    return replace(parsed, groups=tuple(replace(group, score=0) for group in parsed.groups))
+    return replace(parsed, groups=tuple(replace(group, labels=(0, 0)) for group in parsed.groups))
 
 
 def is_empty_answer(document: Document) -> bool:
@@ -377,7 +377,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
 
     >>> row = {"prompt": "2+2=", "completion": " 5", "label": False}
     >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).groups
-    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, score=None),)
+    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, labels=None),)
     """
     if source.label_column is None and None not in find_sides(row, source):
         parsed = parse_pair(row, source)

@@ -14,6 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Pooling, Turns
 from finetune.data.formats import (
+    Candidate,
     Completion,
     Conversation,
     Document,
@@ -72,8 +73,8 @@ class RenderedText:
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
-    # its class, where the last token is scored and nothing else is trained on
-    score: int | None = None
+    # where the last token is scored and nothing else is trained on: what the score should be
+    label: int | None = None
     # whose hidden states are its embedding; None: tokens are trained on
     pooling: Pooling | None = None
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
@@ -462,6 +463,9 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
             text += renderer.eos
             return RenderedText(text, ((0, len(text)),), True, typed)
+        case Candidate(text):
+            typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
+            return RenderedText(renderer.bos + text + renderer.eos, (), False, typed)
         case TokenRow(ids, trained):
             vocabulary = renderer.backend.get_vocab_size()
             unknown = next((token for token in ids if not 0 <= token < vocabulary), None)

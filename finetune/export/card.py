@@ -31,7 +31,13 @@ from finetune.constants import (
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.publish import ExportOptions
-from finetune.export.sentence_transformer import USE, describe_sentence_transformer, is_embedder
+from finetune.export.sentence_transformer import (
+    USE,
+    USE_RANKER,
+    describe_sentence_transformer,
+    is_embedder,
+    is_reranker,
+)
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -172,7 +178,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
 
 
 def _name_library(source: Source) -> str:
-    if is_embedder(source.recipe):
+    if is_embedder(source.recipe) or is_reranker(source.recipe):
         return "sentence-transformers"
     return "transformers"
 
@@ -364,6 +370,8 @@ def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[
     if is_embedder(source.recipe) and not is_adapter:
         yield USE
         return
+    if is_reranker(source.recipe) and not is_adapter:
+        yield USE_RANKER
     if "safetensors" in formats:
         yield _use(source, is_adapter)
     yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
@@ -432,6 +440,8 @@ def _read_scores(source: Source) -> Sequence[str]:
 def _find_pipeline(source: Source) -> str:
     if is_embedder(source.recipe):
         return "sentence-similarity"
+    if is_reranker(source.recipe):
+        return "text-ranking"
     if _read_scores(source):
         return "text-classification"
     if _is_vision_language(source):

@@ -6,7 +6,6 @@ without gradients gives the vectors, these the loss and its gradient to each vec
 each micro-batch has a backward of its own.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,10 +21,9 @@ from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
 from finetune.models.contrast import Contrast, contrast, head_states
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.objectives.preference import mean, share_of
+from finetune.training.objectives.preference import share_of
+from finetune.training.objectives.ranks import describe_places
 from finetune.training.reference import sum_by_document
-
-NEAREST = 10  # documents, within which recall, mrr and ndcg look for a query's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +107,11 @@ class ContrastiveObjective(Objective):
             vectors = embed_documents(model, micro_batch, inputs, self.sequence_group)
             with_gradient = (vectors * self.step.contrast.gradients[rows]).sum()
             loss = with_gradient + (loss - with_gradient).detach()
-        metrics = _describe_places(self.step.contrast.places[queries])
+        metrics = describe_places(self.step.contrast.places[queries])
         return Measured(share_of(loss.float(), self.sequence_group), metrics)
 
     def _compare(self, vectors: Tensor) -> Contrast:
         return contrast(vectors, self.group_size, self.temperature, self.dims)
-
-
-def _describe_places(places: Tensor) -> dict[str, Tensor]:
-    """Metrics of how many documents, int64[queries], are nearer to a query than its own."""
-    is_near = places < NEAREST
-    gains = math.log(2) / torch.log(places.double() + 2)
-    metrics = {
-        "recall@1": mean((places == 0).double()),
-        f"recall@{NEAREST}": mean(is_near.double()),
-        f"mrr@{NEAREST}": mean(torch.where(is_near, 1 / (places.double() + 1), 0.0)),
-        f"ndcg@{NEAREST}": mean(torch.where(is_near, gains, 0.0)),
-    }
-    return {name: pair.float() for name, pair in metrics.items()}
 
 
 def embed_documents(

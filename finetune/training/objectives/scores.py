@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from finetune.config.methods import RowKind
+from finetune.config.methods import POINTWISE, RowKind
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.preference import Pairs, mean, share_of
+from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
+
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class ClassScores(Objective):
         """The losses of the micro-batch's documents."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
-        classes = _find_classes(micro_batch, self.sequence_group)
+        classes = _find_labels(micro_batch, self.sequence_group)
         if len(classes):
             loss = F.cross_entropy(scores, classes, reduction="sum")
         else:
@@ -98,11 +101,77 @@ class ClassScores(Objective):
         return means
 
 
+@dataclass(frozen=True, slots=True)
+class RankedScores(Objective):
+    """How a query's documents are ordered by their scores, against how well each answers it.
+
+    The documents of a query are of one micro-batch.
+    """
+
+    loss_type: str
+    group_size: int
+    sequence_group: ProcessGroup | None
+
+    def count(self, batch: StepBatch) -> int:
+        """The queries of the step; its documents, where each is looked at alone."""
+        if self.loss_type == POINTWISE:
+            return batch.trained_tokens
+        return batch.groups
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's queries, and where their documents stand."""
+        micro_batch = micro_batch.with_documents()
+        scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
+        groups = (len(scores) // self.group_size, self.group_size)
+        scores = scores.view(groups)
+        numbers = read_numbers(_find_labels(micro_batch, self.sequence_group)).view(groups)
+        losses = RANKING[self.loss_type](scores, numbers)
+        metrics = {"scores/mean": mean(scores.flatten())}
+        if self.group_size > 1:
+            metrics |= describe_order(scores.detach(), numbers)
+        return Measured(
+            share_of(losses.sum().float(), self.sequence_group),
+            {name: pair.detach().float() for name, pair in metrics.items()},
+        )
+
+
+def _compare_pairs(scores: Tensor, numbers: Tensor) -> Tensor:
+    """The mean over a query's pairs of which one answers better, [queries] (Burges et al. 2005,
+    RankNet); 0 where there is none.
+    """
+    is_pair = numbers[:, :, None] > numbers[:, None, :]
+    margins = scores[:, :, None] - scores[:, None, :]
+    losses = torch.where(is_pair, -F.logsigmoid(margins), 0.0)
+    return losses.sum((1, 2)) / is_pair.sum((1, 2)).clamp(min=1)
+
+
+def _compare_shares(scores: Tensor, shares: Tensor) -> Tensor:
+    """The cross entropy of the softmax over a query's documents, [queries]."""
+    return -(shares * scores.log_softmax(1)).sum(1)
+
+
+# By loss_type, what scores[queries, documents] lose against numbers of the same shape.
+RANKING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    POINTWISE: lambda scores, numbers: F.binary_cross_entropy_with_logits(
+        scores, numbers.clamp(max=1), reduction="none"
+    ),
+    "pairwise": _compare_pairs,
+    "listwise": lambda scores, numbers: _compare_shares(
+        scores, numbers / numbers.sum(1, keepdim=True).clamp(min=TINY)
+    ),
+    # Cao et al. 2007, with the softmax of the numbers
+    "listnet": lambda scores, numbers: _compare_shares(scores, numbers.softmax(1)),
+}
+
+
 SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {
     "scored_pairs": lambda recipe, group: PairScores(
         recipe.method.center_rewards_coefficient, group
     ),
     "classes": lambda recipe, group: ClassScores(recipe.data.labels, group),
+    "ranked": lambda recipe, group: RankedScores(recipe.method.loss_type, recipe.group_size, group),
 }
 
 
@@ -121,7 +190,12 @@ def score_documents(
     return sum_by_document(of_tokens, micro_batch, sequence_group)
 
 
-def _find_classes(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
-    """The class of each document, int64[documents]."""
+def read_numbers(labels: Tensor) -> Tensor:
+    """What labels of `label_of_number` stand for, fp64 of the shape of `labels`."""
+    return labels.to(torch.int32).view(torch.float32).double()
+
+
+def _find_labels(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
+    """The label of each document, int64[documents]."""
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
     return sum_by_document(labels, micro_batch, sequence_group).long()
