@@ -8,6 +8,8 @@ from finetune.config.methods import (
     COLUMN_KEYS,
     LABEL_KEYS,
     METHODS,
+    MOST_LABELS,
+    MULTI_LABEL,
     PAIRED,
     POINTWISE,
     POLICY_LOSSES,
@@ -359,6 +361,28 @@ RULES: tuple[Rule, ...] = (
         advice="name two or more, each once, such as [negative, positive]",
     ),
     *map(_rows_key, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)),
+    Rule(
+        name="a weight for each class",
+        keys=("class_weights", "labels"),
+        when=lambda c: (
+            c["class_weights"]
+            and (len(c["class_weights"]) != len(c["labels"]) or min(c["class_weights"]) < 0)
+        ),
+        message=lambda c: (
+            f"class_weights: {len(c['class_weights'])} numbers for {len(c['labels'])} labels"
+        ),
+        advice="give each label one, from 0 on",
+    ),
+    Rule(
+        name="more labels than a row can have",
+        keys=("labels", "problem_type"),
+        when=lambda c: c["problem_type"] == MULTI_LABEL and len(c["labels"]) > MOST_LABELS,
+        message=lambda c: (
+            f"labels: {len(c['labels'])} are named, and problem_type: {c['problem_type']} knows "
+            f"{MOST_LABELS} at most"
+        ),
+        advice="name fewer",
+    ),
     Rule(
         name="a document that is compared with none",
         keys=("num_negatives", "loss_type", "method"),

@@ -302,6 +302,19 @@ class RowFacts:
         return self.documents + num_negatives * ("num_negatives" in self.keys)
 
 
+SINGLE_LABEL = "single_label_classification"  # as transformers has it
+MULTI_LABEL = "multi_label_classification"
+MOST_LABELS = 31  # where a row may have several, which are the bits of one number
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """A head of scores in place of the vocabulary's; without names it is the vocabulary's."""
+
+    names: tuple[str, ...] = ()  # of its scores
+    problem_type: str | None = None  # what transformers' class takes them for
+
+
 QUERY_KEYS = ("num_negatives", "query_prompt", "document_prompt")
 ROWS: Mapping[RowKind, RowFacts] = {
     "answers": RowFacts(),
@@ -309,7 +322,9 @@ ROWS: Mapping[RowKind, RowFacts] = {
     "ratings": RowFacts(documents=2, averaged_over="rated answer"),
     "prompts": RowFacts(averaged_over="token or completion"),
     "scored_pairs": RowFacts(documents=2, head="scores", averaged_over="pair"),
-    "classes": RowFacts(head="scores", label="class", keys=("labels",), averaged_over="document"),
+    "classes": RowFacts(
+        head="scores", label="class", keys=("labels", "problem_type"), averaged_over="document"
+    ),
     "retrieval": RowFacts(
         documents=2, head="states", keys=("pooling", *QUERY_KEYS), averaged_over="query"
     ),
@@ -452,6 +467,7 @@ METHODS: Mapping[str, MethodFacts] = {
     "classify": MethodFacts(
         says="learns which of the classes a text or a conversation belongs to",
         rows="classes",
+        keys=("class_weights",),
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
     ),
     "embed": MethodFacts(
@@ -592,6 +608,12 @@ class Method:
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
         "(Eisenstein et al. 2023).",
     ] = None
+    class_weights: Annotated[
+        tuple[float, ...],
+        SameOnResume,
+        "classify: what the loss of a row is multiplied by, a number for each of labels, by its "
+        "class; the sum is still divided by the number of rows. Empty: 1.",
+    ] = ()
     matryoshka_dims: Annotated[
         tuple[Positive, ...],
         SameOnResume,

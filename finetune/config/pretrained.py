@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
+from finetune.config.methods import ScoreHead
 from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, SCORES
 from finetune.errors import UserError, on_one_line
@@ -118,8 +119,8 @@ def trained_config(config: Any, model: Model) -> Any:
 SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class with a head of scores
 
 
-def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
-    """Makes `config` name the class with the head that a method trains: of `scores` by name, or the
+def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
+    """Makes `config` name the class with the head that a method trains: of scores by name, or the
     vocabulary's.
 
     pad_id: The id that fills up rows, behind which that class looks for the last token.
@@ -127,7 +128,7 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
     Raises:
         UserError: transformers has no class with a head of scores for this type of model.
     """
-    if not scores:
+    if not head.names:
         if has_scores_class(config):
             config.architectures = None
         return
@@ -140,12 +141,9 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
             "type, which scores documents; name another model"
         )
     config.architectures = [mapping[type(config)].__name__]
-    config.id2label = dict(enumerate(scores))
-    config.label2id = {name: index for index, name in enumerate(scores)}
-    if len(scores) > 1:
-        config.problem_type = "single_label_classification"
-    else:
-        config.problem_type = None
+    config.id2label = dict(enumerate(head.names))
+    config.label2id = {name: index for index, name in enumerate(head.names)}
+    config.problem_type = head.problem_type
     config.tie_word_embeddings = False
     config.pad_token_id = pad_id
 

@@ -28,7 +28,7 @@ from finetune.config.keys import (
     StepsOrShare,
     keys_of,
 )
-from finetune.config.methods import METHODS, ROWS, MethodFacts, RolloutKeys
+from finetune.config.methods import METHODS, ROWS, SINGLE_LABEL, MethodFacts, RolloutKeys, ScoreHead
 from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
@@ -358,6 +358,12 @@ class Data:
         "The names of the classes, in the order of their scores. A row has one of them in "
         "label_column, or its place in this list, from 0.",
     ] = ()
+    problem_type: Annotated[
+        Literal["single_label_classification", "multi_label_classification"],
+        SameOnResume,
+        "Whether a row has one of labels, or a list of them, of which each is decided alone; by "
+        "transformers' names.",
+    ] = SINGLE_LABEL
     pooling: Annotated[
         Pooling,
         SameOnResume,
@@ -806,6 +812,13 @@ class Recipe:
         if self.method_facts.rows == "classes":
             return self.data.labels
         return (self.method.method,)
+
+    @property
+    def score_head(self) -> ScoreHead:
+        """The output head, where it computes scores."""
+        if self.method_facts.rows == "classes":
+            return ScoreHead(self.score_names, self.data.problem_type)
+        return ScoreHead(self.score_names)
 
     @property
     def samples_itself(self) -> bool:

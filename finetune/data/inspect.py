@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, compress, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from finetune.config.pretrained import load_config, read_facts, text_config_of
 from finetune.config.reader import RECIPES, read_recipe
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
+from finetune.data.classes import read_classes
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
@@ -364,6 +365,8 @@ def _describe_trained(examples: Examples, example_id: int) -> str:
     kind = _label_kind(examples, example_id)
     if kind == "number":
         name = f"{number_of_label(label):g}"
+    elif kind == "classes":
+        name = ", ".join(compress(names, read_classes(label, len(names)))) or "none"
     else:
         name = names[label]
     return f"scored at the marked one{f' as {name}' if name else ''}"

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.config.methods import ROWS, RowKind
+from finetune.config.methods import MULTI_LABEL, ROWS, RowKind
 from finetune.config.schema import Data, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.classes import parse_class
@@ -264,7 +264,7 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
     "ratings": lambda row, source, _: parse_ratings(row, source),
     "prompts": lambda row, source, _: parse_prompt(row, source),
     "scored_pairs": lambda row, source, _: parse_scored_pair(row, source),
-    "classes": lambda row, source, data: parse_class(row, source, data.labels),
+    "classes": parse_class,
     "retrieval": parse_retrieval,
     "ranked": parse_ranked,
 }
@@ -318,7 +318,7 @@ class SourceStats:
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     # their names, where the last token of a document is scored
     scores: list[str] = field(default_factory=list)
-    label: str = "none"  # what the label of that token says: nothing, its class, or a number
+    label: str = "none"  # what the label of that token says: see `RowFacts`; several classes
     # the tokens with a label are those whose states are a document's embedding
     is_pooled: bool = False
     images: int = 0
@@ -355,7 +355,7 @@ def tokenize_rows(
     stats.is_asked = kind == "prompts"
     stats.is_pooled = ROWS[kind].head == "states"
     stats.scores = list(data.labels or [""]) if ROWS[kind].head == "scores" else []
-    stats.label = ROWS[kind].label
+    stats.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
     renderer = make_renderer_of(data, tokenizer)
     reader = GroupReader(kind, data)
     encoder = make_encoder(tokenizer)

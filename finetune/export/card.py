@@ -237,6 +237,9 @@ def _training(source: Source) -> str:
             for name, of in named
             if (points := _series(lines, of, state.get("step")))
         ]
+    for label, key in _HELD_OUT:
+        if points := _series(lines, key, state.get("step")):
+            rows.append((label, f"{points[-1][1]:.4f}"))
     diverged = find_divergence(losses_of(lines, state.get("step")))
     if diverged:
         warning = [f"**This run diverged**: {diverged}."]
@@ -288,6 +291,17 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
 
 
 _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
+_HELD_OUT = (
+    ("Accuracy, held out", "eval_accuracy"),
+    ("F1, mean of the classes, held out", "eval_f1_macro"),
+    ("AUC, mean of the classes, held out", "eval_auc"),
+    ("Expected calibration error, held out", "eval_ece"),
+    ("Temperature by which scores are divided, fitted on the held-out rows", "eval_temperature"),
+    ("Expected calibration error with it", "eval_ece_with_temperature"),
+    ("Recall@1, held out", "eval_recall@1"),
+    ("MRR@10, held out", "eval_mrr@10"),
+    ("NDCG@10, held out", "eval_ndcg@10"),
+)
 _PREFERENCES = (
     ("Reward margin, last", "rewards/margins"),
     ("Pairs in order, last", "rewards/accuracies"),

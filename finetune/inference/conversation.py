@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from finetune.config.methods import MULTI_LABEL
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
@@ -171,7 +172,9 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
             .float()
         )
     names = model.model.config.id2label
-    if len(scores) > 1:
+    if model.model.config.problem_type == MULTI_LABEL:
+        scores = scores.sigmoid()
+    elif len(scores) > 1:
         scores = scores.softmax(0)
     order = scores.argsort(descending=True).tolist()
     text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)

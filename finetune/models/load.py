@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.layout import compute_dtype, frozen_dtype
+from finetune.config.methods import ScoreHead
 from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.pretrained import (
     Vocabulary,
@@ -100,11 +101,9 @@ from finetune.models.weights import (
     untie_as_stored,
 )
 
-Scores = tuple[tuple[str, ...], int | None]
-"""The names of the scores that an output head computes, none for a vocabulary's, and the id that
-fills up rows.
-"""
-VOCABULARY: Scores = ((), None)
+Scores = tuple[ScoreHead, int | None]
+"""The output head, and the id that fills up rows."""
+VOCABULARY: Scores = (ScoreHead(), None)
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -42,7 +42,7 @@ class OpenedRun:
     @property
     def scores(self) -> Scores:
         """What the output head computes."""
-        return self.recipe.score_names, find_pad_id(self.tokenizer)
+        return self.recipe.score_head, find_pad_id(self.tokenizer)
 
     @property
     def trains_head(self) -> bool:
@@ -124,7 +124,7 @@ def _adopt_config(
     for name in recipe.rollout.reward_models:
         read_reward_model(name)  # says so where it gives no score
     trained = trained_config(config, recipe.model)
-    set_head(trained, recipe.score_names, find_pad_id(tokenizer))
+    set_head(trained, recipe.score_head, find_pad_id(tokenizer))
     RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
     return adopt_quantization(recipe, facts)
 

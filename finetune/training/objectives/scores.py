@@ -1,7 +1,7 @@
 """Training a head of scores: reward models on pairs, and classifiers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from finetune.config.methods import POINTWISE, RowKind
+from finetune.config.methods import MULTI_LABEL, POINTWISE, RowKind
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
+from finetune.training.objectives.calibration import describe_probabilities
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.preference import Pairs, mean, share_of
 from finetune.training.objectives.ranks import describe_order
@@ -67,7 +68,21 @@ class ClassScores(Objective):
     """
 
     labels: tuple[str, ...]
+    weights: tuple[float, ...]  # of the classes
+    has_several: bool  # a document may have several classes, of which each is decided alone
     sequence_group: ProcessGroup | None
+    is_held_out: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, sequence_group: ProcessGroup | None) -> "ClassScores":
+        """The recipe's."""
+        labels = recipe.data.labels
+        weights = recipe.method.class_weights or (1.0,) * len(labels)
+        return cls(labels, weights, recipe.data.problem_type == MULTI_LABEL, sequence_group)
+
+    def held_out(self) -> "ClassScores":
+        """The same, with the scores of all documents for `describe_rows`."""
+        return replace(self, is_held_out=True)
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
@@ -75,23 +90,50 @@ class ClassScores(Objective):
         """The losses of the micro-batch's documents."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
-        classes = _find_labels(micro_batch, self.sequence_group)
-        if len(classes):
-            loss = F.cross_entropy(scores, classes, reduction="sum")
-        else:
-            loss = scores.sum()
-        given = scores.detach().argmax(1)
-        metrics = {"accuracy": mean((given == classes).double())}
+        are_true = self._read_classes(_find_labels(micro_batch, self.sequence_group))
+        losses = self._compare(scores, are_true)
+        are_given = self._decide(scores.detach())
+        metrics = {"accuracy": mean((are_given == are_true).all(1).double())}
         for index, name in enumerate(self.labels):
-            hits = ((given == index) & (classes == index)).sum(dtype=torch.float64)
-            named = (given == index).sum(dtype=torch.float64) + (classes == index).sum(
-                dtype=torch.float64
-            )
-            metrics[f"f1/{name}"] = torch.stack([2 * hits, named])
+            hits = (are_given & are_true)[:, index].sum(dtype=torch.float64)
+            named = are_given[:, index].sum() + are_true[:, index].sum()
+            metrics[f"f1/{name}"] = torch.stack([2 * hits, named.double()])
+        rows = torch.cat([scores.detach(), are_true.double()], 1)
         return Measured(
-            share_of(loss.float(), self.sequence_group),
+            share_of(losses.sum().float(), self.sequence_group),
             {name: pair.float() for name, pair in metrics.items()},
+            rows=(rows,) if self.is_held_out else (),
         )
+
+    def _read_classes(self, labels: Tensor) -> Tensor:
+        """Whether each document has each class, bool[documents, classes]."""
+        places = torch.arange(len(self.labels), device=labels.device)
+        if self.has_several:
+            return (labels[:, None] >> places & 1).bool()
+        return labels[:, None] == places
+
+    def _compare(self, scores: Tensor, are_true: Tensor) -> Tensor:
+        """The losses, [documents, classes] or [documents], with the weights of the classes."""
+        weights = scores.new_tensor(self.weights)
+        if self.has_several:
+            each = F.binary_cross_entropy_with_logits(scores, are_true.double(), reduction="none")
+            return each * weights / len(self.labels)
+        return -(scores.log_softmax(1) * are_true * weights)
+
+    def _decide(self, scores: Tensor) -> Tensor:
+        """Which classes each document is given, bool[documents, classes]."""
+        if self.has_several:
+            return scores > 0
+        return scores.argmax(1, keepdim=True) == torch.arange(
+            len(self.labels), device=scores.device
+        )
+
+    def describe_rows(self, rows: Tensor) -> dict[str, float]:
+        """How well the scores order and how true their probabilities are."""
+        if not len(rows):
+            return {}
+        classes = len(self.labels)
+        return describe_probabilities(rows[:, :classes], rows[:, classes:] > 0, self.has_several)
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """With the mean F1 of the classes that occur."""
@@ -170,7 +212,7 @@ SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = 
     "scored_pairs": lambda recipe, group: PairScores(
         recipe.method.center_rewards_coefficient, group
     ),
-    "classes": lambda recipe, group: ClassScores(recipe.data.labels, group),
+    "classes": ClassScores.of,
     "ranked": lambda recipe, group: RankedScores(recipe.method.loss_type, recipe.group_size, group),
 }
 
