@@ -280,7 +280,15 @@ class RolloutKeys:
 
 DEFAULT_METHOD = "sft"
 RowKind = Literal[
-    "answers", "pairs", "ratings", "prompts", "scored_pairs", "classes", "retrieval", "ranked"
+    "answers",
+    "pairs",
+    "ratings",
+    "prompts",
+    "scored_pairs",
+    "classes",
+    "steps",
+    "retrieval",
+    "ranked",
 ]
 
 
@@ -292,8 +300,9 @@ class RowFacts:
     documents: int = 1
     # What the loss reads: logits of the vocabulary; scores, of a head in its place; or the states.
     head: Literal["vocabulary", "scores", "states"] = "vocabulary"
-    # What the label of a document that is scored says: nothing, its class, or a number.
-    label: Literal["none", "class", "number"] = "none"
+    # What the label of a document that is scored says: by how much its score should be above the
+    # next one's, its class, those of its steps, or a number.
+    label: Literal["margin", "class", "steps", "number"] = "margin"
     keys: tuple[str, ...] = ()  # of the data, which no other rows use
     averaged_over: str = "token"  # what the loss is a mean of, for the report
 
@@ -313,8 +322,10 @@ class ScoreHead:
 
     names: tuple[str, ...] = ()  # of its scores
     problem_type: str | None = None  # what transformers' class takes them for
+    reads_tokens: bool = False  # it is of transformers' classes that score each token
 
 
+STEP_SCORES = ("wrong", "right")
 QUERY_KEYS = ("num_negatives", "query_prompt", "document_prompt")
 ROWS: Mapping[RowKind, RowFacts] = {
     "answers": RowFacts(),
@@ -325,6 +336,7 @@ ROWS: Mapping[RowKind, RowFacts] = {
     "classes": RowFacts(
         head="scores", label="class", keys=("labels", "problem_type"), averaged_over="document"
     ),
+    "steps": RowFacts(head="scores", label="steps", keys=("step_separator",), averaged_over="step"),
     "retrieval": RowFacts(
         documents=2, head="states", keys=("pooling", *QUERY_KEYS), averaged_over="query"
     ),
@@ -462,6 +474,11 @@ METHODS: Mapping[str, MethodFacts] = {
         says="learns to score answers from pairs: a reward model",
         rows="scored_pairs",
         keys=("center_rewards_coefficient",),
+        defaults={"overlength": "drop"},
+    ),
+    "process_reward": MethodFacts(
+        says="learns which steps of an answer are right: a process reward model",
+        rows="steps",
         defaults={"overlength": "drop"},
     ),
     "classify": MethodFacts(

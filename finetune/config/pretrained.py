@@ -117,6 +117,7 @@ def trained_config(config: Any, model: Model) -> Any:
 
 
 SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class with a head of scores
+TOKEN_SCORING_CLASS = "ForTokenClassification"  # of each token
 
 
 def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
@@ -132,15 +133,27 @@ def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
         if has_scores_class(config):
             config.architectures = None
         return
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers.modeling_layers import GenericForTokenClassification
 
-    mapping: Any = AutoModelForSequenceClassification._model_mapping
-    if type(config) not in mapping:
+    auto_class = AutoModelForSequenceClassification
+    kind = "sequence classification"
+    scored = "documents"
+    if head.reads_tokens:
+        auto_class = AutoModelForTokenClassification
+        kind = "token classification"
+        scored = "steps"
+        config.classifier_dropout = 0.0  # the loss would depend on it
+        config.token_classification_bias = False
+    mapping: Any = auto_class._model_mapping
+    known = mapping.get(type(config), None)
+    is_other = head.reads_tokens and known and not issubclass(known, GenericForTokenClassification)
+    if known is None or is_other:
         raise UserError(
-            f"{config.model_type}: transformers has no class for sequence classification of this "
-            "type, which scores documents; name another model"
+            f"{config.model_type}: transformers has no class for {kind} of this type, which scores "
+            f"{scored}; name another model"
         )
-    config.architectures = [mapping[type(config)].__name__]
+    config.architectures = [known.__name__]
     config.id2label = dict(enumerate(head.names))
     config.label2id = {name: index for index, name in enumerate(head.names)}
     config.problem_type = head.problem_type
@@ -151,8 +164,15 @@ def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
 def has_scores_class(config: Any) -> bool:
     """Whether a transformers config names a class with a head of scores."""
     return any(
-        name.endswith(SCORING_CLASS) for name in getattr(config, "architectures", None) or ()
+        name.endswith((SCORING_CLASS, TOKEN_SCORING_CLASS))
+        for name in getattr(config, "architectures", None) or ()
     )
+
+
+def scores_tokens(config: Any) -> bool:
+    """Whether a transformers config names a class that scores each token."""
+    names = getattr(config, "architectures", None) or ()
+    return any(name.endswith(TOKEN_SCORING_CLASS) for name in names)
 
 
 def text_config_of(config: Any) -> Any:

@@ -28,7 +28,15 @@ from finetune.config.keys import (
     StepsOrShare,
     keys_of,
 )
-from finetune.config.methods import METHODS, ROWS, SINGLE_LABEL, MethodFacts, RolloutKeys, ScoreHead
+from finetune.config.methods import (
+    METHODS,
+    ROWS,
+    SINGLE_LABEL,
+    STEP_SCORES,
+    MethodFacts,
+    RolloutKeys,
+    ScoreHead,
+)
 from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
@@ -103,6 +111,7 @@ RENDERINGS: Mapping[str, FormatFacts] = {
     ),
     "retrieval": FormatFacts("queries with the documents that answer them, each a text of its own"),
     "ranked": FormatFacts("queries with documents, each pair one text"),
+    "steps": FormatFacts("prompts with the steps of an answer, each right or wrong"),
     "prompt_completion_messages": FormatFacts(
         "prompts with their answers, as turns of the model's chat template", is_chat=True
     ),
@@ -364,6 +373,11 @@ class Data:
         "Whether a row has one of labels, or a list of them, of which each is decided alone; by "
         "transformers' names.",
     ] = SINGLE_LABEL
+    step_separator: Annotated[
+        str,
+        SameOnResume,
+        "What is written behind each step of an answer; a step is scored at its last token.",
+    ] = "\n"
     pooling: Annotated[
         Pooling,
         SameOnResume,
@@ -811,6 +825,8 @@ class Recipe:
             return ()
         if self.method_facts.rows == "classes":
             return self.data.labels
+        if self.method_facts.rows == "steps":
+            return STEP_SCORES
         return (self.method.method,)
 
     @property
@@ -818,7 +834,7 @@ class Recipe:
         """The output head, where it computes scores."""
         if self.method_facts.rows == "classes":
             return ScoreHead(self.score_names, self.data.problem_type)
-        return ScoreHead(self.score_names)
+        return ScoreHead(self.score_names, reads_tokens=self.method_facts.rows == "steps")
 
     @property
     def samples_itself(self) -> bool:

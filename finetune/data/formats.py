@@ -125,7 +125,17 @@ class Candidate:
     text: str
 
 
-Document = Conversation | Completion | Text | TokenRow | Question | Candidate
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """An answer in steps after its prompt, each of which is scored at its end."""
+
+    prompt: str
+    steps: tuple[str, ...]
+    labels: tuple[int, ...]  # of each step, whether it is right
+    separator: str  # behind each step
+
+
+Document = Conversation | Completion | Text | TokenRow | Question | Candidate | Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,7 +350,7 @@ def _name_scores(examples: Examples, example_id: int) -> list[str]:
 
 def _label_kind(examples: Examples, example_id: int) -> str:
     """What the label of an example's scored token says: see `RowFacts`."""
-    return str(examples.stores[examples.store[example_id]].facts.get("label", "none"))
+    return str(examples.stores[examples.store[example_id]].facts.get("label", "margin"))
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
@@ -361,10 +361,15 @@ def _describe_trained(examples: Examples, example_id: int) -> str:
     if not names:
         return f"{sum(find_trained_tokens(examples, example_id))} trained"
     labels = examples[example_id].labels
-    (label,) = labels[labels != IGNORE_INDEX].tolist() or [0]
+    listed = labels[labels != IGNORE_INDEX].tolist()
+    label = max(listed, default=0)
     kind = _label_kind(examples, example_id)
+    if kind == "steps":
+        return f"scored at the marked ones as {', '.join(names[each] for each in listed)}"
     if kind == "number":
         name = f"{number_of_label(label):g}"
+    elif kind == "margin":
+        name = f"larger by {number_of_label(label):g}" if label else ""
     elif kind == "classes":
         name = ", ".join(compress(names, read_classes(label, len(names)))) or "none"
     else:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.config.methods import MULTI_LABEL, ROWS, RowKind
+from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.classes import parse_class
@@ -43,6 +43,7 @@ from finetune.data.preferences import (
     parse_prompt,
     parse_ratings,
     parse_scored_pair,
+    parse_steps,
 )
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import (
@@ -267,6 +268,7 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
     "classes": parse_class,
     "retrieval": parse_retrieval,
     "ranked": parse_ranked,
+    "steps": parse_steps,
 }
 
 
@@ -318,7 +320,7 @@ class SourceStats:
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     # their names, where the last token of a document is scored
     scores: list[str] = field(default_factory=list)
-    label: str = "none"  # what the label of that token says: see `RowFacts`; several classes
+    label: str = "margin"  # what the label of that token says: see `RowFacts`; several classes
     # the tokens with a label are those whose states are a document's embedding
     is_pooled: bool = False
     images: int = 0
@@ -354,7 +356,7 @@ def tokenize_rows(
     stats.is_rated = kind == "ratings"
     stats.is_asked = kind == "prompts"
     stats.is_pooled = ROWS[kind].head == "states"
-    stats.scores = list(data.labels or [""]) if ROWS[kind].head == "scores" else []
+    stats.scores = list(_name_scores(kind, data))
     stats.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
     renderer = make_renderer_of(data, tokenizer)
     reader = GroupReader(kind, data)
@@ -384,6 +386,15 @@ def tokenize_rows(
         finally:
             for _, _, future in pending:
                 future.cancel()
+
+
+def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
+    """What inspection calls the scores of a document; none where its tokens are predicted."""
+    if ROWS[kind].head != "scores":
+        return ()
+    if ROWS[kind].label == "steps":
+        return STEP_SCORES
+    return data.labels or ("",)
 
 
 @contextmanager
@@ -618,6 +629,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     for document, start, end in zip(documents, ends - lengths, ends, strict=True):
         if document.label is not None:
             _label_last(labels[start:end], input_ids[start:end], document.label, encoder.pad_id)
+        elif document.step_labels:
+            _label_steps(labels[start:end], is_trained[start:end], document.step_labels)
         elif document.pooling is not None:
             _label_pooled(labels[start:end], document.pooling)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
@@ -686,6 +699,15 @@ def _label_last(
     scored = np.flatnonzero(input_ids != pad_id)
     if len(scored):
         labels[scored[-1]] = label
+
+
+def _label_steps(
+    labels: NDArray[np.int32], is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
+) -> None:
+    """Gives a document a label at the last token of each separator."""
+    labels[:] = IGNORE_INDEX
+    is_last = is_separator & ~np.append(is_separator[1:], False)
+    labels[is_last] = step_labels
 
 
 def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:

@@ -15,7 +15,7 @@ from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
-from finetune.config.pretrained import SCORING_CLASS
+from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import (
@@ -422,7 +422,15 @@ def _use(source: Source, is_adapter: bool) -> str:
     names = _read_scores(source)
     if names:
         auto_class = "AutoModelForSequenceClassification"
-    if is_adapter and names:
+    if _scores_tokens(source):
+        auto_class = "AutoModelForTokenClassification"
+    if is_adapter and _scores_tokens(source):
+        lines = [f"from transformers import AutoConfig, {auto_class}", "from peft import PeftModel"]
+        lines += ["", f'config = AutoConfig.from_pretrained("BASE", num_labels={len(names)})']
+        lines.append("config.token_classification_bias = False")
+        lines.append(f'base = {auto_class}.from_pretrained("BASE", config=config)')
+        lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
+    elif is_adapter and names:
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
         lines.append(f'base = {auto_class}.from_pretrained("BASE", num_labels={len(names)})')
         lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
@@ -445,10 +453,18 @@ def _use(source: Source, is_adapter: bool) -> str:
 def _read_scores(source: Source) -> Sequence[str]:
     """The names of the scores of a reward model or classifier; none of a language model."""
     config = read_json_object(source.description / CONFIG_FILE)
-    is_scoring = any(name.endswith(SCORING_CLASS) for name in config.get("architectures") or ())
-    if is_scoring:
+    if _names_class(config, (SCORING_CLASS, TOKEN_SCORING_CLASS)):
         return list((config.get("id2label") or {}).values())
     return ()
+
+
+def _scores_tokens(source: Source) -> bool:
+    config = read_json_object(source.description / CONFIG_FILE)
+    return _names_class(config, (TOKEN_SCORING_CLASS,))
+
+
+def _names_class(config: Mapping[str, Any], ends: tuple[str, ...]) -> bool:
+    return any(name.endswith(ends) for name in config.get("architectures") or ())
 
 
 def _find_pipeline(source: Source) -> str:
@@ -456,6 +472,8 @@ def _find_pipeline(source: Source) -> str:
         return "sentence-similarity"
     if is_reranker(source.recipe):
         return "text-ranking"
+    if _scores_tokens(source):
+        return "token-classification"
     if _read_scores(source):
         return "text-classification"
     if _is_vision_language(source):

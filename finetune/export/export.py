@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
+from finetune.config.pretrained import scores_tokens
 from finetune.config.served import (
     list_kinds_of_adapter,
     list_kinds_of_model,
@@ -236,7 +237,7 @@ def _find_commands(
         if is_reranker(source.recipe):
             return {"sentence-transformers": _rank_by_library(folder)}
         if has_scores(target.model):
-            return {"transformers": _score_by_pipeline(folder)}
+            return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
         if is_embedder(source.recipe):
             return {"sentence-transformers": _embed_by_library(folder)}
         commands |= use_model(
@@ -311,11 +312,15 @@ def _one_torch_thread() -> Iterator[None]:
 QUESTION = "What can you do?"
 
 
-def _score_by_pipeline(folder: Path) -> str:
+def _score_by_pipeline(folder: Path, scores_tokens: bool) -> str:
     """The command that scores a text by an exported reward model or classifier."""
-    scored = (
-        f"pipeline('text-classification', {str(folder)!r}, top_k=None, function_to_apply='none')"
-    )
+    if scores_tokens:
+        scored = f"pipeline('token-classification', {str(folder)!r}, ignore_labels=[])"
+    else:
+        scored = (
+            f"pipeline('text-classification', {str(folder)!r}, top_k=None, "
+            "function_to_apply='none')"
+        )
     return shlex.join(
         ["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"]
     )

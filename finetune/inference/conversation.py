@@ -18,6 +18,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.config.methods import MULTI_LABEL
+from finetune.config.pretrained import scores_tokens
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
@@ -171,6 +172,8 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
             .logits[0]
             .float()
         )
+    if scores_tokens(model.model.config):
+        scores = scores[-1]  # of the last step
     names = model.model.config.id2label
     if model.model.config.problem_type == MULTI_LABEL:
         scores = scores.sigmoid()

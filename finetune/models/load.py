@@ -19,6 +19,7 @@ from finetune.config.pretrained import (
     has_scores_class,
     is_vision_language,
     load_config,
+    scores_tokens,
     set_head,
     text_config_of,
     trained_config,
@@ -368,8 +369,11 @@ def auto_class_of(config: Any) -> Any:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
 
+    if scores_tokens(config):
+        return AutoModelForTokenClassification
     if has_scores_class(config):
         return AutoModelForSequenceClassification
     if is_vision_language(config):

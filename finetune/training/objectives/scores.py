@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from finetune.config.methods import MULTI_LABEL, POINTWISE, RowKind
+from finetune.config.methods import MULTI_LABEL, POINTWISE, STEP_SCORES, RowKind
 from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
@@ -28,7 +29,8 @@ class PairScores(Objective):
     1952).
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the centering: Eisenstein et al. 2023,
-    arXiv:2312.09244, section 5, as TRL's RewardTrainer.
+    arXiv:2312.09244, section 5, as TRL's RewardTrainer. Where a row has a margin, the score
+    shall be larger by it (Touvron et al. 2023, arXiv:2307.09288, eq. 2).
     """
 
     center_coefficient: float | None
@@ -42,8 +44,10 @@ class PairScores(Objective):
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
+        micro_batch = micro_batch.with_documents()
         scores = Pairs.of(score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0])
-        losses = -F.logsigmoid(scores.margin)
+        least = Pairs.of(read_numbers(_find_labels(micro_batch, self.sequence_group)))
+        losses = -F.logsigmoid(scores.margin - least.chosen)
         if self.center_coefficient is not None:
             losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
         metrics = {
@@ -90,7 +94,17 @@ class ClassScores(Objective):
         """The losses of the micro-batch's documents."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
-        are_true = self._read_classes(_find_labels(micro_batch, self.sequence_group))
+        labels = _find_labels(micro_batch, self.sequence_group)
+        return self.describe(scores, labels, self.sequence_group)
+
+    def describe(
+        self, scores: Tensor, labels: Tensor, sequence_group: ProcessGroup | None
+    ) -> Measured:
+        """What scores, fp64[documents, classes], lose against labels, int64[documents].
+
+        sequence_group: The ranks that know the same scores.
+        """
+        are_true = self._read_classes(labels)
         losses = self._compare(scores, are_true)
         are_given = self._decide(scores.detach())
         metrics = {"accuracy": mean((are_given == are_true).all(1).double())}
@@ -100,7 +114,7 @@ class ClassScores(Objective):
             metrics[f"f1/{name}"] = torch.stack([2 * hits, named.double()])
         rows = torch.cat([scores.detach(), are_true.double()], 1)
         return Measured(
-            share_of(losses.sum().float(), self.sequence_group),
+            share_of(losses.sum().float(), sequence_group),
             {name: pair.float() for name, pair in metrics.items()},
             rows=(rows,) if self.is_held_out else (),
         )
@@ -141,6 +155,33 @@ class ClassScores(Objective):
         if each:
             return means | {"f1_macro": sum(each) / len(each)}
         return means
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores(Objective):
+    """The mean over steps of answers of the cross entropy of whether each is right (Lightman et al.
+    2023, arXiv:2305.20050, as TRL's PRMTrainer), with the metrics of two classes.
+    """
+
+    classes: ClassScores
+
+    @classmethod
+    def of(cls, _recipe: Recipe, _sequence_group: ProcessGroup | None) -> "StepScores":
+        """The same of any recipe: ranks that divide a document's tokens have steps of their own."""
+        return cls(ClassScores(STEP_SCORES, (1.0, 1.0), has_several=False, sequence_group=None))
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's steps."""
+        of_tokens: Tensor = model(**inputs, head_function=head_scores)
+        labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
+        is_step = labels != IGNORE_INDEX
+        return self.classes.describe(of_tokens.double()[is_step], labels[is_step], None)
+
+    def complete(self, means: dict[str, float]) -> dict[str, float]:
+        """With the mean F1 of both."""
+        return self.classes.complete(means)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +254,7 @@ SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = 
         recipe.method.center_rewards_coefficient, group
     ),
     "classes": ClassScores.of,
+    "steps": StepScores.of,
     "ranked": lambda recipe, group: RankedScores(recipe.method.loss_type, recipe.group_size, group),
 }
 
