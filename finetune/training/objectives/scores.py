@@ -46,7 +46,7 @@ class PairScores(Objective):
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         micro_batch = micro_batch.with_documents()
         scores = Pairs.of(score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0])
-        least = Pairs.of(read_numbers(_find_labels(micro_batch, self.sequence_group)))
+        least = Pairs.of(read_numbers(find_labels(micro_batch, self.sequence_group)))
         losses = -F.logsigmoid(scores.margin - least.chosen)
         if self.center_coefficient is not None:
             losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
@@ -94,7 +94,7 @@ class ClassScores(Objective):
         """The losses of the micro-batch's documents."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
-        labels = _find_labels(micro_batch, self.sequence_group)
+        labels = find_labels(micro_batch, self.sequence_group)
         return self.describe(scores, labels, self.sequence_group)
 
     def describe(
@@ -209,7 +209,7 @@ class RankedScores(Objective):
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
         groups = (len(scores) // self.group_size, self.group_size)
         scores = scores.view(groups)
-        numbers = read_numbers(_find_labels(micro_batch, self.sequence_group)).view(groups)
+        numbers = read_numbers(find_labels(micro_batch, self.sequence_group)).view(groups)
         losses = RANKING[self.loss_type](scores, numbers)
         metrics = {"scores/mean": mean(scores.flatten())}
         if self.group_size > 1:
@@ -279,7 +279,7 @@ def read_numbers(labels: Tensor) -> Tensor:
     return labels.to(torch.int32).view(torch.float32).double()
 
 
-def _find_labels(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
+def find_labels(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
     """The label of each document, int64[documents]."""
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
     return sum_by_document(labels, micro_batch, sequence_group).long()
