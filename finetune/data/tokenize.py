@@ -627,12 +627,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
     for document, start, end in zip(documents, ends - lengths, ends, strict=True):
-        if document.label is not None:
-            _label_last(labels[start:end], input_ids[start:end], document.label, encoder.pad_id)
-        elif document.step_labels:
-            _label_steps(labels[start:end], is_trained[start:end], document.step_labels)
-        elif document.pooling is not None:
-            _label_pooled(labels[start:end], document.pooling)
+        own = slice(start, end)
+        _label_read(document, labels[own], input_ids[own], is_trained[own], encoder.pad_id)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     kept = [document.row.encode() for document in documents]
     return Tokens(
@@ -685,6 +681,22 @@ def _make_labels(
     labels[:-1] = np.where(is_trained[1:], input_ids[1:], IGNORE_INDEX)
     labels[ends - 1] = IGNORE_INDEX  # the next token belongs to another document
     return labels
+
+
+def _label_read(
+    document: RenderedText,
+    labels: NDArray[np.int32],
+    input_ids: NDArray[np.int32],
+    is_trained: NDArray[np.bool_],
+    pad_id: int | None,
+) -> None:
+    """Gives a document other labels than its next tokens, where it is scored or embedded."""
+    if document.label is not None:
+        _label_last(labels, input_ids, document.label, pad_id)
+    elif document.step_labels:
+        _label_steps(labels, is_trained, document.step_labels)
+    elif document.pooling is not None:
+        _label_pooled(labels, document.pooling)
 
 
 def _label_last(

@@ -89,7 +89,7 @@ class ContrastiveObjective(Objective):
         own = torch.cat(vectors)
         gathered = own.new_zeros(len(everywhere), own.shape[1])
         if world.is_first_of_batch:  # the others of its group know the same
-            gathered[[places[example_id] for example_id in ids]] = own
+            gathered[_copy_places([places[example_id] for example_id in ids], device)] = own
         world.sum(gathered)
         return replace(self, step=StepVectors(places, self._compare(gathered)))
 
@@ -100,9 +100,11 @@ class ContrastiveObjective(Objective):
         its documents.
         """
         assert self.step is not None, "a step is prepared before it is measured"
-        rows = [self.step.places[example_id] for example_id in micro_batch.example_ids]
-        queries = [row // self.group_size for row in rows[:: self.group_size]]
-        loss = self.step.contrast.losses[queries].sum()
+        losses = self.step.contrast.losses
+        places = [self.step.places[example_id] for example_id in micro_batch.example_ids]
+        rows = _copy_places(places, losses.device)
+        queries = rows[:: self.group_size] // self.group_size
+        loss = losses[queries].sum()
         if not self.is_held_out:
             vectors = embed_documents(model, micro_batch, inputs, self.sequence_group)
             with_gradient = (vectors * self.step.contrast.gradients[rows]).sum()
@@ -112,6 +114,14 @@ class ContrastiveObjective(Objective):
 
     def _compare(self, vectors: Tensor) -> Contrast:
         return contrast(vectors, self.group_size, self.temperature, self.dims)
+
+
+def _copy_places(places: list[int], device: torch.device) -> Tensor:
+    """int64[places] on `device`, which the host does not wait for."""
+    on_host = torch.tensor(places, dtype=torch.int64)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
 
 
 def embed_documents(

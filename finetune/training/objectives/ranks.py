@@ -33,17 +33,20 @@ def describe_order(scores: Tensor, numbers: Tensor) -> dict[str, Tensor]:
     worst_first = numbers.argsort(1)
     by_score = scores.gather(1, worst_first).sort(dim=1, descending=True, stable=True).indices
     ranked = numbers.gather(1, worst_first).gather(1, by_score)
-    ranked = ranked[ranked.sum(1) > 0]
     answers = (ranked > 0).double()
+    is_answered = answers.any(1)
+    relevant = answers.sum(1).clamp(min=1)
     discounts = _discount(torch.arange(ranked.shape[1], device=ranked.device))[:NEAREST]
     best = (ranked.sort(1, descending=True).values[:, :NEAREST] * discounts).sum(1)
     first = answers.argmax(1)
-    return {
-        "recall@1": mean(answers[:, 0] / answers.sum(1)),
-        f"recall@{NEAREST}": mean(answers[:, :NEAREST].sum(1) / answers.sum(1)),
-        f"mrr@{NEAREST}": mean(torch.where(first < NEAREST, 1 / (first.double() + 1), 0.0)),
-        f"ndcg@{NEAREST}": mean((ranked[:, :NEAREST] * discounts).sum(1) / best),
+    gained = (ranked[:, :NEAREST] * discounts).sum(1)
+    each = {
+        "recall@1": answers[:, 0] / relevant,
+        f"recall@{NEAREST}": answers[:, :NEAREST].sum(1) / relevant,
+        f"mrr@{NEAREST}": torch.where(first < NEAREST, 1 / (first.double() + 1), 0.0),
+        f"ndcg@{NEAREST}": gained / torch.where(is_answered, best, 1.0),
     }
+    return {name: mean(values, is_answered) for name, values in each.items()}
 
 
 def _discount(places: Tensor) -> Tensor:

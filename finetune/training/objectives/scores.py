@@ -100,14 +100,16 @@ class ClassScores(Objective):
     def describe(
         self, scores: Tensor, labels: Tensor, sequence_group: ProcessGroup | None
     ) -> Measured:
-        """What scores, fp64[documents, classes], lose against labels, int64[documents].
+        """What scores, fp64[documents, classes], lose against labels, int64[documents], of which
+        IGNORE_INDEX is none.
 
         sequence_group: The ranks that know the same scores.
         """
-        are_true = self._read_classes(labels)
+        is_labeled = labels != IGNORE_INDEX
+        are_true = self._read_classes(labels) & is_labeled[:, None]
         losses = self._compare(scores, are_true)
-        are_given = self._decide(scores.detach())
-        metrics = {"accuracy": mean((are_given == are_true).all(1).double())}
+        are_given = self._decide(scores.detach()) & is_labeled[:, None]
+        metrics = {"accuracy": mean((are_given == are_true).all(1).double(), is_labeled)}
         for index, name in enumerate(self.labels):
             hits = (are_given & are_true)[:, index].sum(dtype=torch.float64)
             named = are_given[:, index].sum() + are_true[:, index].sum()
@@ -128,11 +130,14 @@ class ClassScores(Objective):
 
     def _compare(self, scores: Tensor, are_true: Tensor) -> Tensor:
         """The losses, [documents, classes] or [documents], with the weights of the classes."""
-        weights = scores.new_tensor(self.weights)
         if self.has_several:
             each = F.binary_cross_entropy_with_logits(scores, are_true.double(), reduction="none")
-            return each * weights / len(self.labels)
-        return -(scores.log_softmax(1) * are_true * weights)
+            each = each / len(self.labels)
+        else:
+            each = -scores.log_softmax(1) * are_true
+        # numbers of the host, so that the device is not waited for
+        weighed = zip(each.unbind(1), self.weights, strict=True)
+        return torch.stack([column * weight for column, weight in weighed], 1)
 
     def _decide(self, scores: Tensor) -> Tensor:
         """Which classes each document is given, bool[documents, classes]."""
@@ -176,8 +181,7 @@ class StepScores(Objective):
         """The losses of the micro-batch's steps."""
         of_tokens: Tensor = model(**inputs, head_function=head_scores)
         labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-        is_step = labels != IGNORE_INDEX
-        return self.classes.describe(of_tokens.double()[is_step], labels[is_step], None)
+        return self.classes.describe(of_tokens.double(), labels, None)
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """With the mean F1 of both."""
