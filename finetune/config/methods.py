@@ -4,7 +4,7 @@ recipe sections.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -311,8 +311,8 @@ class RowFacts:
         return self.documents + num_negatives * ("num_negatives" in self.keys)
 
 
-SINGLE_LABEL = "single_label_classification"  # as transformers has it
-MULTI_LABEL = "multi_label_classification"
+SINGLE_LABEL: Final = "single_label_classification"  # as transformers has it
+MULTI_LABEL: Final = "multi_label_classification"
 MOST_LABELS = 31  # where a row may have several, which are the bits of one number
 
 

@@ -43,7 +43,7 @@ def describe_probabilities(scores: Tensor, are_true: Tensor, has_several: bool) 
 
 def measure_area(values: Tensor, are_true: Tensor) -> float:
     """The area under the ROC curve of `values`, fp64[documents]; ties count half."""
-    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    _, places, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[places]
     hits = int(are_true.sum())
     above = ranks[are_true].sum() - hits * (hits + 1) / 2
