@@ -489,11 +489,11 @@ def test_inspect_shows_margins_and_steps(
 ) -> None:
     said = {}
     for method in ("reward", "steps", "several"):
-        assert main(["inspect", "--recipe", str(recipes[method]), "--rows", "4"]) == 0
+        assert main(["inspect", "--recipe", str(recipes[method]), "--rows", "6"]) == 0
         said[method] = capsys.readouterr().out
     assert "scored at the marked one as larger by 0.3" in said["reward"]
     assert "scored at the marked ones as right, wrong" in said["steps"]
-    assert "scored at the marked one as sums, words" in said["several"]
+    assert "scored at the marked one as sums, rest" in said["several"]
 
 
 @pytest.mark.parametrize("has_several", [False, True])
