@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers import AutoModelForSequenceClassification
+
 from tests.ranks import ROOT, run_command
 
 # A row of the page -> the files that are touched: after which text, what is put.
@@ -43,6 +45,23 @@ ADDED = {
         "training/objectives/preference.py": (
             "WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {\n",
             '    "contrast": (lambda averages, keys: (-keys.beta * averages.margin, {}), 0.0),\n',
+        ),
+    },
+    "a kind of head": {
+        "config/methods.py": (
+            "ROWS: Mapping[RowKind, RowFacts] = {\n",
+            '    "amounts": RowFacts(head="scores", label="number", averaged_over="text"),\n',
+        ),
+        "data/tokenize.py": (
+            "READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {\n",
+            """    "amounts": lambda row, source, data: ParsedRow(
+        (Group((Text(row["text"]),), labels=(label_of_number(row["amount"]),)),), "text", ()
+    ),
+""",
+        ),
+        "training/objectives/scores.py": (
+            "SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {\n",
+            '    "amounts": lambda recipe, group: AmountScores(group),\n',
         ),
     },
     "a rule about what works together": {
@@ -90,6 +109,29 @@ class Plan:
 def plan_names(source, target, weights, options, title, log):
     return Plan([value.name for value in weights.values][: options["first_names"]])
 """
+# The method of the kind of head, and its loss; both stand in files that the page names for it.
+MORE = {
+    "config/methods.py": (
+        "METHODS: Mapping[str, MethodFacts] = {\n",
+        '    "regress": MethodFacts(says="learns numbers", rows="amounts", defaults={"overlength": "drop"}),\n',
+    ),
+    "training/objectives/scores.py": (
+        "SCORING: Mapping",
+        """@dataclass(frozen=True, slots=True)
+class AmountScores(Objective):
+    sequence_group: ProcessGroup | None
+
+    def measure(self, model, micro_batch, inputs, batch):
+        micro_batch = micro_batch.with_documents()
+        scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
+        numbers = read_numbers(find_labels(micro_batch, self.sequence_group))
+        return Measured(share_of(((scores - numbers) ** 2).sum().float(), self.sequence_group))
+
+
+""",
+    ),
+    "data/tokenize.py": ("    parse_row,\n", "    label_of_number,\n"),
+}
 PAIRS = [{"prompt": f"{n} + {n} = ", "chosen": str(2 * n), "rejected": str(n)} for n in range(12)]
 HELIUM = {"model_type": "helium", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 
@@ -107,6 +149,14 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
             text = file.read_text(encoding="utf-8")
             assert file.name in row and text.count(after) == 1, name
             file.write_text(text.replace(after, after + put), encoding="utf-8")
+    for name, (beside, put) in MORE.items():
+        file = copy / "finetune" / name
+        text = file.read_text(encoding="utf-8")
+        assert text.count(beside) == 1, name
+        if name.startswith("training"):
+            file.write_text(text.replace(beside, put + beside), encoding="utf-8")
+        else:
+            file.write_text(text.replace(beside, beside + put), encoding="utf-8")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     added = {
@@ -129,6 +179,7 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
     assert all("rewards/margins" in line for line in lines if "learning_rate" in line)
     riddles = f'datasets=[{{"path": "{pairs}", "type": "riddle"}}]'
     refused = run_command(["python", *run, "seed=7", riddles])
+    assert_a_kind_of_head(run, tmp_path)
     assert refused.returncode == 2 and "seed: 7 is unlucky" in refused.stderr
     reads = "from finetune.data.formats import DatasetSource, parse_row as p; print(p({'riddle': 'A', 'solved': 'B'}, DatasetSource(path='')))"
     parsed = run_command(["python", "-c", reads], cwd=copy)
@@ -153,6 +204,23 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
         ["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy
     )
     assert planned.returncode == 0 and "GiB" in planned.stdout, planned.stderr
+
+
+def assert_a_kind_of_head(run: list[str], folder: Path) -> None:
+    """It trains, and transformers opens what it exports."""
+    numbers = folder / "numbers.jsonl"
+    rows = [{"text": f"It is {n}.", "amount": n / 8} for n in range(12)]
+    numbers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = folder / "regress"
+    data = f'datasets=[{{"path": "{numbers}"}}]'
+    keys = ["method=regress", "export_at_end=true", f"output_dir={output}", data]
+    trained = run_command(["python", *run, *keys, "logging_steps=1"])
+    assert trained.returncode == 0, trained.stderr
+    config = json.loads((output / "export" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert list(config["id2label"].values()) == ["regress"]
+    opened = AutoModelForSequenceClassification.from_pretrained(output / "export")
+    assert opened.num_labels == 1
 
 
 def test_an_export_format_is_added_by_its_row_and_its_file(

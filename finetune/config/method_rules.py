@@ -8,9 +8,13 @@ from finetune.config.methods import (
     COLUMN_KEYS,
     LABEL_KEYS,
     METHODS,
+    MOST_LABELS,
+    MULTI_LABEL,
     PAIRED,
+    POINTWISE,
     POLICY_LOSSES,
     RATED,
+    ROWS,
     Method,
     RolloutKeys,
     name_of_reward,
@@ -54,6 +58,15 @@ def _column_key(entry: str, key: str) -> Rule:
         message=lambda case: (
             f"{key} has no effect with method: {case['method']}; it is for {users}"
         ),
+    )
+
+
+def _rows_key(key: str) -> Rule:
+    return no_effect(
+        key,
+        "with method: {method}",
+        lambda case: key not in ROWS[case.recipe.method_facts.rows].keys,
+        "method",
     )
 
 
@@ -347,11 +360,40 @@ RULES: tuple[Rule, ...] = (
         message="labels: method: {method} learns which of several classes a row has",
         advice="name two or more, each once, such as [negative, positive]",
     ),
-    no_effect(
-        "labels",
-        "with method: {method}",
-        lambda c: c.recipe.method_facts.rows != "classes",
-        "method",
+    *map(_rows_key, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)),
+    Rule(
+        name="a weight for each class",
+        keys=("class_weights", "labels"),
+        when=lambda c: (
+            c["class_weights"]
+            and (len(c["class_weights"]) != len(c["labels"]) or min(c["class_weights"]) < 0)
+        ),
+        message=lambda c: (
+            f"class_weights: {len(c['class_weights'])} numbers for {len(c['labels'])} labels"
+        ),
+        advice="give each label one, from 0 on",
+    ),
+    Rule(
+        name="more labels than a row can have",
+        keys=("labels", "problem_type"),
+        when=lambda c: c["problem_type"] == MULTI_LABEL and len(c["labels"]) > MOST_LABELS,
+        message=lambda c: (
+            f"labels: {len(c['labels'])} are named, and problem_type: {c['problem_type']} knows "
+            f"{MOST_LABELS} at most"
+        ),
+        advice="name fewer",
+    ),
+    Rule(
+        name="a document that is compared with none",
+        keys=("num_negatives", "loss_type", "method"),
+        when=lambda c: (
+            c.recipe.method_facts.ranks and c["loss_type"] != POINTWISE and c["num_negatives"] == 0
+        ),
+        message=(
+            "num_negatives: 0: loss_type: {loss_type} compares the documents of a query, and there "
+            "is one"
+        ),
+        advice=f"set num_negatives, or loss_type: {POINTWISE}",
     ),
     *(
         _unwritten(key, "it trains a model that writes no text")
@@ -382,12 +424,6 @@ RULES: tuple[Rule, ...] = (
     _unembedded("streaming", "the documents of a step are drawn from all rows"),
     _unembedded("neftune_noise_alpha", f"{TWICE}the noise would be another"),
     _unembedded("pipeline_parallel_size", f"{TWICE}a stage cannot compute a whole forward"),
-    *(
-        no_effect(
-            key, "with method: {method}", lambda c: not c.recipe.method_facts.embeds, "method"
-        )
-        for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")
-    ),
     Rule(
         name="scores of a vision-language model",
         keys=("method", "drop_vision"),

@@ -4,7 +4,7 @@ recipe sections.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -279,21 +279,69 @@ class RolloutKeys:
 
 
 DEFAULT_METHOD = "sft"
-RowKind = Literal["answers", "pairs", "ratings", "prompts", "scored_pairs", "classes", "retrieval"]
-# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer
-# and a mismatched one; a document with its class; a query with its document, to which negatives
-# come (`Recipe.group_size`).
-GROUP_SIZES: Mapping[RowKind, int] = {
-    "answers": 1,
-    "pairs": 2,
-    "ratings": 2,
-    "prompts": 1,
-    "scored_pairs": 2,
-    "classes": 1,
-    "retrieval": 2,
+RowKind = Literal[
+    "answers",
+    "pairs",
+    "ratings",
+    "prompts",
+    "scored_pairs",
+    "classes",
+    "steps",
+    "retrieval",
+    "ranked",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """What data, head and report ask about a kind of rows."""
+
+    # in a group, which no batch takes apart: chosen and rejected, say; num_negatives come to them
+    documents: int = 1
+    # What the loss reads: logits of the vocabulary; scores, of a head in its place; or the states.
+    head: Literal["vocabulary", "scores", "states"] = "vocabulary"
+    # What the label of a document that is scored says: by how much its score should be above the
+    # next one's, its class, those of its steps, or a number.
+    label: Literal["margin", "class", "steps", "number"] = "margin"
+    keys: tuple[str, ...] = ()  # of the data, which no other rows use
+    averaged_over: str = "token"  # what the loss is a mean of, for the report
+
+    def count_documents(self, num_negatives: int) -> int:
+        """Documents in a group."""
+        return self.documents + num_negatives * ("num_negatives" in self.keys)
+
+
+SINGLE_LABEL: Final = "single_label_classification"  # as transformers has it
+MULTI_LABEL: Final = "multi_label_classification"
+MOST_LABELS = 31  # where a row may have several, which are the bits of one number
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """A head of scores in place of the vocabulary's; without names it is the vocabulary's."""
+
+    names: tuple[str, ...] = ()  # of its scores
+    problem_type: str | None = None  # what transformers' class takes them for
+    reads_tokens: bool = False  # it is of transformers' classes that score each token
+
+
+STEP_SCORES = ("wrong", "right")
+QUERY_KEYS = ("num_negatives", "query_prompt", "document_prompt")
+ROWS: Mapping[RowKind, RowFacts] = {
+    "answers": RowFacts(),
+    "pairs": RowFacts(documents=2, averaged_over="pair"),
+    "ratings": RowFacts(documents=2, averaged_over="rated answer"),
+    "prompts": RowFacts(averaged_over="token or completion"),
+    "scored_pairs": RowFacts(documents=2, head="scores", averaged_over="pair"),
+    "classes": RowFacts(
+        head="scores", label="class", keys=("labels", "problem_type"), averaged_over="document"
+    ),
+    "steps": RowFacts(head="scores", label="steps", keys=("step_separator",), averaged_over="step"),
+    "retrieval": RowFacts(
+        documents=2, head="states", keys=("pooling", *QUERY_KEYS), averaged_over="query"
+    ),
+    "ranked": RowFacts(head="scores", label="number", keys=QUERY_KEYS, averaged_over="query"),
 }
-# whose documents have one label, at their last token
-SCORED: tuple[RowKind, ...] = ("scored_pairs", "classes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,28 +373,40 @@ class MethodFacts:
         """Whether a head of scores is trained in place of the vocabulary's, which reads a
         document's last token.
         """
-        return self.rows in SCORED
+        return ROWS[self.rows].head == "scores"
 
     @property
     def embeds(self) -> bool:
         """Whether each document becomes one vector, which is compared with those of all others in
         the step.
         """
-        return self.rows == "retrieval"
+        return ROWS[self.rows].head == "states"
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether a row is a query with its documents."""
+        return self.embeds or self.ranks
+
+    @property
+    def ranks(self) -> bool:
+        """Whether a query's documents are scored beside it."""
+        return self.rows == "ranked"
 
     @property
     def writes_text(self) -> bool:
         """Whether the trained model predicts tokens."""
-        return not (self.scores or self.embeds)
+        return ROWS[self.rows].head == "vocabulary"
 
     @property
     def documents(self) -> int:
         """Documents in a group, which no batch takes apart, at least."""
-        return GROUP_SIZES[self.rows]
+        return ROWS[self.rows].documents
 
 
 TEACHER_KEYS = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_load_in_4bit")
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
+POINTWISE = "pointwise"
+RANKING_LOSSES = (POINTWISE, "pairwise", "listwise", "listnet")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
 METHODS: Mapping[str, MethodFacts] = {
     DEFAULT_METHOD: MethodFacts(
@@ -416,9 +476,15 @@ METHODS: Mapping[str, MethodFacts] = {
         keys=("center_rewards_coefficient",),
         defaults={"overlength": "drop"},
     ),
+    "process_reward": MethodFacts(
+        says="learns which steps of an answer are right: a process reward model",
+        rows="steps",
+        defaults={"overlength": "drop"},
+    ),
     "classify": MethodFacts(
         says="learns which of the classes a text or a conversation belongs to",
         rows="classes",
+        keys=("class_weights",),
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
     ),
     "embed": MethodFacts(
@@ -429,6 +495,18 @@ METHODS: Mapping[str, MethodFacts] = {
         rows="retrieval",
         keys=("temperature", "matryoshka_dims"),
         defaults={"overlength": "drop", "temperature": 0.05},
+    ),
+    "rerank": MethodFacts(
+        says="learns to score documents beside a query by how well they answer it: a reranker",
+        rows="ranked",
+        keys=("loss_type",),
+        defaults={
+            "overlength": "drop",
+            "loss_type": POINTWISE,
+            "query_prompt": "Query: ",
+            "document_prompt": "\nDocument: ",
+        },
+        losses=RANKING_LOSSES,
     ),
 }
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
@@ -442,7 +520,7 @@ if TYPE_CHECKING:
     LossName = str
 else:
     MethodName = Literal[tuple(METHODS)]
-    LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES)]
+    LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES, *RANKING_LOSSES)]
 
 
 # A key: its type and marks, then its help and default.
@@ -467,7 +545,9 @@ class Method:
         LossName,
         SameOnResume,
         "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled "
-        f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers.",
+        f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers. "
+        f"rerank: of each document alone, of pairs of a query's, or of all of them; {POINTWISE} "
+        "unless it is given.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
         float | None,
@@ -545,6 +625,12 @@ class Method:
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
         "(Eisenstein et al. 2023).",
     ] = None
+    class_weights: Annotated[
+        tuple[float, ...],
+        SameOnResume,
+        "classify: what the loss of a row is multiplied by, a number for each of labels, by its "
+        "class; the sum is still divided by the number of rows. Empty: 1.",
+    ] = ()
     matryoshka_dims: Annotated[
         tuple[Positive, ...],
         SameOnResume,
@@ -555,9 +641,9 @@ class Method:
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
-    "chosen_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
-    "rejected_column": ("pairs", "scored_pairs", "ratings", "retrieval"),
-    "label_column": ("ratings", "classes"),
+    "chosen_column": ("pairs", "scored_pairs", "ratings", "retrieval", "ranked"),
+    "rejected_column": ("pairs", "scored_pairs", "ratings", "retrieval", "ranked"),
+    "label_column": ("ratings", "classes", "ranked"),
     "answers_apart": ("answers",),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
+from finetune.config.methods import ScoreHead
 from finetune.config.schema import Model, Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, SCORES
 from finetune.errors import UserError, on_one_line
@@ -116,10 +117,11 @@ def trained_config(config: Any, model: Model) -> Any:
 
 
 SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class with a head of scores
+TOKEN_SCORING_CLASS = "ForTokenClassification"  # of each token
 
 
-def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
-    """Makes `config` name the class with the head that a method trains: of `scores` by name, or the
+def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
+    """Makes `config` name the class with the head that a method trains: of scores by name, or the
     vocabulary's.
 
     pad_id: The id that fills up rows, behind which that class looks for the last token.
@@ -127,25 +129,34 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
     Raises:
         UserError: transformers has no class with a head of scores for this type of model.
     """
-    if not scores:
+    if not head.names:
         if has_scores_class(config):
             config.architectures = None
         return
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers.modeling_layers import GenericForTokenClassification
 
-    mapping: Any = AutoModelForSequenceClassification._model_mapping
-    if type(config) not in mapping:
+    auto_class = AutoModelForSequenceClassification
+    kind = "sequence classification"
+    scored = "documents"
+    if head.reads_tokens:
+        auto_class = AutoModelForTokenClassification
+        kind = "token classification"
+        scored = "steps"
+        config.classifier_dropout = 0.0  # the loss would depend on it
+        config.token_classification_bias = False
+    mapping: Any = auto_class._model_mapping
+    known = mapping.get(type(config), None)
+    is_other = head.reads_tokens and known and not issubclass(known, GenericForTokenClassification)
+    if known is None or is_other:
         raise UserError(
-            f"{config.model_type}: transformers has no class for sequence classification of this "
-            "type, which scores documents; name another model"
+            f"{config.model_type}: transformers has no class for {kind} of this type, which scores "
+            f"{scored}; name another model"
         )
-    config.architectures = [mapping[type(config)].__name__]
-    config.id2label = dict(enumerate(scores))
-    config.label2id = {name: index for index, name in enumerate(scores)}
-    if len(scores) > 1:
-        config.problem_type = "single_label_classification"
-    else:
-        config.problem_type = None
+    config.architectures = [known.__name__]
+    config.id2label = dict(enumerate(head.names))
+    config.label2id = {name: index for index, name in enumerate(head.names)}
+    config.problem_type = head.problem_type
     config.tie_word_embeddings = False
     config.pad_token_id = pad_id
 
@@ -153,8 +164,15 @@ def set_head(config: Any, scores: tuple[str, ...], pad_id: int | None) -> None:
 def has_scores_class(config: Any) -> bool:
     """Whether a transformers config names a class with a head of scores."""
     return any(
-        name.endswith(SCORING_CLASS) for name in getattr(config, "architectures", None) or ()
+        name.endswith((SCORING_CLASS, TOKEN_SCORING_CLASS))
+        for name in getattr(config, "architectures", None) or ()
     )
+
+
+def scores_tokens(config: Any) -> bool:
+    """Whether a transformers config names a class that scores each token."""
+    names = getattr(config, "architectures", None) or ()
+    return any(name.endswith(TOKEN_SCORING_CLASS) for name in names)
 
 
 def text_config_of(config: Any) -> Any:

@@ -28,7 +28,15 @@ from finetune.config.keys import (
     StepsOrShare,
     keys_of,
 )
-from finetune.config.methods import METHODS, MethodFacts, RolloutKeys
+from finetune.config.methods import (
+    METHODS,
+    ROWS,
+    SINGLE_LABEL,
+    STEP_SCORES,
+    MethodFacts,
+    RolloutKeys,
+    ScoreHead,
+)
 from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
@@ -108,6 +116,8 @@ RENDERINGS: Mapping[str, FormatFacts] = {
         "pairs of a chosen and a rejected answer, joined without a chat template"
     ),
     "retrieval": FormatFacts("queries with the documents that answer them, each a text of its own"),
+    "ranked": FormatFacts("queries with documents, each pair one text"),
+    "steps": FormatFacts("prompts with the steps of an answer, each right or wrong"),
     "prompt_completion_messages": FormatFacts(
         "prompts with their answers, as turns of the model's chat template", is_chat=True
     ),
@@ -363,6 +373,17 @@ class Data:
         "The names of the classes, in the order of their scores. A row has one of them in "
         "label_column, or its place in this list, from 0.",
     ] = ()
+    problem_type: Annotated[
+        Literal["single_label_classification", "multi_label_classification"],
+        SameOnResume,
+        "Whether a row has one of labels, or a list of them, of which each is decided alone; by "
+        "transformers' names.",
+    ] = SINGLE_LABEL
+    step_separator: Annotated[
+        str,
+        SameOnResume,
+        "What is written behind each step of an answer; a step is scored at its last token.",
+    ] = "\n"
     pooling: Annotated[
         Pooling,
         SameOnResume,
@@ -373,17 +394,19 @@ class Data:
         str,
         SameOnResume,
         (
-            "Before each query that is embedded, such as an instruction; an export names it to "
-            "sentence-transformers."
+            "Before each query that is embedded or ranked by, such as an instruction; an export "
+            "names it to sentence-transformers."
         ),
     ] = ""
-    document_prompt: Annotated[str, SameOnResume, "Before each document that is embedded."] = ""
+    document_prompt: Annotated[
+        str, SameOnResume, "Before each document that is embedded or ranked."
+    ] = ""
     num_negatives: Annotated[
         int,
         Ge(0),
         SameOnResume,
-        "How many documents of a retrieval row that do not answer its query are read, the first "
-        "ones; each row needs as many.",
+        "How many documents beside one are read of each query: of embed, those that do not answer "
+        "it. The first ones are read; each row needs as many.",
     ] = 0
     streaming: Annotated[
         bool, SameOnResume, "Read the data while training instead of before; needs max_steps."
@@ -808,7 +831,16 @@ class Recipe:
             return ()
         if self.method_facts.rows == "classes":
             return self.data.labels
+        if self.method_facts.rows == "steps":
+            return STEP_SCORES
         return (self.method.method,)
+
+    @property
+    def score_head(self) -> ScoreHead:
+        """The output head, where it computes scores."""
+        if self.method_facts.rows == "classes":
+            return ScoreHead(self.score_names, self.data.problem_type)
+        return ScoreHead(self.score_names, reads_tokens=self.method_facts.rows == "steps")
 
     @property
     def samples_itself(self) -> bool:
@@ -839,9 +871,7 @@ class Recipe:
     @property
     def group_size(self) -> int:
         """Documents in a group, which no batch takes apart."""
-        return self.method_facts.documents + (
-            self.data.num_negatives if self.method_facts.embeds else 0
-        )
+        return ROWS[self.method_facts.rows].count_documents(self.data.num_negatives)
 
     @property
     def row_tokens(self) -> int:

@@ -2,10 +2,12 @@
 model learns.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from finetune.config.schema import DatasetSource
+from finetune.config.methods import MULTI_LABEL
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import (
     CONVERSATION_COLUMNS,
     PARSERS,
@@ -26,13 +28,17 @@ ANSWERING = ("assistant", "gpt")  # roles
 EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
 
 
-def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> ParsedRow:
-    """Reads a row with its class, one of `labels`. Raises `BadRow`.
+def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
+    """Reads a row with its class, one of the recipe's labels, or with several of them.
+
+    Raises `BadRow`.
 
     >>> parse_class(
-    ...     {"text": "Hurrah!", "label": "good"}, DatasetSource(path="mood.jsonl"), ("bad", "good")
+    ...     {"text": "Hurrah!", "label": "good"},
+    ...     DatasetSource(path="mood.jsonl"),
+    ...     Data(labels=("bad", "good")),
     ... ).groups
-    (Group(documents=(Text(text='Hurrah!'),), rating=0, score=1),)
+    (Group(documents=(Text(text='Hurrah!'),), rating=0, labels=(1,)),)
     """
     columns = Columns(row)
     name = source.label_column or LABEL
@@ -41,7 +47,12 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
             f"{name}: no class; its columns are {list_columns(row) or 'none'} (label_column names "
             "it)"
         )
-    score = _find_class(columns.take(name), name, labels)
+    value = columns.take(name)
+    if data.problem_type == MULTI_LABEL:
+        values = value if isinstance(value, list) else [value]
+        label = write_classes({_find_class(each, name, data.labels) for each in values})
+    else:
+        label = _find_class(value, name, data.labels)
     others = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(others, source)
     is_conversation = row_format in ("messages", "sharegpt")
@@ -49,7 +60,21 @@ def parse_class(row: Row, source: DatasetSource, labels: tuple[str, ...]) -> Par
         document = _read_conversation(columns, source)
     else:
         document = PARSERS[row_format](columns, source)
-    return ParsedRow((Group((document,), score=score),), row_format, columns.unused)
+    return ParsedRow((Group((document,), labels=(label,)),), row_format, columns.unused)
+
+
+def write_classes(places: Iterable[int]) -> int:
+    """The label of a row with several classes: a bit for each.
+
+    >>> read_classes(write_classes([0, 2]), 4)
+    (True, False, True, False)
+    """
+    return sum(1 << place for place in places)
+
+
+def read_classes(label: int, classes: int) -> tuple[bool, ...]:
+    """Whether a row with such a label has each of `classes`."""
+    return tuple(bool(label >> place & 1) for place in range(classes))
 
 
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:

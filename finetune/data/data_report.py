@@ -105,9 +105,13 @@ def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: i
     """
     >>> count_examples(6, 0), count_examples(6, 3), count_examples(6, 0, 2, 1)
     ('6 examples', '3 pairs', '3 rated answers (2 good, 1 bad)')
+    >>> count_examples(6, 2)
+    '2 groups of 3'
     """
     if rated := desirable + undesirable:
         return f"{counted(rated, 'rated answer')} ({desirable:,} good, {undesirable:,} bad)"
+    if pairs and examples > 2 * pairs:
+        return f"{counted(pairs, 'group')} of {examples // pairs}"
     if pairs:
         return counted(pairs, "pair")
     return counted(examples, "example")

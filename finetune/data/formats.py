@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import FORMATS, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX
@@ -116,7 +118,24 @@ class Question:
     row: str
 
 
-Document = Conversation | Completion | Text | TokenRow | Question
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A query with one of its documents, as the text by which a reranker scores them."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """An answer in steps after its prompt, each of which is scored at its end."""
+
+    prompt: str
+    steps: tuple[str, ...]
+    labels: tuple[int, ...]  # of each step, whether it is right
+    separator: str  # behind each step
+
+
+Document = Conversation | Completion | Text | TokenRow | Question | Candidate | Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +146,24 @@ class Group:
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
-    # the class of its documents, of which the last token is scored; None: they are not
-    score: int | None = None
+    # of each document, of which the last token is scored, what it should be; None: they are not
+    labels: tuple[int, ...] | None = None
     # how each document becomes one vector; None: it does not
     pooling: Pooling | None = field(default=None, repr=False)
+
+
+def label_of_number(number: float) -> int:
+    """A label that stands for a number: the bits of its fp32, which are never IGNORE_INDEX.
+
+    >>> number_of_label(label_of_number(0.25))
+    0.25
+    """
+    return int(np.float32(number).view(np.int32))
+
+
+def number_of_label(label: int) -> float:
+    """The number that a label of `label_of_number` stands for."""
+    return float(np.int32(label).view(np.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, compress, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from finetune.config.pretrained import load_config, read_facts, text_config_of
 from finetune.config.reader import RECIPES, read_recipe
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
+from finetune.data.classes import read_classes
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
-from finetune.data.formats import Conversation, Document
+from finetune.data.formats import Conversation, Document, number_of_label
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.render import RenderedText
@@ -224,6 +225,8 @@ def name_side(examples: Examples, example_id: int) -> str:
         return ""
     if _is_pooled(examples, example_id):
         return ("query", "document", "negative")[min(example_id % examples.group_size, 2)]
+    if _label_kind(examples, example_id) == "number":
+        return "document"
     if not examples.is_rated:
         return ("chosen", "rejected")[example_id % 2]
     (rating,) = examples.take(
@@ -345,6 +348,11 @@ def _name_scores(examples: Examples, example_id: int) -> list[str]:
     return names
 
 
+def _label_kind(examples: Examples, example_id: int) -> str:
+    """What the label of an example's scored token says: see `RowFacts`."""
+    return str(examples.stores[examples.store[example_id]].facts.get("label", "margin"))
+
+
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """What is learned of an example: how many of its tokens, or its class."""
     names = _name_scores(examples, example_id)
@@ -352,7 +360,20 @@ def _describe_trained(examples: Examples, example_id: int) -> str:
         return "embedded by the states of the marked ones"
     if not names:
         return f"{sum(find_trained_tokens(examples, example_id))} trained"
-    name = names[max(examples[example_id].labels)]
+    labels = examples[example_id].labels
+    listed = labels[labels != IGNORE_INDEX].tolist()
+    label = max(listed, default=0)
+    kind = _label_kind(examples, example_id)
+    if kind == "steps":
+        return f"scored at the marked ones as {', '.join(names[each] for each in listed)}"
+    if kind == "number":
+        name = f"{number_of_label(label):g}"
+    elif kind == "margin":
+        name = f"larger by {number_of_label(label):g}" if label else ""
+    elif kind == "classes":
+        name = ", ".join(compress(names, read_classes(label, len(names)))) or "none"
+    else:
+        name = names[label]
     return f"scored at the marked one{f' as {name}' if name else ''}"
 
 

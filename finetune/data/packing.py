@@ -162,7 +162,7 @@ class BatchConfig:
             packing=recipe.data.packing and not recipe.method_facts.samples,
             max_length=recipe.data.max_length,
             global_batch_size=rows,
-            one_group_a_row=recipe.method_facts.embeds,
+            one_group_a_row=recipe.method_facts.reads_queries,
         )
 
 

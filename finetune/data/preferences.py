@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 from finetune.config.methods import RATED
-from finetune.config.schema import FORMATS, DatasetSource
+from finetune.config.schema import FORMATS, Data, DatasetSource
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     CONVERSATION_COLUMNS,
@@ -27,8 +28,10 @@ from finetune.data.formats import (
     ParsedRow,
     Question,
     Row,
+    Steps,
     Text,
     TokenRow,
+    label_of_number,
     make_conversation,
     make_message,
     recognize_format,
@@ -45,6 +48,7 @@ from finetune.data.messages import (
 )
 
 CHOSEN = ("chosen", "response_w")
+MARGIN = "margin"  # by how much the chosen answer's score should be larger
 REJECTED = ("rejected", "response_l")
 # those that are read
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
@@ -103,7 +107,41 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     Raises `BadRow`.
     """
     parsed = parse_pair(row, source)
-    return replace(parsed, groups=tuple(replace(group, score=0) for group in parsed.groups))
+    margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+        raise BadRow(f"{MARGIN}: a number is expected, found {describe_value(margin)}")
+    labels = (label_of_number(margin), label_of_number(0.0))
+    return replace(
+        parsed,
+        groups=tuple(replace(group, labels=labels) for group in parsed.groups),
+        unused_columns=tuple(name for name in parsed.unused_columns if name != MARGIN),
+    )
+
+
+def parse_steps(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
+    """Reads a prompt with the steps of its answer and whether each is right, as TRL's stepwise
+    rows.
+
+    Raises `BadRow`.
+
+    >>> row = {"prompt": "2+2+1?", "completions": ["2+2=4", "4+1=6"], "labels": [True, False]}
+    >>> parse_steps(row, DatasetSource(path="sums.jsonl"), Data()).document
+    Steps(prompt='2+2+1?', steps=('2+2=4', '4+1=6'), labels=(1, 0), separator='\\n')
+    """
+    columns = Columns(row)
+    prompt = columns.take_text(source.prompt_column or "prompt")
+    name = source.completion_column or "completions"
+    named = source.label_column or "labels"
+    steps = columns.take(name)
+    labels = columns.take(named)
+    if not isinstance(steps, list) or not all(isinstance(s, str) and s for s in steps):
+        raise BadRow(f"{name}: a list of text is expected, found {describe_value(steps)}")
+    if not isinstance(labels, list) or any(label not in (0, 1) for label in labels):
+        raise BadRow(f"{named}: a list of true and false is expected, found {labels!r:.100}")
+    if len(steps) != len(labels) or not steps:
+        raise BadRow(f"{named}: {len(labels)} labels for {len(steps)} steps in {name}")
+    document = Steps(prompt, tuple(steps), tuple(map(int, labels)), data.step_separator)
+    return ParsedRow((Group((document,)),), "steps", columns.unused)
 
 
 def is_empty_answer(document: Document) -> bool:
@@ -377,7 +415,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
 
     >>> row = {"prompt": "2+2=", "completion": " 5", "label": False}
     >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).groups
-    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, score=None),)
+    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, labels=None),)
     """
     if source.label_column is None and None not in find_sides(row, source):
         parsed = parse_pair(row, source)

@@ -14,10 +14,12 @@ from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Pooling, Turns
 from finetune.data.formats import (
+    Candidate,
     Completion,
     Conversation,
     Document,
     Question,
+    Steps,
     Text,
     TokenRow,
     make_message,
@@ -72,8 +74,9 @@ class RenderedText:
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
-    # its class, where the last token is scored and nothing else is trained on
-    score: int | None = None
+    # where the last token is scored and nothing else is trained on: what the score should be
+    label: int | None = None
+    step_labels: tuple[int, ...] = ()  # where each of `spans` is scored at its end
     # whose hidden states are its embedding; None: tokens are trained on
     pooling: Pooling | None = None
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
@@ -462,6 +465,11 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
             text += renderer.eos
             return RenderedText(text, ((0, len(text)),), True, typed)
+        case Candidate(text):
+            typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
+            return RenderedText(renderer.bos + text + renderer.eos, (), False, typed)
+        case Steps():
+            return _render_steps(document, renderer)
         case TokenRow(ids, trained):
             vocabulary = renderer.backend.get_vocab_size()
             unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -512,6 +520,24 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
+
+
+def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
+    """The prompt and each step with what separates it from the next, each a text of its own to the
+    tokenizer, as TRL's PRMTrainer encodes them.
+    """
+    text = document.prompt.removeprefix(renderer.bos)
+    starts = []
+    spans = []
+    for step in document.steps:
+        begin = len(text)
+        end = begin + len(step)
+        text += step + document.separator
+        starts += [begin, end]
+        spans.append((end, len(text)))
+    return RenderedText(
+        text, tuple(spans), True, step_labels=document.labels, own_texts=tuple(starts)
+    )
 
 
 def render_scored(document: Document, renderer: Renderer) -> RenderedText:

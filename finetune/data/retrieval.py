@@ -2,11 +2,12 @@
 one vector.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import Columns, Group, ParsedRow, Row, Text
+from finetune.data.formats import Candidate, Columns, Group, ParsedRow, Row, Text, label_of_number
 from finetune.data.messages import BadRow, list_columns
 
 # As sentence-transformers' rows name them, and NeMo Automodel's.
@@ -14,6 +15,9 @@ QUERY = ("query", "anchor", "question")
 POSITIVE = ("positive", "pos_doc", "document", "answer")
 NEGATIVE = ("negative", "negatives", "neg_doc")
 FORMAT = "retrieval"
+# of queries whose documents are scored beside them
+CANDIDATES = ("documents", "docs", "document", "passages", "passage", "answer", "response")
+LABELS = ("labels", "label", "scores", "score")
 
 
 def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
@@ -43,6 +47,83 @@ def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     texts = (data.query_prompt + query, *documents)
     return ParsedRow(
         (Group(tuple(map(Text, texts)), pooling=data.pooling),), FORMAT, columns.unused
+    )
+
+
+def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
+    """Reads a query with one document more than `num_negatives`, each with how well it answers.
+
+    Raises `BadRow`.
+
+    >>> row = {"query": "2+2?", "documents": ["4", "5"], "labels": [1, 0]}
+    >>> group = parse_ranked(
+    ...     row, DatasetSource(path="sums.jsonl"), Data(num_negatives=1, document_prompt=" - ")
+    ... ).groups[0]
+    >>> [document.text for document in group.documents]
+    ['2+2? - 4', '2+2? - 5']
+    """
+    columns = Columns(row)
+    query = _take_text(columns, _find(row, source.prompt_column, QUERY, "query", "prompt_column"))
+    named = (source.label_column,) if source.label_column else LABELS
+    label = next((name for name in named if row.get(name) is not None), None)
+    if label is None:
+        texts, numbers = _take_by_columns(columns, source)
+    else:
+        name = _find(row, source.chosen_column, CANDIDATES, "document", "chosen_column")
+        texts = list(_read_texts(_as_list(columns.take(name)), name))
+        numbers = list(_read_numbers(_as_list(columns.take(label)), label))
+        if len(texts) != len(numbers):
+            raise BadRow(f"{label}: {len(numbers)} numbers for {len(texts)} documents in {name}")
+    count = 1 + data.num_negatives
+    if len(texts) < count:
+        raise BadRow(
+            f"{len(texts)} documents, where num_negatives: {data.num_negatives} asks for {count}; "
+            "lower it, or add documents"
+        )
+    if label is None and count == 1:
+        raise BadRow(
+            "a document without a label says nothing where num_negatives is 0; set num_negatives, "
+            f"or label the document ({', '.join(LABELS)}; label_column names it)"
+        )
+    begin = data.query_prompt + query + data.document_prompt
+    documents = tuple(Candidate(begin + text) for text in texts[:count])
+    labels = tuple(map(label_of_number, numbers[:count]))
+    return ParsedRow((Group(documents, labels=labels),), "ranked", columns.unused)
+
+
+def _take_by_columns(columns: Columns, source: DatasetSource) -> tuple[list[str], list[float]]:
+    """(the document that answers and its negatives, 1 and zeros)."""
+    name = _find(columns.row, source.chosen_column, POSITIVE, "document", "chosen_column")
+    texts = [_take_text(columns, name), *_take_negatives(columns, source)]
+    return texts, [1.0] + [0.0] * (len(texts) - 1)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
+    """Each of `values` as a number from 0 on. Raises `BadRow`."""
+    for value in values:
+        is_number = isinstance(value, int | float)
+        if not is_number or not 0 <= value < float("inf"):
+            raise BadRow(f"{name}: a number from 0 on is expected, found {value!r:.100}")
+        yield float(value)
+
+
+def write_pair_template(data: Data, bos: str, eos: str) -> str:
+    """The chat template by which sentence-transformers writes a query with a document, as
+    `parse_ranked` does.
+
+    What another role says is such a text already. `bos`, `eos`: what stands around plain text.
+    """
+    texts = (bos, data.query_prompt, data.document_prompt, eos)
+    before, query, document, after = (json.dumps(text, ensure_ascii=False) for text in texts)
+    return (
+        f"{{{{ {before} }}}}{{% for message in messages %}}"
+        f'{{% if message["role"] == "query" %}}{{{{ {query} }}}}{{% endif %}}'
+        f'{{% if message["role"] == "document" %}}{{{{ {document} }}}}{{% endif %}}'
+        f'{{{{ message["content"] }}}}{{% endfor %}}{{{{ {after} }}}}'
     )
 
 
@@ -80,7 +161,7 @@ def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
     for name in named:
         value = columns.take(name)
         if value is not None:
-            yield from _read_texts(value if isinstance(value, list) else [value], name)
+            yield from _read_texts(_as_list(value), name)
 
 
 def _is_numbered(name: str) -> bool:

@@ -20,7 +20,7 @@ import psutil
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.config.methods import RowKind
+from finetune.config.methods import ROWS, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.images import IN_FILE, EncodedImage, load_stored
 from finetune.data.messages import BadRow
@@ -315,12 +315,7 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
         options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN
     options |= {} if kind == "answers" else {"kind": kind}
-    options |= {"labels": data.labels} if data.labels else {}
-    if kind == "retrieval":
-        options |= {
-            key: getattr(data, key)
-            for key in ("pooling", "query_prompt", "document_prompt", "num_negatives")
-        }
+    options |= {key: getattr(data, key) for key in ROWS[kind].keys}
     options |= {"tools": tokenizer.tools} if getattr(tokenizer, "tools", ()) else {}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)

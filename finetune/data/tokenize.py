@@ -18,12 +18,21 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.config.methods import GROUP_SIZES, SCORED, RowKind
+from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource, Pooling
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.classes import parse_class
 from finetune.data.findings import Tally
-from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, Text, parse_row
+from finetune.data.formats import (
+    Candidate,
+    Conversation,
+    Document,
+    Group,
+    ParsedRow,
+    Row,
+    Text,
+    parse_row,
+)
 from finetune.data.images import ImageProcessor, hash_images, holds_images, read_image
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import (
@@ -34,6 +43,7 @@ from finetune.data.preferences import (
     parse_prompt,
     parse_ratings,
     parse_scored_pair,
+    parse_steps,
 )
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import (
@@ -46,7 +56,7 @@ from finetune.data.render import (
     render_turns,
     write_images,
 )
-from finetune.data.retrieval import parse_retrieval
+from finetune.data.retrieval import parse_ranked, parse_retrieval
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import (
@@ -114,18 +124,25 @@ def render_group(
             replace(text, group_hash=group_hash, pooling=group.pooling) for text in texts
         ), findings
     if len(group.documents) == 1:
-        return tuple(replace(text, score=group.score) for text in texts), findings
-    if not group.rating:
+        return _with_labels(texts, group), findings
+    if not group.rating and not isinstance(group.documents[0], Candidate):
         texts = _begin_alike(group, texts, renderer)
         findings = tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
     group_hash = _hash_group(group, texts, encoded)
-    if group.score is not None:
-        texts = tuple(replace(text, spans=(), score=group.score) for text in texts)
     return tuple(
-        replace(text, group_hash=group_hash, rating=group.rating) for text in texts
+        replace(text, group_hash=group_hash, rating=group.rating)
+        for text in _with_labels(texts, group)
     ), findings
+
+
+def _with_labels(texts: tuple[RenderedText, ...], group: Group) -> tuple[RenderedText, ...]:
+    """The texts of a group with the labels of their last tokens, where these are scored."""
+    if group.labels is None:
+        return texts
+    labeled = zip(texts, group.labels, strict=True)
+    return tuple(replace(text, spans=(), label=label) for text, label in labeled)
 
 
 def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
@@ -142,7 +159,7 @@ def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[R
             rendered: tuple[RenderedText, ...] = (render_embedded(document, renderer),)
         elif len(group.documents) > 1:
             rendered = (render(document, renderer),)
-        elif group.score is not None:
+        elif group.labels is not None:
             rendered = (render_scored(document, renderer),)
         else:
             rendered = render_turns(document, renderer)
@@ -248,8 +265,10 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
     "ratings": lambda row, source, _: parse_ratings(row, source),
     "prompts": lambda row, source, _: parse_prompt(row, source),
     "scored_pairs": lambda row, source, _: parse_scored_pair(row, source),
-    "classes": lambda row, source, data: parse_class(row, source, data.labels),
+    "classes": parse_class,
     "retrieval": parse_retrieval,
+    "ranked": parse_ranked,
+    "steps": parse_steps,
 }
 
 
@@ -301,6 +320,7 @@ class SourceStats:
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     # their names, where the last token of a document is scored
     scores: list[str] = field(default_factory=list)
+    label: str = "margin"  # what the label of that token says: see `RowFacts`; several classes
     # the tokens with a label are those whose states are a document's embedding
     is_pooled: bool = False
     images: int = 0
@@ -332,11 +352,12 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size = GROUP_SIZES[kind] + (data.num_negatives if kind == "retrieval" else 0)
+    stats.group_size = ROWS[kind].count_documents(data.num_negatives)
     stats.is_rated = kind == "ratings"
     stats.is_asked = kind == "prompts"
-    stats.is_pooled = kind == "retrieval"
-    stats.scores = list(data.labels or [""]) if kind in SCORED else []
+    stats.is_pooled = ROWS[kind].head == "states"
+    stats.scores = list(_name_scores(kind, data))
+    stats.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
     renderer = make_renderer_of(data, tokenizer)
     reader = GroupReader(kind, data)
     encoder = make_encoder(tokenizer)
@@ -365,6 +386,15 @@ def tokenize_rows(
         finally:
             for _, _, future in pending:
                 future.cancel()
+
+
+def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
+    """What inspection calls the scores of a document; none where its tokens are predicted."""
+    if ROWS[kind].head != "scores":
+        return ()
+    if ROWS[kind].label == "steps":
+        return STEP_SCORES
+    return data.labels or ("",)
 
 
 @contextmanager
@@ -597,10 +627,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
     for document, start, end in zip(documents, ends - lengths, ends, strict=True):
-        if document.score is not None:
-            _label_last(labels[start:end], input_ids[start:end], document.score, encoder.pad_id)
-        elif document.pooling is not None:
-            _label_pooled(labels[start:end], document.pooling)
+        own = slice(start, end)
+        _label_read(document, labels[own], input_ids[own], is_trained[own], encoder.pad_id)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     kept = [document.row.encode() for document in documents]
     return Tokens(
@@ -655,10 +683,26 @@ def _make_labels(
     return labels
 
 
-def _label_last(
-    labels: NDArray[np.int32], input_ids: NDArray[np.int32], score: int, pad_id: int | None
+def _label_read(
+    document: RenderedText,
+    labels: NDArray[np.int32],
+    input_ids: NDArray[np.int32],
+    is_trained: NDArray[np.bool_],
+    pad_id: int | None,
 ) -> None:
-    """Gives a document one label: its class, at its last token that is not the pad token.
+    """Gives a document other labels than its next tokens, where it is scored or embedded."""
+    if document.label is not None:
+        _label_last(labels, input_ids, document.label, pad_id)
+    elif document.step_labels:
+        _label_steps(labels, is_trained, document.step_labels)
+    elif document.pooling is not None:
+        _label_pooled(labels, document.pooling)
+
+
+def _label_last(
+    labels: NDArray[np.int32], input_ids: NDArray[np.int32], label: int, pad_id: int | None
+) -> None:
+    """Gives a document one label, at its last token that is not the pad token.
 
     There transformers' own classes for sequence classification read the score, also where a text
     ends with the pad token, as it does where that is the tokenizer's end of text.
@@ -666,7 +710,16 @@ def _label_last(
     labels[:] = IGNORE_INDEX
     scored = np.flatnonzero(input_ids != pad_id)
     if len(scored):
-        labels[scored[-1]] = score
+        labels[scored[-1]] = label
+
+
+def _label_steps(
+    labels: NDArray[np.int32], is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
+) -> None:
+    """Gives a document a label at the last token of each separator."""
+    labels[:] = IGNORE_INDEX
+    is_last = is_separator & ~np.append(is_separator[1:], False)
+    labels[is_last] = step_labels
 
 
 def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:

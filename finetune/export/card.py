@@ -15,7 +15,7 @@ from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
 from finetune.config.methods import describe_method
-from finetune.config.pretrained import SCORING_CLASS
+from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import (
@@ -31,7 +31,13 @@ from finetune.constants import (
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.publish import ExportOptions
-from finetune.export.sentence_transformer import USE, describe_sentence_transformer, is_embedder
+from finetune.export.sentence_transformer import (
+    USE,
+    USE_RANKER,
+    describe_sentence_transformer,
+    is_embedder,
+    is_reranker,
+)
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -172,7 +178,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
 
 
 def _name_library(source: Source) -> str:
-    if is_embedder(source.recipe):
+    if is_embedder(source.recipe) or is_reranker(source.recipe):
         return "sentence-transformers"
     return "transformers"
 
@@ -231,6 +237,9 @@ def _training(source: Source) -> str:
             for name, of in named
             if (points := _series(lines, of, state.get("step")))
         ]
+    for label, key in _HELD_OUT:
+        if points := _series(lines, key, state.get("step")):
+            rows.append((label, f"{points[-1][1]:.4f}"))
     diverged = find_divergence(losses_of(lines, state.get("step")))
     if diverged:
         warning = [f"**This run diverged**: {diverged}."]
@@ -282,6 +291,17 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
 
 
 _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
+_HELD_OUT = (
+    ("Accuracy, held out", "eval_accuracy"),
+    ("F1, mean of the classes, held out", "eval_f1_macro"),
+    ("AUC, mean of the classes, held out", "eval_auc"),
+    ("Expected calibration error, held out", "eval_ece"),
+    ("Temperature by which scores are divided, fitted on the held-out rows", "eval_temperature"),
+    ("Expected calibration error with it", "eval_ece_with_temperature"),
+    ("Recall@1, held out", "eval_recall@1"),
+    ("MRR@10, held out", "eval_mrr@10"),
+    ("NDCG@10, held out", "eval_ndcg@10"),
+)
 _PREFERENCES = (
     ("Reward margin, last", "rewards/margins"),
     ("Pairs in order, last", "rewards/accuracies"),
@@ -364,6 +384,8 @@ def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[
     if is_embedder(source.recipe) and not is_adapter:
         yield USE
         return
+    if is_reranker(source.recipe) and not is_adapter:
+        yield USE_RANKER
     if "safetensors" in formats:
         yield _use(source, is_adapter)
     yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
@@ -400,7 +422,15 @@ def _use(source: Source, is_adapter: bool) -> str:
     names = _read_scores(source)
     if names:
         auto_class = "AutoModelForSequenceClassification"
-    if is_adapter and names:
+    if _scores_tokens(source):
+        auto_class = "AutoModelForTokenClassification"
+    if is_adapter and _scores_tokens(source):
+        lines = [f"from transformers import AutoConfig, {auto_class}", "from peft import PeftModel"]
+        lines += ["", f'config = AutoConfig.from_pretrained("BASE", num_labels={len(names)})']
+        lines.append("config.token_classification_bias = False")
+        lines.append(f'base = {auto_class}.from_pretrained("BASE", config=config)')
+        lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
+    elif is_adapter and names:
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
         lines.append(f'base = {auto_class}.from_pretrained("BASE", num_labels={len(names)})')
         lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
@@ -423,15 +453,27 @@ def _use(source: Source, is_adapter: bool) -> str:
 def _read_scores(source: Source) -> Sequence[str]:
     """The names of the scores of a reward model or classifier; none of a language model."""
     config = read_json_object(source.description / CONFIG_FILE)
-    is_scoring = any(name.endswith(SCORING_CLASS) for name in config.get("architectures") or ())
-    if is_scoring:
+    if _names_class(config, (SCORING_CLASS, TOKEN_SCORING_CLASS)):
         return list((config.get("id2label") or {}).values())
     return ()
+
+
+def _scores_tokens(source: Source) -> bool:
+    config = read_json_object(source.description / CONFIG_FILE)
+    return _names_class(config, (TOKEN_SCORING_CLASS,))
+
+
+def _names_class(config: Mapping[str, Any], ends: tuple[str, ...]) -> bool:
+    return any(name.endswith(ends) for name in config.get("architectures") or ())
 
 
 def _find_pipeline(source: Source) -> str:
     if is_embedder(source.recipe):
         return "sentence-similarity"
+    if is_reranker(source.recipe):
+        return "text-ranking"
+    if _scores_tokens(source):
+        return "token-classification"
     if _read_scores(source):
         return "text-classification"
     if _is_vision_language(source):

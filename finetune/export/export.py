@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
+from finetune.config.pretrained import scores_tokens
 from finetune.config.served import (
     list_kinds_of_adapter,
     list_kinds_of_model,
@@ -35,7 +36,7 @@ from finetune.export.publish import (
     publish,
 )
 from finetune.export.reload_process import ReloadProcess
-from finetune.export.sentence_transformer import is_embedder
+from finetune.export.sentence_transformer import is_embedder, is_reranker
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import refuse_idle
@@ -233,8 +234,10 @@ def _find_commands(
         family = find_family(model_type)
         kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
         rope = config.get("rope_parameters") or {}
+        if is_reranker(source.recipe):
+            return {"sentence-transformers": _rank_by_library(folder)}
         if has_scores(target.model):
-            return {"transformers": _score_by_pipeline(folder)}
+            return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
         if is_embedder(source.recipe):
             return {"sentence-transformers": _embed_by_library(folder)}
         commands |= use_model(
@@ -309,11 +312,15 @@ def _one_torch_thread() -> Iterator[None]:
 QUESTION = "What can you do?"
 
 
-def _score_by_pipeline(folder: Path) -> str:
+def _score_by_pipeline(folder: Path, scores_tokens: bool) -> str:
     """The command that scores a text by an exported reward model or classifier."""
-    scored = (
-        f"pipeline('text-classification', {str(folder)!r}, top_k=None, function_to_apply='none')"
-    )
+    if scores_tokens:
+        scored = f"pipeline('token-classification', {str(folder)!r}, ignore_labels=[])"
+    else:
+        scored = (
+            f"pipeline('text-classification', {str(folder)!r}, top_k=None, "
+            "function_to_apply='none')"
+        )
     return shlex.join(
         ["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"]
     )
@@ -321,10 +328,17 @@ def _score_by_pipeline(folder: Path) -> str:
 
 def _embed_by_library(folder: Path) -> str:
     """The command that embeds a text by an exported model."""
-    code = f"print(SentenceTransformer({str(folder)!r}).encode_query('{QUESTION}'))"
-    return shlex.join(
-        ["python", "-c", f"from sentence_transformers import SentenceTransformer; {code}"]
-    )
+    return _use_library("SentenceTransformer", folder, f"encode_query('{QUESTION}')")
+
+
+def _rank_by_library(folder: Path) -> str:
+    """The command that scores documents beside a query by an exported reranker."""
+    return _use_library("CrossEncoder", folder, f"rank('{QUESTION}', ['Yes.', 'Why?'])")
+
+
+def _use_library(name: str, folder: Path, call: str) -> str:
+    code = f"from sentence_transformers import {name}; print({name}({str(folder)!r}).{call})"
+    return shlex.join(["python", "-c", code])
 
 
 def use_model(

@@ -17,6 +17,12 @@ def is_embedder(recipe: Mapping[str, Any]) -> bool:
     return method in METHODS and METHODS[method].embeds
 
 
+def is_reranker(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe, as a flat mapping, trains a reranker."""
+    method = str(recipe.get("method"))
+    return method in METHODS and METHODS[method].ranks
+
+
 def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     """The content of each file of JSON beside the model, by its path in the folder.
 
@@ -52,6 +58,14 @@ def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dic
     }
 
 
+USE_RANKER = """```python
+from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("PATH_OR_NAME")
+ranked = model.rank("...", ["...", "..."])
+```
+
+The chat template writes a query with a document."""
 USE = """```python
 from sentence_transformers import SentenceTransformer
 

@@ -17,6 +17,8 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from finetune.config.methods import MULTI_LABEL
+from finetune.config.pretrained import scores_tokens
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
@@ -175,8 +177,12 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
             .logits[0]
             .float()
         )
+    if scores_tokens(model.model.config):
+        scores = scores[-1]  # of the last step
     names = model.model.config.id2label
-    if len(scores) > 1:
+    if model.model.config.problem_type == MULTI_LABEL:
+        scores = scores.sigmoid()
+    elif len(scores) > 1:
         scores = scores.softmax(0)
     order = scores.argsort(descending=True).tolist()
     text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)

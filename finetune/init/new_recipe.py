@@ -19,11 +19,13 @@ from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
 from finetune.data.formats import (
     LABEL_COLUMNS,
+    Candidate,
     Completion,
     Conversation,
     Document,
     ParsedRow,
     Question,
+    Steps,
     Text,
     TokenRow,
 )
@@ -179,8 +181,10 @@ def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float
 def join_text(document: Document) -> str:
     """About the text that a model reads of a document."""
     match document:
-        case Text(text):
+        case Text(text) | Candidate(text):
             return text
+        case Steps(prompt, steps):
+            return "\n".join((prompt, *steps))
         case Completion(prompt, completion):
             return prompt + completion
         case Question(asked):

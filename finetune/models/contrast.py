@@ -98,10 +98,9 @@ def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor,
     """(where some of the queries are, where all documents are, which of these is each query's own)
     for all queries.
     """
-    places = torch.arange(len(units), device=units.device)
-    is_query = places % group_size == 0
-    queries = places[is_query]
-    documents = places[~is_query]
+    groups = torch.arange(len(units), device=units.device).view(-1, group_size)
+    queries = groups[:, 0]
+    documents = groups[:, 1:].flatten()
     own = torch.arange(len(queries), device=units.device) * (group_size - 1)
     parts = zip(
         torch.split(queries, CONTRASTED_QUERIES), torch.split(own, CONTRASTED_QUERIES), strict=True

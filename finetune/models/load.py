@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.layout import compute_dtype, frozen_dtype
+from finetune.config.methods import ScoreHead
 from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.pretrained import (
     Vocabulary,
@@ -18,6 +19,7 @@ from finetune.config.pretrained import (
     has_scores_class,
     is_vision_language,
     load_config,
+    scores_tokens,
     set_head,
     text_config_of,
     trained_config,
@@ -100,11 +102,9 @@ from finetune.models.weights import (
     untie_as_stored,
 )
 
-Scores = tuple[tuple[str, ...], int | None]
-"""The names of the scores that an output head computes, none for a vocabulary's, and the id that
-fills up rows.
-"""
-VOCABULARY: Scores = ((), None)
+Scores = tuple[ScoreHead, int | None]
+"""The output head, and the id that fills up rows."""
+VOCABULARY: Scores = (ScoreHead(), None)
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -369,8 +369,11 @@ def auto_class_of(config: Any) -> Any:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
 
+    if scores_tokens(config):
+        return AutoModelForTokenClassification
     if has_scores_class(config):
         return AutoModelForSequenceClassification
     if is_vision_language(config):

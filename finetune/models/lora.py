@@ -34,6 +34,7 @@ from finetune.config.module_names import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
+from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.model_parts import (
@@ -84,7 +85,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
         )
         config = peft_config(lora, known, head, saved_whole)
-        config.task_type = "SEQ_CLS" if has_scores(model) else "CAUSAL_LM"
+        config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
@@ -111,6 +112,13 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def _find_task(model: nn.Module) -> str:
+    """What peft calls the class of `model`."""
+    if not has_scores(model):
+        return "CAUSAL_LM"
+    return "TOKEN_CLS" if scores_tokens(model.config) else "SEQ_CLS"
 
 
 def shorten(name: str) -> str:

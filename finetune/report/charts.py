@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from finetune.config.methods import METHODS
+from finetune.config.methods import METHODS, ROWS
 from finetune.report.run_data import RunRecord, list_metrics, smooth, smoothing_weight
 from finetune.units import format_compact
 
@@ -88,15 +88,6 @@ def is_log(lines: Sequence["Line"]) -> bool:
 
 
 BOX = 1000
-# What the loss of a method that compares, or samples, is averaged over.
-ROWS = {
-    "pairs": "pair",
-    "ratings": "rated answer",
-    "prompts": "token or completion",
-    "scored_pairs": "pair",
-    "classes": "document",
-    "retrieval": "query",
-}
 # of the PNG; page.css's by light
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")
 
@@ -222,7 +213,7 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
     units = {
         "nats per trained token"
         if run.rows == "answers"
-        else f"of {run.method}, per {ROWS[run.rows]}"
+        else f"of {run.method}, per {ROWS[run.rows].averaged_over}"
         for run in runs
     }
     return " or ".join(sorted(units))

@@ -220,7 +220,7 @@ def measure_held_out(
             on_device = micro_batch.to(world.device)
             total += objective.measure(model, on_device, on_device.inputs, batch)
     loss, means = total.average(count, world)
-    return loss, objective.complete(means)
+    return loss, objective.complete(means) | objective.describe_rows(total.gather_rows(world))
 
 
 @torch.no_grad()

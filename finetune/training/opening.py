@@ -14,7 +14,8 @@ from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import Vocabulary, load_config, read_facts, set_head, trained_config
 from finetune.config.schema import Recipe
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.tokenizer import find_pad_id, load_tokenizer, plan_vocabulary
+from finetune.data.retrieval import write_pair_template
+from finetune.data.tokenizer import encode_bos, find_pad_id, load_tokenizer, plan_vocabulary
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
@@ -41,7 +42,7 @@ class OpenedRun:
     @property
     def scores(self) -> Scores:
         """What the output head computes."""
-        return self.recipe.score_names, find_pad_id(self.tokenizer)
+        return self.recipe.score_head, find_pad_id(self.tokenizer)
 
     @property
     def trains_head(self) -> bool:
@@ -85,8 +86,12 @@ def open_run(
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
-    if recipe.method_facts.embeds and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # whoever embeds texts together pads them
+    if recipe.method_facts.reads_queries and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # whoever embeds or ranks texts together pads
+    if recipe.method_facts.ranks:
+        tokenizer.chat_template = write_pair_template(
+            recipe.data, tokenizer.decode(encode_bos(tokenizer)), tokenizer.eos_token or ""
+        )
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
@@ -119,7 +124,7 @@ def _adopt_config(
     for name in recipe.rollout.reward_models:
         read_reward_model(name)  # says so where it gives no score
     trained = trained_config(config, recipe.model)
-    set_head(trained, recipe.score_names, find_pad_id(tokenizer))
+    set_head(trained, recipe.score_head, find_pad_id(tokenizer))
     RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
     return adopt_quantization(recipe, facts)
 

@@ -188,10 +188,10 @@ def accumulate_gradients(
             lambda index: model(**inputs_of(each[index])),
             auxiliary,
         )
-        loss, *others = pipeline.share(
+        loss, metrics, maxima = pipeline.share(
             [{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__
         )
-        total = Measured(loss[""], *others)
+        total = Measured(loss[""], metrics, maxima)
     else:
         for index, micro_batch in enumerate(each):
             with nullcontext() if index == len(each) - 1 else without_gradient_sync(model):

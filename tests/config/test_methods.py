@@ -67,7 +67,7 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
         (["method=dpo", "turns=split"], "turns has no effect where answers are compared"),
         (["turns=last", "assistant_only_loss=false"], "turns has no effect where answers are compared"),
-        (["method=pp0"], 'method: "pp0" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo, on_policy_distill, reward, classify, embed is expected'),
+        (["method=pp0"], 'method: "pp0" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo, on_policy_distill, reward, process_reward, classify, embed, rerank is expected'),
         (["method=ppo"], "method: ppo: needs a model of values, which is not supported; grpo learns from rewards"),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
         (["method=dpo", "beta=0"], "beta: 0: method: dpo would learn nothing; set a number above 0"),

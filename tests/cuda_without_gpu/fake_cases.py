@@ -9,17 +9,19 @@ import numpy as np
 import torch
 
 from finetune.config.layout import Fp8
-from finetune.config.methods import Method
+from finetune.config.methods import MULTI_LABEL, RANKING_LOSSES, SINGLE_LABEL, Method
 from finetune.config.optimization import OPTIMIZERS
-from finetune.config.schema import Lora, Optimization, Quantization, Recipe
+from finetune.config.schema import Data, Lora, Optimization, Quantization, Recipe
 from finetune.constants import ROUND_TOKENS
 from finetune.data.batches import MicroBatch
 from finetune.distributed.world import World
 from finetune.models.load import load_teacher
 from finetune.models.log_probabilities import DivergenceOptions
+from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import Distillation, StoredTeacher
 from finetune.training.objectives.objective import SFT, Objective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.scores import SCORING
 from finetune.training.reference import Reference, StoredReference, without_adapters
 from tests.models.families import FAMILIES
 
@@ -50,6 +52,7 @@ class Case:
     quantization: Quantization = field(default_factory=Quantization)
     method: Method = field(default_factory=Method)
     optimizations: Mapping[str, Optimization] = field(default_factory=lambda: {"step": FUSED})
+    data: Data = field(default_factory=Data)
     layers: int = 1
     packing: bool = True
     accumulation: int = 1  # micro-batches in a step
@@ -95,6 +98,11 @@ def compare_pairs(make_reference: Callable[[World], Reference | None]) -> MakeOb
 def adapters_off(world: World) -> Reference:
     """The model without its adapters."""
     return partial(without_adapters, sequence_group=world.sequence_group)
+
+
+def score(recipe: Recipe, world: World) -> Objective:
+    """The objective of a head of scores."""
+    return SCORING[recipe.method_facts.rows](recipe, world.sequence_group)
 
 
 UPDATED_IN_BACKWARD = {
@@ -229,6 +237,36 @@ CASES = (
         name="kto",
         method=Method(method="kto"),
         make_objective=lambda recipe, world: RatingObjective(recipe.method, stored_reference()),
+    ),
+    Case(
+        name="reward",
+        method=Method(method="reward", center_rewards_coefficient=0.01),
+        make_objective=score,
+    ),
+    Case(name="reward, lora", lora=PEFT, method=Method(method="reward"), make_objective=score),
+    Case(name="steps", method=Method(method="process_reward"), make_objective=score),
+    *(
+        Case(
+            name=f"classes, {problem}",
+            method=Method(method="classify", class_weights=(1.0, 0.5)),
+            data=Data(labels=("a", "b"), problem_type=problem),  # type: ignore[arg-type]
+            make_objective=score,
+        )
+        for problem in (SINGLE_LABEL, MULTI_LABEL)
+    ),
+    *(
+        Case(
+            name=f"ranked, {loss}",
+            method=Method(method="rerank", loss_type=loss),
+            data=Data(num_negatives=1),
+            make_objective=score,
+        )
+        for loss in RANKING_LOSSES
+    ),
+    Case(
+        name="embeddings",
+        method=Method(method="embed", temperature=0.05, matryoshka_dims=(48, 16)),
+        make_objective=lambda recipe, world: ContrastiveObjective.of(recipe, world.sequence_group),
     ),
     Case(name="distill", **DISTILL),
     Case(

@@ -101,12 +101,18 @@ def take_steps(case: Case, world: World, waits: DeviceWaits) -> dict[str, Any]:
     found: dict[str, Any] = {}
     keys = Model(model_config=config_of(case), **case.model)
     first = next(iter(case.optimizations.values()))
-    model, _ = load_model(keys, case.lora, 0, world, case.quantization, first)
+    of_case = Recipe(path="recipe.yaml", method=case.method, data=case.data)
+    scores = (of_case.score_head, 0)
+    model, _ = load_model(keys, case.lora, 0, world, case.quantization, first, scores=scores)
     micro_batches_of_all = world.data_parallel.size * case.accumulation
     tokens, groups = micro_batches_of_all * sum(LENGTHS), micro_batches_of_all * len(LENGTHS)
     for name, optimization in case.optimizations.items():
         recipe = Recipe(
-            path="recipe.yaml", model=keys, method=case.method, optimization=optimization
+            path="recipe.yaml",
+            model=keys,
+            method=case.method,
+            data=case.data,
+            optimization=optimization,
         )
         objective = case.make_objective(recipe, world)
         optimizer = build_optimizer(model, optimization)
@@ -163,6 +169,8 @@ def pretend(traces: bool = False) -> None:
     """Makes this process one of ranks on GPUs, and weights fake. traces: see `pretend_device`."""
     pretend_device(("bitsandbytes", "peft", "torchao.optim"), traces)
     pretend_groups()
+    # ids of documents, which are no tensors of a step; between real ranks it waits once
+    World.gather = lambda self, value, group=None: [value]  # type: ignore[method-assign]
     load.build_on_meta = build_fake  # type: ignore[assignment]
     load.read_base_values = lambda *_: (random_values, {})
     load.fill_quantized_layers = lambda *_: None

@@ -65,7 +65,9 @@ TECHNIQUES: dict[str, Recipe] = {
         PLAIN, lora=PEFT, quantization=Quantization(load_in_4bit=True)
     ),
     "`method: dpo`, orpo, simpo, kto": replace(PLAIN, method=Method(method="dpo")),
-    "`method: reward`, classify": replace(PLAIN, method=Method(method="reward")),
+    "`method: reward`, process_reward, classify, rerank": replace(
+        PLAIN, method=Method(method="reward")
+    ),
     "`method: embed`": replace(
         PLAIN,
         method=Method(method="embed", temperature=0.05),

@@ -11,21 +11,34 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.export_formats import EXPORT_FORMATS
+from finetune.config.methods import ScoreHead
 from finetune.config.reader import read_recipe
+from finetune.config.schema import Data, DatasetSource
+from finetune.data.messages import BadRow
+from finetune.data.preferences import parse_scored_pair, parse_steps
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.plan.architecture import read_architecture, set_scores
+from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
 
-METHODS = ("reward", "classify")
+# with several classes of a row, and of the steps of an answer
+METHODS = ("reward", "classify", "several", "steps")
+KEYS = {"reward": {"center_rewards_coefficient": 0.01}, "steps": {"step_separator": "\n;"}}
+WEIGHTS = (1.0, 0.5, 2.0)
 LABELS = ("sums", "words", "rest")
 STEPS = 3
 ROWS = 15
@@ -54,7 +67,20 @@ def make_rows(method: str) -> list[dict[str, object]]:
             question = [{"role": "user", "content": f"What is {n} and {n}?"}]
             good = {"role": "assistant", "content": f"It is {2 * n}, " * (1 + n % 3)}
             bad = {"role": "assistant", "content": f"Nobody knows {n}."}
-            rows.append({"prompt": question, "chosen": [good], "rejected": [bad]})
+            margin = {"margin": 0.3 * n} if n % 3 else {}
+            rows.append({"prompt": question, "chosen": [good], "rejected": [bad], **margin})
+        elif method == "steps":
+            steps = [f"{n} and {m} is {n + m}." for m in range(1 + n % 4)]
+            labels = [m % 3 != n % 3 for m in range(len(steps))]
+            rows.append({"prompt": f"Add to {n}.", "completions": steps, "labels": labels})
+        elif method == "several":
+            several = [name for place, name in enumerate(LABELS) if n >> place & 1]
+            label: object = several if n % 3 else n % 2
+            if n % 2:
+                rows.append({"text": f"{n} and {n} " * (1 + n % 4), "label": label})
+            else:
+                said = [{"role": "user", "content": f"Tell me {n}"}]
+                rows.append({"messages": said, "label": label})
         elif n % 2:
             rows.append({"text": f"{n} and {n} " * (1 + n % 4), "label": LABELS[n % 3]})
         else:
@@ -96,7 +122,7 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
         data = folder / f"{method}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in make_rows(method)))
         keys = {
-            "method": method,
+            "method": {"reward": "reward", "steps": "process_reward"}.get(method, "classify"),
             "global_batch_size": 5,
             "max_steps": STEPS,
             "adam_epsilon": 1e-4,
@@ -105,11 +131,9 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
             "save_total_limit": None,
             "eval_datasets": [{"path": str(data)}],
         }
-        keys |= (
-            {"labels": list(LABELS)}
-            if method == "classify"
-            else {"center_rewards_coefficient": 0.01}
-        )
+        keys |= KEYS.get(method, {"labels": list(LABELS), "class_weights": list(WEIGHTS)})
+        if method == "several":
+            keys["problem_type"] = "multi_label_classification"
         written[method] = write_recipe(folder / f"{method}.yaml", models[method], data, **keys)
     return written
 
@@ -162,6 +186,52 @@ def encode(row: dict[str, object], tokenizer: object) -> list[torch.Tensor]:
     ]  # type: ignore
 
 
+def open_model(method: str, path: Path, **keys: Any) -> Any:
+    """Transformers' class with these keys in its config."""
+    config = AutoConfig.from_pretrained(path)
+    for name, value in keys.items():
+        setattr(config, name, value)
+    is_of_tokens = method == "steps"
+    auto = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
+    return auto.from_pretrained(path, config=config, dtype=torch.float32)
+
+
+def encode_as_trl(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(ids, labels) of a row in steps, as PRMTrainer.tokenize_row makes them."""
+    separator = tokenizer.encode(KEYS["steps"]["step_separator"], add_special_tokens=False)
+    ids = tokenizer(row["prompt"]).input_ids  # TRL's BOS, where the tokenizer writes it too
+    labels = [-100] * len(ids)
+    for step, label in zip(row["completions"], row["labels"], strict=True):
+        own = tokenizer(step, add_special_tokens=False).input_ids + separator
+        ids += own
+        labels += [-100] * (len(own) - 1) + [int(label)]
+    return ids, labels
+
+
+def compute_as_trl(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
+    """The loss that transformers' class itself computes of the padded rows."""
+    encoded = [encode_as_trl(row, tokenizer) for row in rows]
+    longest = max(len(ids) for ids, _ in encoded)
+    shape = (len(rows), longest)
+    inputs = {
+        name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "attention_mask")
+    }
+    inputs["labels"] = torch.full(shape, -100)
+    for place, (ids, labels) in enumerate(encoded):
+        inputs["input_ids"][place, : len(ids)] = torch.tensor(ids)
+        inputs["attention_mask"][place, : len(ids)] = 1
+        inputs["labels"][place, : len(ids)] = torch.tensor(labels)
+    loss: torch.Tensor = model(**inputs).loss
+    return loss
+
+
+def find_true(row: dict[str, object]) -> torch.Tensor:
+    """Whether a row has each class, bool[classes]."""
+    label = row["label"]
+    listed = label if isinstance(label, list) else [label]
+    return torch.tensor([name in listed or place in listed for place, name in enumerate(LABELS)])
+
+
 def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a loop over transformers' own class, and peft's, from the head with which the run
     began."""
@@ -173,9 +243,10 @@ def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, floa
     recipe = read_recipe(str(run / "recipe.yaml"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     names = recipe.score_names
-    own = AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=len(names), dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
-    )
+    keywords: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "num_labels": len(names)}
+    if method == "steps":
+        keywords |= {"token_classification_bias": False, "classifier_dropout": 0.0}
+    own = open_model(method, model, **keywords)
     with torch.no_grad():
         own.score.weight.copy_(draw_head(own, "score.weight", recipe.run.seed, (slice(None),)))
     if recipe.lora.use_peft:
@@ -195,21 +266,25 @@ def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, floa
             int(data.train.examples.where(index).rpartition(":")[2]) - 1 for index in chosen[::size]
         ]
         losses = []
+        if method == "steps":
+            losses.append(compute_as_trl(own, tokenizer, [rows[number] for number in numbers]))
+            numbers = []
         for row in (rows[number] for number in numbers):
             scores = [own(input_ids=ids).logits[0] for ids in encode(row, tokenizer)]
             if method == "reward":
                 losses.append(
-                    -F.logsigmoid(scores[0] - scores[1]).sum()
+                    -F.logsigmoid(scores[0] - scores[1] - row.get("margin", 0.0)).sum()
                     + 0.01 * ((scores[0] + scores[1]) ** 2).sum()
                 )
-            else:
-                label = row["label"]
+            elif method == "several":
+                weights = torch.tensor(WEIGHTS)
                 losses.append(
-                    F.cross_entropy(
-                        scores[0],
-                        torch.tensor(LABELS.index(label) if isinstance(label, str) else label),
-                    )
+                    F.binary_cross_entropy_with_logits(scores[0], find_true(row).float(), weights)
                 )
+            else:
+                weights = torch.tensor(WEIGHTS)
+                label = find_true(row).int().argmax()
+                losses.append(F.cross_entropy(scores[0], label, weights, reduction="sum"))
         loss = torch.stack(losses).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm)
@@ -235,25 +310,33 @@ def test_the_export_has_the_scores_of_the_run(
 ) -> None:
     export = runs(name, method) / "export"
     tokenizer = AutoTokenizer.from_pretrained(export)
-    opened = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    opened = open_model(method, export)
     config = json.loads((export / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"]
-    assert [opened.config.id2label[i] for i in range(opened.num_labels)] == list(
-        LABELS if method == "classify" else ["reward"]
-    )
+    of_what = "Token" if method == "steps" else "Sequence"
+    assert config["architectures"] == [f"LlamaFor{of_what}Classification"]
+    names = {"reward": ["reward"], "steps": ["wrong", "right"]}.get(method, list(LABELS))
+    assert [opened.config.id2label[i] for i in range(opened.num_labels)] == names
+    assert f"AutoModelFor{of_what}Classification" in (export / "README.md").read_text()
+    problem = {"classify": "single_label_classification", "several": "multi_label_classification"}
+    assert opened.config.problem_type == problem.get(method)
     texts = ["a b c", "What is 3 and 3, and what else is there?"]
     alone = [opened(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
     together = opened(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+    if method == "steps":
+        padded = tokenizer(texts, return_tensors="pt", padding=True).attention_mask
+        alone, together = list(torch.cat(alone)), together[padded.bool()]
     torch.testing.assert_close(torch.stack(alone), together, rtol=1e-5, atol=1e-6)
     if name == "lora":
-        base = AutoModelForSequenceClassification.from_pretrained(
-            models[method],
-            num_labels=opened.num_labels,
-            dtype=torch.float32,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        keywords = {"pad_token_id": tokenizer.pad_token_id, "num_labels": opened.num_labels}
+        if method == "steps":
+            keywords["token_classification_bias"] = False
+            card = (runs(name, method) / "adapter" / "README.md").read_text()
+            assert "config.token_classification_bias = False" in card
+        base = open_model(method, models[method], **keywords)
         adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
         of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+        if method == "steps":
+            of_adapter = of_adapter[padded.bool()]
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
 
 
@@ -272,9 +355,12 @@ def test_a_run_resumes_exactly(method: str, runs: Callable[[str, str], Path]) ->
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_held_out_metrics_are_those_that_the_export_gives(runs: Callable[[str, str], Path]) -> None:
-    for name in ("single", "cp", "three"):
-        run = runs(name, "classify")
+@pytest.mark.parametrize("method", ["classify", "several"])
+def test_held_out_metrics_are_those_that_the_export_gives(
+    method: str, runs: Callable[[str, str], Path]
+) -> None:
+    for name in ("single", "cp", "pipeline", "three"):
+        run = runs(name, method)
         (line,) = [
             line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS
         ]
@@ -282,18 +368,26 @@ def test_held_out_metrics_are_those_that_the_export_gives(runs: Callable[[str, s
         opened = AutoModelForSequenceClassification.from_pretrained(
             run / "export", dtype=torch.float32
         )
-        given, true = [], []
-        for row in make_rows("classify"):
-            (ids,) = encode(row, tokenizer)
-            given.append(int(opened(input_ids=ids).logits[0].argmax()))
-            true.append(
-                LABELS.index(row["label"]) if isinstance(row["label"], str) else row["label"]
-            )
+        rows = make_rows(method)
+        with torch.no_grad():
+            scores = torch.cat(
+                [opened(input_ids=encode(row, tokenizer)[0]).logits for row in rows]
+            ).double()
+        true = torch.stack([find_true(row) for row in rows])
+        if method == "several":
+            given = scores > 0
+        else:
+            given = F.one_hot(scores.argmax(1), len(LABELS)).bool()
         of_classes = {}
         for index, label in enumerate(LABELS):
-            hits = sum(g == t == index for g, t in zip(given, true, strict=True))
-            of_classes[label] = 2 * hits / (given.count(index) + true.count(index))
-        accuracy = sum(g == t for g, t in zip(given, true, strict=True)) / len(true)
+            hits = (given & true)[:, index].sum()
+            of_classes[label] = float(2 * hits / (given[:, index].sum() + true[:, index].sum()))
+        accuracy = float((given == true).all(1).double().mean())
+        measured = measure_plainly(scores, true, method == "several", line["eval_temperature"])
+        assert {key: line[f"eval_{key}"] for key in measured} == pytest.approx(measured, rel=1e-4)
+        card = (run / "export" / "README.md").read_text()
+        for key in ("accuracy", "f1_macro", "auc", "ece", "temperature", "ece_with_temperature"):
+            assert f" {line[f'eval_{key}']:.4f} |" in card, key
         assert line["eval_accuracy"] == pytest.approx(accuracy, rel=1e-6), name
         assert line["eval_f1_macro"] == pytest.approx(
             sum(of_classes.values()) / len(LABELS), rel=1e-6
@@ -301,6 +395,125 @@ def test_held_out_metrics_are_those_that_the_export_gives(runs: Callable[[str, s
         assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(
             of_classes, rel=1e-6
         ), name
+
+
+def measure_plainly(
+    scores: torch.Tensor, true: torch.Tensor, has_several: bool, temperature: float
+) -> dict[str, float]:
+    """AUC pair by pair, calibration bin by bin; the loss has no slope at the temperature."""
+    shares = scores.sigmoid() if has_several else scores.softmax(1)
+    areas = []
+    for values, is_true in zip(shares.T, true.T, strict=True):
+        above = values[is_true][:, None] - values[~is_true]
+        if above.numel():
+            areas.append(float(((above > 0).double() + (above == 0) / 2).mean()))
+    log_temperature = torch.tensor(temperature, dtype=torch.float64).log().requires_grad_()
+    scaled = scores / log_temperature.exp()
+    if has_several:
+        loss = F.binary_cross_entropy_with_logits(scaled, true.double())
+    else:
+        loss = F.cross_entropy(scaled, true.int().argmax(1))
+    loss.backward()
+    is_within = temperature * 0.99 > 1e-3 and temperature * 1.01 < 1e3
+    assert not is_within or abs(log_temperature.grad) < 1e-4
+    return {
+        "auc": sum(areas) / len(areas),
+        "ece": calibrate_plainly(scores, true, has_several),
+        "ece_with_temperature": calibrate_plainly(scores / temperature, true, has_several),
+    }
+
+
+def calibrate_plainly(scores: torch.Tensor, true: torch.Tensor, has_several: bool) -> float:
+    pairs: list[tuple[float, bool]] = []  # (confidence, whether it is right)
+    for row, is_true in zip(scores, true, strict=True):
+        if has_several:
+            for share, has in zip(row.sigmoid().tolist(), is_true.tolist(), strict=True):
+                pairs.append((max(share, 1 - share), (share > 0.5) == has))
+        else:
+            shares = row.softmax(0)
+            pairs.append((float(shares.max()), bool(is_true[shares.argmax()])))
+    total = 0.0
+    for place in range(15):
+        held = [pair for pair in pairs if place / 15 < pair[0] <= (place + 1) / 15]
+        total += abs(sum(confidence - right for confidence, right in held))
+    return total / len(pairs)
+
+
+def test_held_out_steps_are_those_that_the_export_scores(runs: Callable[[str, str], Path]) -> None:
+    for name in ("single", "cp", "three"):
+        run = runs(name, "steps")
+        (line,) = [
+            line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS
+        ]
+        tokenizer = AutoTokenizer.from_pretrained(run / "export")
+        opened = open_model("steps", run / "export")
+        most = read_recipe(str(run / "recipe.yaml")).data.max_length  # longer ones are dropped
+        rows = [row for row in make_rows("steps") if len(encode_as_trl(row, tokenizer)[0]) <= most]
+        assert 3 < len(rows) < ROWS
+        with torch.no_grad():
+            loss = compute_as_trl(opened, tokenizer, rows)
+            right = []
+            for row in rows:
+                ids, labels = map(torch.tensor, encode_as_trl(row, tokenizer))
+                given = opened(input_ids=ids[None]).logits[0].argmax(1)
+                right += (given == labels)[labels >= 0].tolist()
+        assert line["eval_loss"] == pytest.approx(float(loss), rel=1e-5), name
+        assert line["eval_accuracy"] == pytest.approx(sum(right) / len(right)), name
+
+
+ROWS_REFUSED = {
+    '{"prompt": "a", "completions": ["b"], "labels": [1, 0]}': "labels: 2 labels for 1 steps in completions",
+    '{"prompt": "a", "completions": ["b"], "labels": ["yes"]}': "labels: a list of true and false is expected, found ['yes']",
+    '{"prompt": "a", "completions": "b", "labels": [1]}': "completions: a list of text is expected",
+    '{"prompt": "a", "completions": ["b", ""], "labels": [1, 1]}': "completions: a list of text is expected",
+    '{"prompt": "a", "completions": ["b"]}': "labels: a list of true and false is expected, found None",
+}
+
+
+@pytest.mark.parametrize("row", ROWS_REFUSED)
+def test_a_row_of_steps_that_cannot_be_used_says_why(row: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        parse_steps(json.loads(row), DatasetSource(path="a.jsonl"), Data())
+    assert ROWS_REFUSED[row] in str(problem.value)
+
+
+@pytest.mark.parametrize("margin", ['"1"', "true", "[1]", "Infinity"])
+def test_a_margin_is_a_number(margin: str) -> None:
+    row = f'{{"prompt": "a", "chosen": "b", "rejected": "c", "margin": {margin}}}'
+    with pytest.raises(BadRow, match="margin: a number is expected"):
+        parse_scored_pair(json.loads(row), DatasetSource(path="a.jsonl"))
+
+
+def test_inspect_shows_margins_and_steps(
+    recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for method in ("reward", "steps", "several"):
+        assert main(["inspect", "--recipe", str(recipes[method]), "--rows", "6"]) == 0
+        said[method] = capsys.readouterr().out
+    assert "scored at the marked one as larger by 0.3" in said["reward"]
+    assert "scored at the marked ones as right, wrong" in said["steps"]
+    assert "scored at the marked one as sums, rest" in said["several"]
+
+
+@pytest.mark.parametrize("has_several", [False, True])
+def test_measures_of_random_scores_are_those_of_scikit_learn(has_several: bool) -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    torch.manual_seed(1)
+    for spread in (0.3, 2.0, 20.0):
+        scores = (torch.randn(200, 4, dtype=torch.float64) * spread).round(decimals=1)
+        if has_several:
+            true = torch.rand(200, 4) < scores.sigmoid()
+        else:
+            drawn = torch.multinomial(scores.softmax(1), 1)
+            true = torch.zeros(200, 4, dtype=torch.bool).scatter_(1, drawn, True)
+        described = describe_probabilities(scores, true, has_several)
+        shares = scores.sigmoid() if has_several else scores.softmax(1)
+        area = metrics.roc_auc_score(true.numpy(), shares.numpy(), average="macro")
+        assert described["auc"] == pytest.approx(area)
+        plain = measure_plainly(scores, true, has_several, described["temperature"])
+        assert {key: described[key] for key in plain} == pytest.approx(plain)
+        assert 0.5 < described["temperature"] < 2  # they were drawn by these scores
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "jamba", "gpt2"])
@@ -319,6 +532,12 @@ REFUSED = {
     "method=reward labels=[a,b]": "labels has no effect with method: reward",
     "method=classify": "labels: method: classify learns which of several classes",
     "method=classify labels=[a,a]": "labels: method: classify learns which of several classes",
+    "method=reward step_separator=;": "step_separator has no effect with method: reward",
+    "method=process_reward overlength=truncate": "overlength cannot be combined with method: process_reward",
+    "method=classify labels=[a,b] class_weights=[1]": "class_weights: 1 numbers for 2 labels",
+    "method=reward class_weights=[1]": "class_weights has no effect with method: reward",
+    "method=reward problem_type=multi_label_classification": "problem_type has no effect with method: reward",
+    f"method=classify problem_type=multi_label_classification labels=[{','.join(f'n{n}' for n in range(32))}]": "labels: 32 are named",
     "method=classify labels=[a,b] overlength=truncate": "overlength cannot be combined with method: classify",
     "method=reward exact_match_samples=4": "exact_match_samples cannot be combined with method: reward",
     "method=reward turns=split": "turns cannot be combined with method: reward",
@@ -351,7 +570,7 @@ def test_a_model_that_transformers_cannot_make_score_is_refused(tmp_path: Path) 
     from finetune.config.pretrained import set_head
 
     with pytest.raises(UserError, match="no class for sequence classification of this type"):
-        set_head(AutoConfig.for_model("mamba"), ("reward",), 0)
+        set_head(AutoConfig.for_model("mamba"), ScoreHead(("reward",)), 0)
 
 
 def test_chat_scores_what_is_said(
@@ -361,7 +580,7 @@ def test_chat_scores_what_is_said(
         export = runs("single", method) / "export"
         assert main(["chat", str(export), "--prompt", "What is 3 and 3?"]) == 0
         said = capsys.readouterr().out.split()
-        opened = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+        opened = open_model(method, export)
         tokenizer = AutoTokenizer.from_pretrained(export)
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "What is 3 and 3?"}], tokenize=False
@@ -370,7 +589,14 @@ def test_chat_scores_what_is_said(
             scores = opened(
                 **tokenizer(text, add_special_tokens=False, return_tensors="pt")
             ).logits[0]
-        scores = scores.softmax(0) if len(scores) > 1 else scores
+        if method == "steps":  # rows without turns: no template is used
+            text = "What is 3 and 3?" + tokenizer.eos_token
+            with torch.no_grad():
+                scores = opened(**tokenizer(text, return_tensors="pt")).logits[0, -1]
+        if method == "several":
+            scores = scores.sigmoid()
+        else:
+            scores = scores.softmax(0) if len(scores) > 1 else scores
         shown = {said[i]: float(said[i + 1]) for i in range(0, len(said), 2)}
         assert shown == pytest.approx(
             {opened.config.id2label[i]: float(score) for i, score in enumerate(scores)}, abs=1e-4

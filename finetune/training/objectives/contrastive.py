@@ -6,7 +6,6 @@ without gradients gives the vectors, these the loss and its gradient to each vec
 each micro-batch has a backward of its own.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,10 +21,9 @@ from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
 from finetune.models.contrast import Contrast, contrast, head_states
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.objectives.preference import mean, share_of
+from finetune.training.objectives.preference import share_of
+from finetune.training.objectives.ranks import describe_places
 from finetune.training.reference import sum_by_document
-
-NEAREST = 10  # documents, within which recall, mrr and ndcg look for a query's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class ContrastiveObjective(Objective):
         own = torch.cat(vectors)
         gathered = own.new_zeros(len(everywhere), own.shape[1])
         if world.is_first_of_batch:  # the others of its group know the same
-            gathered[[places[example_id] for example_id in ids]] = own
+            gathered[_copy_places([places[example_id] for example_id in ids], device)] = own
         world.sum(gathered)
         return replace(self, step=StepVectors(places, self._compare(gathered)))
 
@@ -102,31 +100,28 @@ class ContrastiveObjective(Objective):
         its documents.
         """
         assert self.step is not None, "a step is prepared before it is measured"
-        rows = [self.step.places[example_id] for example_id in micro_batch.example_ids]
-        queries = [row // self.group_size for row in rows[:: self.group_size]]
-        loss = self.step.contrast.losses[queries].sum()
+        losses = self.step.contrast.losses
+        places = [self.step.places[example_id] for example_id in micro_batch.example_ids]
+        rows = _copy_places(places, losses.device)
+        queries = rows[:: self.group_size] // self.group_size
+        loss = losses[queries].sum()
         if not self.is_held_out:
             vectors = embed_documents(model, micro_batch, inputs, self.sequence_group)
             with_gradient = (vectors * self.step.contrast.gradients[rows]).sum()
             loss = with_gradient + (loss - with_gradient).detach()
-        metrics = _describe_places(self.step.contrast.places[queries])
+        metrics = describe_places(self.step.contrast.places[queries])
         return Measured(share_of(loss.float(), self.sequence_group), metrics)
 
     def _compare(self, vectors: Tensor) -> Contrast:
         return contrast(vectors, self.group_size, self.temperature, self.dims)
 
 
-def _describe_places(places: Tensor) -> dict[str, Tensor]:
-    """Metrics of how many documents, int64[queries], are nearer to a query than its own."""
-    is_near = places < NEAREST
-    gains = math.log(2) / torch.log(places.double() + 2)
-    metrics = {
-        "recall@1": mean((places == 0).double()),
-        f"recall@{NEAREST}": mean(is_near.double()),
-        f"mrr@{NEAREST}": mean(torch.where(is_near, 1 / (places.double() + 1), 0.0)),
-        f"ndcg@{NEAREST}": mean(torch.where(is_near, gains, 0.0)),
-    }
-    return {name: pair.float() for name, pair in metrics.items()}
+def _copy_places(places: list[int], device: torch.device) -> Tensor:
+    """int64[places] on `device`, which the host does not wait for."""
+    on_host = torch.tensor(places, dtype=torch.int64)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
 
 
 def embed_documents(

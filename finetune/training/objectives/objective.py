@@ -28,6 +28,9 @@ class Measured:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     # fp32, 0-dim: the largest of a number, not below 0
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    # fp64[documents, columns] each: of held-out documents, what metrics that are no means are
+    # computed from
+    rows: tuple[Tensor, ...] = ()
 
     def __add__(self, other: "Measured") -> "Measured":
         metrics = {name: self.metrics.get(name, 0) + pair for name, pair in other.metrics.items()}
@@ -36,7 +39,10 @@ class Measured:
             for name, most in other.maxima.items()
         }
         return Measured(
-            self.loss_sum + other.loss_sum, {**self.metrics, **metrics}, {**self.maxima, **maxima}
+            self.loss_sum + other.loss_sum,
+            {**self.metrics, **metrics},
+            {**self.maxima, **maxima},
+            self.rows + other.rows,
         )
 
     def detach(self) -> "Measured":
@@ -44,6 +50,12 @@ class Measured:
         metrics = {name: value.detach() for name, value in self.metrics.items()}
         maxima = {name: value.detach() for name, value in self.maxima.items()}
         return Measured(self.loss_sum.detach(), metrics, maxima)
+
+    def gather_rows(self, world: World) -> Tensor:
+        """The rows of all documents, on every rank. All ranks call it."""
+        mine = torch.cat(self.rows).tolist() if self.rows and world.is_first_of_batch else []
+        every = [row for rows in world.gather(mine) for row in rows]
+        return torch.tensor(every, dtype=torch.float64)
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
         """Averages over all ranks. All ranks call it.
@@ -117,6 +129,14 @@ class Objective(Protocol):
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """Adds metrics that follow from the averaged ones."""
         return means
+
+    def held_out(self) -> "Objective":
+        """The same, as it measures held-out data."""
+        return self
+
+    def describe_rows(self, rows: Tensor) -> dict[str, float]:
+        """Metrics that are no means, of the rows of all held-out documents: see `Measured.rows`."""
+        return {}
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
         """What the steps after `step` need beside the weights: names in a checkpoint, and their
