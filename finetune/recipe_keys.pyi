@@ -31,9 +31,9 @@ class RecipeKeys(TypedDict, total=False):
     expert_parallel_size: int
     pipeline_parallel_size: int
     pipeline_schedule: Literal['1f1b', 'interleaved_1f1b']
-    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'grpo', 'on_policy_distill', 'reward', 'classify', 'embed']
+    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'grpo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
     beta: float
-    loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++']
+    loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++', 'pointwise', 'pairwise', 'listwise', 'listnet']
     rpo_alpha: float | None
     simpo_gamma: float
     desirable_weight: float
@@ -46,6 +46,7 @@ class RecipeKeys(TypedDict, total=False):
     distill_top_k: int | None
     distill_alpha: float
     center_rewards_coefficient: float | None
+    class_weights: Sequence[float]
     matryoshka_dims: Sequence[int]
     rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
     tools: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
@@ -103,6 +104,8 @@ class RecipeKeys(TypedDict, total=False):
     train_on_reasoning: bool
     on_bad_row: Literal['error', 'skip']
     labels: Sequence[str]
+    problem_type: Literal['single_label_classification', 'multi_label_classification']
+    step_separator: str
     pooling: Literal['lasttoken', 'mean']
     query_prompt: str
     document_prompt: str
