@@ -373,6 +373,8 @@ def _add_chat(subcommands: "Subcommands") -> None:
         "answer every row (JSON Lines, CSV, Parquet, ...) or line of text",
     )
     _flag(chat, "--json", "print a JSON object for each prompt")
+    _take(chat, "--rank", "FILE", "with an embedder: rank the lines of FILE by each prompt")
+    _take(chat, "--nearest", "K", "lines that --rank shows (default: 5)", type=int, default=5)
     _take(
         chat,
         "--image",
