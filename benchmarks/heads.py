@@ -1,12 +1,13 @@
 """Reward models and embeddings on real data: held-out figures before and after training.
 
-    python benchmarks/heads.py reward --model stories260k --data dpo_en_demo.json --seeds 0 1 2
+    python benchmarks/heads.py reward --model tokenizers/llama3 --data dpo_en_demo.json
     python benchmarks/heads.py embed --model stories260k --data gsm8k_train.jsonl
-        --held-out gsm8k_test.jsonl --seeds 0 1 2
+        --held-out gsm8k_test.jsonl
 
-`reward` trains each seed twice: on the pairs, and on pairs whose sides a fair coin swaps (the
-control). The held-out pairs are the same in both, and another draw for each seed; each text is cut
-at CHARACTERS. Prints a line of JSON for each run.
+`reward` trains a Llama of two layers from random weights, with the tokenizer in --model, and each
+seed twice: on the pairs, and on pairs whose sides a fair coin swaps (the control). The held-out
+pairs are the same in both, and another draw for each seed; each text is cut at CHARACTERS. Prints a
+line of JSON for each run.
 """
 
 import argparse
@@ -21,14 +22,27 @@ from typing import Any
 import yaml
 
 HELD_OUT = 60  # pairs
-CHARACTERS = 500  # of each text of a pair: a small vocabulary makes many tokens of it
+CHARACTERS = 1000  # of each text of a pair
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 128001,
+}
 REWARD = {
     "method": "reward",
+    "model_config": SMALL,
+    "chat_template": "llama3",
     "max_length": 1024,
     "num_train_epochs": 2,
-    "global_batch_size": 8,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 5e-4,
+    "global_batch_size": 4,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
     "warmup_ratio": 0.1,
     "center_rewards_coefficient": 0.01,
 }
@@ -88,7 +102,8 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
-    common = {"model_name_or_path": str(options.model.resolve())}
+    key = "tokenizer_name_or_path" if options.what == "reward" else "model_name_or_path"
+    common = {key: str(options.model.resolve())}
     for seed in options.seeds:
         for is_shuffled in (False, True) if options.what == "reward" else (False,):
             with tempfile.TemporaryDirectory() as name:
