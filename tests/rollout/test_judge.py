@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import finetune
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.judge import write_judge
@@ -252,3 +253,9 @@ def test_a_column_that_no_row_has_is_found_before_a_model_is_loaded(server: Any)
             rewards.check_arguments(["answer"])
     finally:
         rewards.close()
+
+
+def test_a_script_names_it_as_a_recipe_does() -> None:
+    recipe = finetune.load_recipe("quickstart_grpo", rewards=[GIVEN])
+    (judge,) = recipe.rollout.judges
+    assert judge.url == GIVEN["url"] and recipe.rollout.reward_files == ()
