@@ -61,7 +61,7 @@ class Embedder:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankedLine:
     """A document of a file."""
 
     number: int  # from 1
@@ -73,11 +73,11 @@ class Ranking:
     """The documents of a file, each with its embedding."""
 
     embedder: Embedder
-    lines: Sequence[Line]
+    lines: Sequence[RankedLine]
     vectors: Tensor  # fp32[lines, numbers], of length 1
     nearest: int  # how many are shown
 
-    def find(self, query: str) -> list[tuple[Line, float]]:
+    def find(self, query: str) -> list[tuple[RankedLine, float]]:
         """The nearest documents, each with its cosine to the query, the largest first."""
         cosines = self.vectors @ self.embedder.embed([query], "query")[0]
         top = cosines.topk(min(self.nearest, len(self.lines)))
@@ -107,7 +107,7 @@ def load_embedder(reference: ModelReference, options: LoadOptions) -> Embedder:
     return Embedder(model, tokenizer, bool(pooling.get("pooling_mode_mean_tokens")), prompts)
 
 
-def read_lines(path: str) -> list[Line]:
+def read_lines(path: str) -> list[RankedLine]:
     """The documents in a file: a line each of text, or a row each with a column of them.
 
     Raises `UserError` where there are none, or a row has none.
@@ -123,7 +123,7 @@ def read_lines(path: str) -> list[Line]:
                 f"one of {', '.join(COLUMNS)} is expected"
             )
         if text.strip():
-            lines.append(Line(number, text))
+            lines.append(RankedLine(number, text))
     if not lines:
         raise UserError(f"{path}: holds no lines to rank")
     return lines
