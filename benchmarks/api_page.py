@@ -78,7 +78,10 @@ def _type_of(key: Key) -> str:
     if key.name in NESTED:
         return "Any  # sources, rows or a data set: see load_recipe"
     if key.is_python_name:
-        return "str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None"
+        each = "str | Callable[..., Any]"
+        if key.is_file_or_name:  # a judge among the rewards
+            each += " | Mapping[str, Any]"
+        return f"{each} | Sequence[{each}] | None"
     text = _written(key.annotation)
     return text.replace("str", "str | Path") if key.is_file_or_name else text
 

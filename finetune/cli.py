@@ -135,7 +135,7 @@ def _add_init(subcommands: "Subcommands") -> None:
     _take(init, "--data", "PATH", "a file, glob, folder, hub name or function (my_data.py:rows)")
     _take(init, "--data-name", "NAME", "the hub data set's configuration")
     _take(init, "--split", "SPLIT", "of the data (default: train)", default="train")
-    for column in ("messages", "prompt", "completion", "text", "chosen", "rejected"):
+    for column in ("messages", "prompt", "completion", "text", "chosen", "rejected", "label"):
         _take(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
     _take(init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)")
     _take(
@@ -373,6 +373,8 @@ def _add_chat(subcommands: "Subcommands") -> None:
         "answer every row (JSON Lines, CSV, Parquet, ...) or line of text",
     )
     _flag(chat, "--json", "print a JSON object for each prompt")
+    _take(chat, "--rank", "FILE", "with an embedder: rank the lines of FILE by each prompt")
+    _take(chat, "--nearest", "K", "lines that --rank shows (default: 5)", type=int, default=5)
     _take(
         chat,
         "--image",

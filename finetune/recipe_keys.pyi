@@ -48,7 +48,7 @@ class RecipeKeys(TypedDict, total=False):
     center_rewards_coefficient: float | None
     class_weights: Sequence[float]
     matryoshka_dims: Sequence[int]
-    rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
+    rewards: str | Callable[..., Any] | Mapping[str, Any] | Sequence[str | Callable[..., Any] | Mapping[str, Any]] | None
     tools: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
     max_tool_calling_iterations: int | None
     reward_weights: Sequence[float] | None

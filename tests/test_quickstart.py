@@ -28,15 +28,6 @@ assert not any(name == "finetune" or name.startswith("finetune.") for name in sy
 print(json.dumps(answers))
 """
 
-# As docs/scores.md has it.
-AS_REWARD = (
-    "method=reward",
-    "beta=0.1",
-    "rpo_alpha=null",
-    "exact_match_samples=0",
-    "sample_prompts=[]",
-)
-
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -150,12 +141,27 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
 
     # From the same pairs a reward model learns which answer is the better one.
     scored = tmp_path / "scored"
-    keys = ("--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}", *AS_REWARD)
+    keys = ("--recipe", "quickstart_reward", f"model_name_or_path={run / 'export'}")
     assert run_command((*QUICKSTART, *keys, f"output_dir={scored}"), timeout=1800).returncode == 0
     held_out = [
         line for line in lines(scored / "metrics.jsonl") if "eval_rewards/accuracies" in line
     ][-1]
     assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
+
+    # It pays for the separator, beside an exact reward for the digits.
+    judged = tmp_path / "judged"
+    rewards = f"rewards={json.dumps(['number', str(scored / 'export')])}"
+    keys = ("--recipe", "quickstart_grpo_judged", f"model_name_or_path={preferred / 'export'}")
+    command = (*QUICKSTART, *keys, rewards, f"output_dir={judged}")
+    assert run_command(command, timeout=1800).returncode == 0
+    before, after = (
+        float(str(line["eval_rewards/number"]))
+        for line in lines(judged / "metrics.jsonl")
+        if "eval_rewards/number" in line
+    )
+    assert before <= 0.5 and after >= 0.75
+    last = [line for line in lines(judged / "metrics.jsonl") if "eval_rewards/scored" in line][-1]
+    assert float(str(last["eval_rewards/scored"])) >= 2, "the separator stays"
 
     # And by reward alone it learns to read numbers as they are spoken, at half of which it failed.
     rewarded, keys = (

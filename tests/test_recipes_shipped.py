@@ -154,12 +154,10 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": ranks})
     assert sharding.layout == "fsdp2"
 
-    if str(recipe.model.model_name_or_path).startswith(
-        "runs/"
-    ):  # runs/NAME/export: what another recipe has trained
-        recipe = replace(
-            recipe, model=read_recipe(str(recipe.model.model_name_or_path).split("/")[1]).model
-        )
+    while str(recipe.model.model_name_or_path).startswith("runs/"):
+        # runs/NAME/export: what another recipe has trained
+        base = str(recipe.model.model_name_or_path).split("/")[1]
+        recipe = replace(recipe, model=read_recipe(base).model)
     if recipe.model.model_config is not None:
         config, layer, parameters = load_config(recipe.model), "LlamaDecoderLayer", None
     else:

@@ -227,9 +227,7 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
     named = {
         "metrics": recipe.run.metrics,
         "callbacks": recipe.run.callbacks,
-        "rewards": [
-            name for name in recipe.rollout.reward_functions if name not in SHIPPED_REWARDS
-        ],
+        "rewards": recipe.rollout.reward_files,
         "tools": [name for name in recipe.rollout.tools if name not in SHIPPED_REWARDS],
     }
     hashes = {}

@@ -57,14 +57,13 @@ def name_given(keys: Mapping[str, Any]) -> dict[str, Any]:
         if key in NESTED:
             named[key] = [_name_source(key, each) for each in _listed(value)]
         elif key in known and known[key].is_python_name:
-            named[key] = [_name_code(key, each) for each in _listed(value)]
+            codes = value if isinstance(value, list | tuple) else [value]
+            named[key] = [_name_code(key, each) for each in codes]
     return named
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """The value as a list of sources or functions: one alone is meant as such a list, and so is a
-    list of rows.
-    """
+    """The value as a list of sources: one alone is such a list, and so is a list of rows."""
     if not isinstance(value, list | tuple):
         return [value]
     return [value] if value and all(map(_is_row, value)) else value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from finetune.config.judge import Judge, is_judge, read_judge
 from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
 from finetune.constants import EXPORT
 
@@ -77,12 +78,12 @@ def is_reward_model(name: str) -> bool:
     ... ]
     ['runs/reward/export']
     """
-    return name not in SHIPPED_REWARDS and ".py:" not in name
+    return not (name in SHIPPED_REWARDS or is_judge(name) or ".py:" in name)
 
 
 def name_of_reward(name: str) -> str:
     """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or
-    its run's.
+    its run's; a judge as it is named, or as its model is.
 
     >>> [
     ...     name_of_reward(name)
@@ -90,6 +91,8 @@ def name_of_reward(name: str) -> str:
     ... ]
     ['short', 'helpful', 'Skywork-Reward']
     """
+    if is_judge(name):
+        return read_judge(name).title
     if not is_reward_model(name):
         return name.rpartition(":")[2]
     parts = name.rstrip("/").split("/")
@@ -110,7 +113,8 @@ class RolloutKeys:
         SameOnResume,
         "What a completion is worth: functions of files of yours, such as my_rewards.py:right, "
         "with TRL's arguments; reward models, by folder or hub name, which score the "
-        "conversation; and these names: "
+        "conversation; a model behind an OpenAI-compatible server, as {url: http://localhost:8000, "
+        "model: ..., prompt: 'Grade from 0 to 10: {prompt} {completion}'}; and these names: "
         + "; ".join(f"{name}: {says}" for name, says in SHIPPED_REWARDS.items())
         + ".",
     ] = ()
@@ -267,8 +271,19 @@ class RolloutKeys:
 
     @property
     def reward_functions(self) -> tuple[str, ...]:
-        """Those of `rewards` that are functions, of files or by the names of those that ship."""
+        """Those of `rewards` that the process of rewards asks: functions, and judges."""
         return tuple(name for name in self.rewards if not is_reward_model(name))
+
+    @property
+    def judges(self) -> tuple[Judge, ...]:
+        """Those of `rewards` that are behind a server."""
+        return tuple(read_judge(name) for name in self.rewards if is_judge(name))
+
+    @property
+    def reward_files(self) -> tuple[str, ...]:
+        """Those of `rewards` that are functions of files."""
+        names = self.reward_functions
+        return tuple(name for name in names if name not in SHIPPED_REWARDS and not is_judge(name))
 
     @property
     def updates_per_generation(self) -> int:
@@ -695,6 +710,6 @@ def _show(value: Any) -> str:
 
 
 def _show_name(text: str) -> str:
-    if ".py:" in text:
+    if ".py:" in text and not is_judge(text):
         return text.rpartition("/")[2]
     return name_of_reward(text)

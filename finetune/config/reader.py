@@ -16,6 +16,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
+from finetune.config.judge import is_judge, write_judge
 from finetune.config.keys import Key, keys_of
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
@@ -429,6 +430,8 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
         and type(value) is type(key.read_as.written)
     ):
         value = key.read_as.meant
+    if key.is_python_name and key.is_file_or_name and isinstance(value, tuple):
+        value = tuple(_write_reward(each) for each in value)
     try:
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
@@ -462,10 +465,22 @@ def _locate_functions(value: str | Sequence[str], folder: Path) -> str | tuple[s
         raise _Unfit(str(error)) from None
 
 
+def _write_reward(value: Any) -> Any:
+    """Returns an entry of `rewards`, of which a mapping becomes text."""
+    try:
+        if isinstance(value, str) and is_judge(value):
+            value = parse_json(value)
+        return write_judge(value) if isinstance(value, dict) else value
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+
+
 def _locate_reward(value: str, folder: Path) -> str:
     """Returns what a completion is worth by: a function, as it ships or in a file, or the folder or
     name of a model.
     """
+    if is_judge(value):
+        return value
     is_folder = any(path.is_dir() for path in (Path(value).expanduser(), folder / value))
     if value not in SHIPPED_REWARDS and ".py" not in value and ("/" in value or is_folder):
         return _locate_file(value, folder)

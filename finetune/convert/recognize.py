@@ -80,6 +80,10 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "training from cached tokens": ("cached_dataset",),
     },
 }
+BOTH_DIRECTIONS = (
+    "for which Automodel's models attend in both directions, and ours to what is before"
+)
+RETRIEVAL = f"retrieval, {BOTH_DIRECTIONS} (docs/embeddings.md)"
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
 # Parts of the names of Automodel's recipes, and of its models' classes.
@@ -87,8 +91,9 @@ AUTOMODEL_CAUSES = {
     "Benchmark": "a benchmark",
     "KnowledgeDistillation": "distillation",
     "Diffusion": "diffusion",
-    "Encoder": "retrieval",
-    "Embedding": "retrieval",
+    "CrossEncoder": f"reranking, {BOTH_DIRECTIONS}",
+    "Encoder": RETRIEVAL,
+    "Embedding": RETRIEVAL,
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
     "Omni": "audio",
     "Eagle": "speculative decoding",
@@ -97,6 +102,7 @@ AUTOMODEL_CAUSES = {
 AUTOMODEL_MODELS = {
     "Seq2Seq": "encoder-decoder models",
     "MultiModal": "multimodal",
+    "Biencoder": RETRIEVAL,  # of files that name no recipe
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
 }
 TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *REWARD_COMMANDS)
@@ -109,6 +115,13 @@ MEGATRON_KEYS = (
 )
 FACTORY_STAGES = {"ppo": "online RL"}
 SWIFT_KINDS = {"rm": "a reward model"}
+SWIFT_ROWS = "whose rows have messages and lists of positive_messages and negative_messages"
+SWIFT_TASKS = {
+    "embedding": f"embeddings by ms-swift, {SWIFT_ROWS}; docs/embeddings.md has the columns here",
+    "reranker": f"a reranker by ms-swift, {SWIFT_ROWS}",
+    "generative_reranker": f"a reranker by ms-swift, {SWIFT_ROWS}",
+    "seq_cls": "a classifier by ms-swift, whose rows end with a prompt for an answer",
+}
 V1_COMMANDS = {  # of its command line, by the names of files, folders and data
     "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
     "rm": "a reward model of LLaMA-Factory's v1, whose keys are not published",
@@ -344,8 +357,9 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     megatron = next((key for key in MEGATRON_KEYS if key in settings), None)
     if megatron is not None:
         yield f"{megatron}: {settings[megatron]}", "Megatron-SWIFT", True
-    if settings.get("task_type") not in (None, "causal_lm"):
-        yield f"task_type: {settings['task_type']}", str(settings["task_type"]), True
+    task = str(settings.get("task_type", "causal_lm"))
+    if task != "causal_lm":
+        yield f"task_type: {task}", SWIFT_TASKS.get(task, task), True
     kind = str(settings.get("tuner_type") or settings.get("train_type") or "lora")
     if kind not in ("lora", "full"):
         yield f"tuner_type: {kind}", kind.upper(), True

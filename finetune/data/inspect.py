@@ -26,6 +26,7 @@ from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
 from finetune.data.formats import Conversation, Document, number_of_label
 from finetune.data.messages import BadRow, count_common, list_columns
+from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
@@ -87,14 +88,20 @@ def inspect_command(options: argparse.Namespace) -> int:
         turns = read_turns(recipe, tokenizer, places)
     else:
         turns = {}
+    rewarded = _read_rewarded(recipe, examples, example_ids)
     if options.json:
         rows = _examples_as_json(examples, tokenizer, example_ids, turns)
+        for row, texts in zip(rows, rewarded, strict=True):
+            row |= {"rewards_read": dict(texts)} if texts else {}
         content = {"report": report.as_json(), "warnings": warnings, "rows": rows}
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         stream = unfiltered(sys.stdout)  # the lines are printable except for their colors
-        for lines in _format_examples(examples, tokenizer, example_ids, turns, color):
+        shown = _format_examples(examples, tokenizer, example_ids, turns, color)
+        for lines, texts in zip(shown, rewarded, strict=True):
+            for name, text in texts:
+                lines += [f"  {name} would read of a completion like the answer:", printable(text)]
             print("\n".join(lines), end="\n\n", file=stream)
         print("\n".join(format_report(report, warnings, color)), file=stream)
     if options.html:
@@ -107,6 +114,16 @@ def inspect_command(options: argparse.Namespace) -> int:
 
 Turns = Mapping[str, Sequence["ShownTurn"]]
 """Place of a row -> its turns."""
+
+
+def _read_rewarded(
+    recipe: Recipe, examples: Examples, example_ids: Sequence[int]
+) -> list[list[tuple[str, str]]]:
+    """[examples]: what each reward model and judge of the recipe would read, by its name."""
+    if not recipe.method_facts.samples:
+        return [[] for _ in example_ids]
+    texts = read_reward_texts(recipe)
+    return [list(show_rewarded(examples.read_row(i), texts, recipe)) for i in example_ids]
 
 
 def _examples_as_json(

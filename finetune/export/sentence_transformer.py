@@ -9,6 +9,7 @@ from finetune.config.methods import METHODS
 
 MODULES = "modules.json"  # by which sentence-transformers knows a folder as its own
 POOLING = "1_Pooling/config.json"
+SETTINGS = "config_sentence_transformers.json"  # its prompts
 
 
 def is_embedder(recipe: Mapping[str, Any]) -> bool:
@@ -50,7 +51,7 @@ def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dic
             "max_seq_length": recipe.get("max_length"),
             "do_lower_case": False,
         },
-        "config_sentence_transformers.json": {
+        SETTINGS: {
             "prompts": {key: recipe.get(f"{key}_prompt") or "" for key in ("query", "document")},
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",

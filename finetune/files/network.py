@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from finetune.constants import ADAPTER_CONFIG, EXPORT
@@ -234,7 +235,12 @@ FIRST_ERROR = 400
 WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is asked again
 
 
-def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
+def send(
+    url: str,
+    body: Mapping[str, Any] | None,
+    seconds: float,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """What a server answers at `url`: to a POST of `body` as JSON, or to a GET where it is None.
 
     One that says that it is not available (503) is asked again, four times at most.
@@ -246,7 +252,7 @@ def send(url: str, body: Mapping[str, Any] | None, seconds: float) -> bytes:
     deadline = time.monotonic() + seconds
     data = None if body is None else json.dumps(body).encode()
     for wait in (*WAITS, None):
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
         try:
             status, content = _fetch(request, deadline)
         except (

@@ -37,9 +37,13 @@ from finetune.inference.inputs import (
     read_prompts,
 )
 from finetune.plan.table import align_columns
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.inference.conversation import AnswerOptions, Speaker
+
+
+UNRANKED = ("compare", "compare_with", "system", "image", "chat_template", "base_model")
 
 
 def chat_command(options: argparse.Namespace) -> int:
@@ -53,6 +57,8 @@ def chat_command(options: argparse.Namespace) -> int:
     prompts = _read_prompts(options)  # before torch is imported: a mistake is reported at once
     if not prompts and options.json:
         raise UserError("--json: for scripts; give prompts with --prompt, --prompts or a pipe")
+    if options.rank is not None:
+        return _rank(options, reference, prompts)
 
     from finetune.inference.conversation import AnswerOptions
 
@@ -66,6 +72,39 @@ def chat_command(options: argparse.Namespace) -> int:
 
     print("/help lists the commands, Ctrl-D ends\n")
     converse(speakers, sampling, options.system)
+    return 0
+
+
+def _rank(
+    options: argparse.Namespace, reference: ModelReference, prompts: Sequence[Conversation]
+) -> int:
+    """Ranks the lines of a file for each prompt, or for what is typed. Returns 0."""
+    given = [flag for flag in UNRANKED if getattr(options, flag) not in (None, False, [])]
+    if given:
+        raise UserError(
+            f"--{given[0].replace('_', '-')}: is for answers, and --rank writes none; remove one"
+        )
+    if options.nearest < 1:
+        raise UserError(f"--nearest {options.nearest}: at least one line is shown")
+    from finetune.inference.inference_model import LoadOptions
+    from finetune.inference.ranking import (
+        Ranking,
+        converse_ranked,
+        load_embedder,
+        rank_queries,
+        read_lines,
+    )
+
+    lines = read_lines(options.rank)
+    embedder = load_embedder(reference, LoadOptions(trust_remote_code=options.trust_remote_code))
+    vectors = embedder.embed([line.text for line in lines], "document")
+    ranking = Ranking(embedder, lines, vectors, options.nearest)
+    if prompts:
+        queries = [prompt.messages[-1]["content"] for prompt in prompts]
+        rank_queries(ranking, queries, as_json=options.json)
+        return 0
+    print(f"{options.rank}: {counted(len(lines), 'line')}; type a query, Ctrl-D ends\n")
+    converse_ranked(ranking)
     return 0
 
 

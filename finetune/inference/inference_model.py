@@ -131,6 +131,20 @@ def load_inference_model(
     return InferenceModel(reference.name, model.eval(), tokenizer, template, variables, has_adapter)
 
 
+def load_whole(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
+    """(the model of a folder without its head, its tokenizer), to compute states with.
+
+    Raises `UserError` where it cannot be loaded.
+    """
+    from transformers import AutoModel
+
+    keys = {"trust_remote_code": options.trust_remote_code, **_placement()}
+    with _one_sentence(reference.name, "its weights"):
+        model: Any = AutoModel.from_pretrained(reference.name, **keys)
+    multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
+    return model.eval(), _load_tokenizer(reference.name, reference, options)
+
+
 def load_base(
     model: InferenceModel, base: ModelReference, options: LoadOptions, log: Callable[[str], object]
 ) -> InferenceModel:

@@ -116,8 +116,8 @@ def refuse_embedder(model: ModelReference) -> None:
     """Raises `UserError` where `model` embeds texts."""
     if (Path(model.name) / MODULES).is_file() or is_embedder(_read_recipe(model.run)):
         raise UserError(
-            f"{model.name}: embeds texts and writes none; SentenceTransformer of "
-            "sentence-transformers opens its export"
+            f"{model.name}: embeds texts and writes none; finetune chat --rank FILE ranks the "
+            "lines of a file, and sentence-transformers opens its export"
         )
 
 

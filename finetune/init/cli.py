@@ -135,6 +135,8 @@ BY_KIND: dict[RowKind, tuple[str, ...]] = {
     "answers": (DEFAULT_METHOD, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
+    "classes": tuple(name for name, facts in METHODS.items() if facts.rows == "classes"),
+    "retrieval": tuple(name for name, facts in METHODS.items() if facts.embeds),
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
 # What --train takes -> what is trained; auto: all parameters if they fit, else adapters.
@@ -145,7 +147,8 @@ TRAINED: dict[str, Trained | None] = {
     "qlora": "qlora",
 }
 COLUMN_FLAGS = [
-    f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")
+    f"{kind}_column"
+    for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected", "label")
 ]
 # by `datasets`, beside its Arrow files
 SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -183,6 +186,8 @@ def init_command(options: argparse.Namespace) -> int:
         method["max_completion_length"] = keys["max_length"] // 2
     if options.chat_template is not None:
         keys["chat_template"] = options.chat_template
+    if data.kind == "retrieval":
+        packed_rows = data.rows  # a step draws rows, not what they are packed into
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
@@ -239,15 +244,6 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             f"--method: {options.method} is what is trained: --train {options.method}; --method "
             f"says what it learns from: {', '.join(BY_KIND[data.kind])}"
         )
-    if options.method in METHODS and METHODS[options.method].rows == "classes":
-        raise UserError(
-            f"--method: {options.method}: the names of the classes are yours to give, as labels; "
-            "docs/scores.md has a recipe to begin with"
-        )
-    if options.method in METHODS and METHODS[options.method].embeds:
-        raise UserError(
-            f"--method: {options.method}: docs/embeddings.md has a recipe to begin with"
-        )
     known = BY_KIND[data.kind]
 
     def read(name: str) -> str:
@@ -266,6 +262,10 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
         given = options.method
     name = require(given, "--method", f"Learn from what? {asked}", known[0], read=read)
     keys: Keys = {} if name == DEFAULT_METHOD else {"method": name}
+    if data.labels:
+        keys["labels"] = list(data.labels)
+    if data.num_negatives:
+        keys["num_negatives"] = data.num_negatives
     if name in TAUGHT:
         asked = "Teacher, a folder or a hub name"
         keys["teacher_model_name_or_path"] = require(

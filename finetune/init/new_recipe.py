@@ -5,6 +5,7 @@ why.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -13,10 +14,11 @@ from typing import Any, Literal
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
+from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKind
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
+from finetune.data.classes import LABEL
 from finetune.data.formats import (
     LABEL_COLUMNS,
     Candidate,
@@ -31,6 +33,7 @@ from finetune.data.formats import (
 )
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
+from finetune.data.retrieval import POSITIVE, parse_retrieval
 from finetune.data.sources import list_files, read_rows
 from finetune.data.tokenize import READERS
 from finetune.errors import UserError
@@ -39,9 +42,11 @@ from finetune.plan.plan import Plan, make_plan
 from finetune.units import counted, gib, name_place, read_size
 
 ROWS_READ = 1000  # of a data set, from its beginning
+MOST_CLASSES = 100  # more are no classes, but texts
+MOST_NEGATIVES = 4  # of each row: each is one more document to compute
 CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
 TEMPLATE_TOKENS = 16  # around the turns of a row
-COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected)_column"
+COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected|label)_column"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class DataSummary:
     mean_tokens: float  # of a row
     is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
     kind: RowKind = "answers"
+    labels: tuple[str, ...] = ()  # the classes of the rows that were read
+    num_negatives: int = 0  # that each row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
 
 
@@ -104,7 +111,11 @@ def summarize_data(
     Raises:
         UserError: A row does not have the columns.
     """
-    read = [_read(row, place, source, kind) for row, place in zip(rows, places, strict=True)]
+    labels: tuple[str, ...] = ()
+    if kind == "classes":
+        labels = list_labels(rows, source)
+    data = Data(labels=labels)
+    read = [_read(row, place, source, kind, data) for row, place in zip(rows, places, strict=True)]
     documents = [document for row in read for group in row.groups for document in group.documents]
     files = () if source.function else list_files(source)
     lengths, is_tokenized = count_tokens(documents, Path(model))
@@ -118,28 +129,76 @@ def summarize_data(
         mean_tokens=(sum(lengths) / len(lengths) + TEMPLATE_TOKENS) * len(documents) / len(rows),
         is_tokenized=is_tokenized,
         kind=kind,
+        labels=labels,
+        num_negatives=_count_negatives(rows, source) if kind == "retrieval" else 0,
         sample=tuple(rows),
     )
 
 
 def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
-    """What a row holds: a pair of answers, a rated answer, or answers.
+    """What a row holds: a pair of answers, a rated answer, a query with its document, a text with
+    its class, or answers.
 
     Columns that a person names are answers.
     """
+    if source.label_column:
+        return "classes"
     if source.chosen_column or source.rejected_column:
         return "pairs"
     if source.completion_column or source.messages_column or source.text_column:
         return "answers"
     if None not in find_sides(row, source):
         return "pairs"
-    is_rated = any(isinstance(row.get(column), bool) for column in LABEL_COLUMNS)
-    return "ratings" if is_rated else "answers"
+    if any(isinstance(row.get(column), bool) for column in LABEL_COLUMNS):
+        return "ratings"
+    if row.get("text") is not None and row.get(LABEL) is not None:
+        return "classes"
+    with suppress(BadRow):
+        if any(row.get(name) is not None for name in POSITIVE[:2]):
+            parse_retrieval(row, source, Data())
+            return "retrieval"
+    return "answers"
 
 
-def _read(row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind) -> ParsedRow:
+def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> tuple[str, ...]:
+    """The classes of rows: their names in order, or places from 0 as text.
+
+    Raises `UserError` where a row has none, or there are too many for classes.
+    """
+    name = source.label_column or LABEL
+    values = {row.get(name) for row in rows if isinstance(row.get(name), str | int)}
+    if not values:
+        raise UserError(
+            f"{source.origin}: {name}: no class; its columns are {list_columns(rows[0])}, and "
+            "--label-column names the one of the class"
+        )
+    if len(values) > MOST_CLASSES:
+        raise UserError(
+            f"{source.origin}: {name}: {len(values):,} classes in {len(rows):,} rows; is it the "
+            "column of the class? --label-column names another"
+        )
+    places = [value for value in values if isinstance(value, int)]
+    if len(places) == len(values) and min(places) >= 0:
+        return tuple(str(place) for place in range(max(places) + 1))
+    return tuple(sorted(map(str, values)))
+
+
+def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
+    """How many negatives each row has, at most MOST_NEGATIVES."""
+    count = 0
+    with suppress(BadRow):
+        for number in range(1, MOST_NEGATIVES + 1):
+            for row in rows:
+                parse_retrieval(row, source, Data(num_negatives=number))
+            count = number
+    return count
+
+
+def _read(
+    row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind, data: Data
+) -> ParsedRow:
     try:
-        return READERS[kind](row, source, Data())
+        return READERS[kind](row, source, data)
     except BadRow as error:
         raise UserError(f"{place}: {name_flags(str(error))}") from None
 
@@ -223,6 +282,7 @@ COMPARING_RATE = 1 / 40
 SAMPLING_RATE = 1 / 10  # and one that learns from what it samples
 ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
 GLOBAL_BATCH_SIZE = 32  # at most
+PAIRS_OF_STEP = 256  # at most, of a method that embeds: a query is compared with all of them
 STEPS_AN_EPOCH = 20  # at least, where the data allows it
 ROWS_TRIED = (8, 4, 2)  # of a micro-batch: more rows are faster, where they fit
 
@@ -300,15 +360,17 @@ def _list_candidates(
     given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None
 ) -> list[tuple[Trained, Keys]]:
     """The keys of each way to train that may be taken, in the order in which they are tried."""
-    base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
+    method = METHODS[given.get("method", DEFAULT_METHOD)]
+    most = PAIRS_OF_STEP if method.embeds else GLOBAL_BATCH_SIZE
+    batch = _choose_batch(packed_rows, hardware, most)
+    base = given | {"accelerate_config": ACCELERATE_CONFIG, **batch}
     ways: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
     if trained is None:
         tried: list[Trained] = ["full", "lora"]
     else:
         tried = [trained]
-    method = METHODS[given.get("method", DEFAULT_METHOD)]
     share: float = 1
-    if method.compares:
+    if method.compares and method.writes_text:
         share = COMPARING_RATE
     elif method.samples:
         share = SAMPLING_RATE
@@ -373,9 +435,9 @@ def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
     return UserError(f"{needed}; make room, or say with --disk how much there will be")
 
 
-def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
+def _choose_batch(packed_rows: float, hardware: Hardware, most: int) -> Keys:
     """The rows in a step: an epoch has some steps, and no rank gets a filler row."""
-    size = min(GLOBAL_BATCH_SIZE, max(1, int(packed_rows) // STEPS_AN_EPOCH))
+    size = min(most, max(1, int(packed_rows) // STEPS_AN_EPOCH))
     return {
         "global_batch_size": -(-size // hardware.ranks) * hardware.ranks,
         "per_device_train_batch_size": 1,
@@ -429,12 +491,15 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
     """The whole text. `file`: its name, for the commands in its first lines."""
     keys = fit.keys
     is_held_out = "eval_split_size" in keys
-    samples = METHODS[keys.get("method", DEFAULT_METHOD)].samples
+    method = METHODS[keys.get("method", DEFAULT_METHOD)]
+    samples = method.samples
     drawn, measured, worse = (
         ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
     )
+    if method.embeds:
+        drawn = "queries with their documents"
     # of what a step draws
-    if samples:
+    if samples or method.embeds:
         an_epoch = data.rows
     else:
         an_epoch = data.rows * data.mean_tokens / keys["max_length"]
@@ -469,11 +534,7 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
             else []
         ),
         "",
-        _line(
-            "max_length",
-            keys["max_length"],
-            _about_length(data, keys["max_length"], samples=samples),
-        ),
+        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], method)),
         _line("global_batch_size", keys["global_batch_size"], f"{drawn} in a step, over all GPUs"),
         _line(
             "per_device_train_batch_size",
@@ -540,6 +601,10 @@ def _method(fit: Fit) -> Iterator[str]:
     method = fit.keys.get("method")
     if method is not None:
         yield _line("method", method, METHODS[method].says)
+    if "labels" in fit.keys:
+        yield _line("labels", fit.keys["labels"], "the classes of the first rows; add others")
+    if "num_negatives" in fit.keys:
+        yield _line("num_negatives", fit.keys["num_negatives"], "of each row, beside all others'")
     if "teacher_model_name_or_path" in fit.keys:
         yield _line(
             "teacher_model_name_or_path",
@@ -593,9 +658,11 @@ def _datasets(data: DataSummary) -> Iterator[str]:
         yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
 
 
-def _about_length(data: DataSummary, max_length: int, *, samples: bool) -> str:
-    if samples:
+def _about_length(data: DataSummary, max_length: int, method: MethodFacts) -> str:
+    if method.samples:
         return "tokens of a prompt with its completion; longer prompts are dropped, and counted"
+    if not method.writes_text:
+        return "tokens of a document; rows with a longer one are dropped, and counted"
     if data.format == "text":
         return "tokens in a row; longer texts are split"
     if data.longest_tokens > max_length:

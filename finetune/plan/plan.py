@@ -42,7 +42,7 @@ from finetune.plan.run_spec import (
     plan_host,
 )
 from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
-from finetune.plan.step_memory import Phase, find_peak, plan_phases
+from finetune.plan.step_memory import Phase, compared_bytes, find_peak, held_out_groups, plan_phases
 from finetune.plan.table import (
     align_columns,
     format_advice,
@@ -128,6 +128,7 @@ def make_plan(
     remarks = (
         *_find_remarks(config, recipe.data.max_length),
         *_describe_traces(spec),
+        *_describe_held_out(spec),
         *_judge_pipeline(spec, speed, links),
     )
     return Plan(
@@ -165,6 +166,16 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
         f"for{scaled} (max_position_embeddings of its config); a document longer than these trains "
         "positions that it has not seen"
     )
+
+
+def _describe_held_out(spec: RunSpec) -> Iterator[str]:
+    """That held-out vectors are not counted, where the recipe does not say how many they are."""
+    if spec.recipe.method_facts.embeds and held_out_groups(spec) is None:
+        each = compared_bytes(spec, 1)
+        yield (
+            f"held-out queries are compared all at once, {each / 1024:.0f} KiB each, which are not "
+            "counted: eval_split_size as a count, or max_samples, says how many there are"
+        )
 
 
 def _describe_traces(spec: RunSpec) -> Iterator[str]:

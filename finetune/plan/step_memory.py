@@ -52,7 +52,8 @@ def kept_for_backward(spec: RunSpec) -> int:
         factors = 0
     else:
         factors = expert_factor_bytes(a, run).kept
-    return spec.tokens * sum(kept.values()) + factors + masks + vector_bytes(spec)
+    vectors = vector_bytes(spec, spec.rows_per_step)
+    return spec.tokens * sum(kept.values()) + factors + masks + vectors
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
@@ -411,7 +412,11 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
         **({"rollout": rollouts} if rollouts else {}),
         "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
-        "evaluation": [*_teacher_first(spec, at_rest, evaluated), held_out],
+        "evaluation": [
+            *_teacher_first(spec, at_rest, evaluated),
+            held_out,
+            *_compare_vectors(spec, at_rest, held_out, held_out_groups(spec) or 0),
+        ],
         "save": [at_rest],
         "resume": [replace(at_rest, name="optimizer state read", temporaries=largest_shard)],
         "export": [at_rest],
@@ -572,7 +577,8 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", spec.tokens)
     yield from _teacher_first(spec, before, spec.tokens)
-    yield from _compare_vectors(spec, before)
+    whole_step = _forward(spec, before, "forward of the whole step", spec.tokens)
+    yield from _compare_vectors(spec, before, whole_step, spec.rows_per_step)
     head = replace(before, activations=all_kept, communication=layout.buckets)
     tail = layout.tail.gathered
     layers = layout.kept_in_forward
@@ -603,25 +609,48 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
 
 
-def vector_bytes(spec: RunSpec) -> int:
-    """The vectors of all documents of a step, in fp64, or their gradients; 0 where none are
-    compared.
+def vector_bytes(spec: RunSpec, groups: int) -> int:
+    """The vectors of all documents of `groups` queries, in fp64, or their gradients; 0 where none
+    are compared.
     """
     if not spec.recipe.method_facts.embeds:
         return 0
-    return FP64 * spec.rows_per_step * spec.recipe.group_size * spec.computed.hidden
+    return FP64 * groups * spec.recipe.group_size * spec.computed.hidden
 
 
-def _compare_vectors(spec: RunSpec, before: Snapshot) -> Iterator[Snapshot]:
-    """The forwards of the whole step without gradients, and the loss of its vectors."""
+def held_out_groups(spec: RunSpec) -> int | None:
+    """The held-out queries, all of which are compared at once; None where the recipe alone does not
+    say how many they are.
+    """
+    data = spec.recipe.data
+    if data.eval_datasets:
+        most = [source.max_samples for source in data.eval_datasets]
+        known = [count for count in most if count is not None]
+        return sum(known) if len(known) == len(most) else None
+    size = data.eval_split_size or 0
+    return int(size) if size == 0 or size >= 1 else None
+
+
+def _compare_vectors(
+    spec: RunSpec, before: Snapshot, forward: Snapshot, groups: int
+) -> Iterator[Snapshot]:
+    """The forwards of `groups` queries with their documents without gradients, and the loss of
+    their vectors.
+    """
     if not spec.recipe.method_facts.embeds:
         return
-    vectors = vector_bytes(spec)
-    queries = min(spec.rows_per_step, CONTRASTED_QUERIES)
-    cosines = 3 * FP64 * queries * spec.rows_per_step * (spec.recipe.group_size - 1)
-    forward = _forward(spec, before, "forward of the whole step", spec.tokens)
+    vectors = vector_bytes(spec, groups)
     yield replace(forward, activations=forward.activations + vectors)
-    yield replace(before, name="vectors compared", loss=VECTOR_COPIES * vectors + cosines)
+    yield replace(before, name="vectors compared", loss=compared_bytes(spec, groups))
+
+
+def compared_bytes(spec: RunSpec, groups: int) -> int:
+    """The vectors of `groups` queries with their documents while they are compared, and their
+    cosines.
+    """
+    queries = min(groups, CONTRASTED_QUERIES)
+    cosines = 3 * FP64 * queries * groups * (spec.recipe.group_size - 1)
+    return VECTOR_COPIES * vector_bytes(spec, groups) + cosines
 
 
 def loss_bytes(spec: RunSpec) -> int:

@@ -210,6 +210,9 @@ def _describe_reward_models(spec: RunSpec) -> list[str]:
             "each rank"
         )
         lines.append(f"reward     {name}: {sizes}")
+    for judge in spec.recipe.rollout.judges:
+        asked = f"asked at {judge.url}, {judge.concurrency} requests at a time"
+        lines.append(f"reward     {judge.title}: {judge.model} {asked}; its time is not counted")
     return lines
 
 

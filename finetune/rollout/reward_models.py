@@ -13,20 +13,12 @@ from torch import nn
 from finetune.config.layout import compute_dtype
 from finetune.config.methods import name_of_reward
 from finetune.config.pretrained import load_config
-from finetune.config.schema import Data, Model, Recipe
+from finetune.config.schema import Model, Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Example
-from finetune.data.formats import Completion
-from finetune.data.messages import BadRow, Message
 from finetune.data.packing import pack_documents
-from finetune.data.render import render_scored
-from finetune.data.tokenizer import (
-    Renderer,
-    apply_template,
-    find_pad_id,
-    load_tokenizer,
-    make_renderer,
-)
+from finetune.data.paid_text import RewardText, keys_of_reward, read_reward_texts
+from finetune.data.tokenizer import find_pad_id
 from finetune.distributed.parallelize import fill_on_device
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -41,34 +33,6 @@ from finetune.models.load import (
     is_here,
     read_base_values,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RewardText:
-    """How a reward model reads a conversation: by its own tokenizer and chat template, as `method:
-    reward` does.
-    """
-
-    name: str  # of the folder or on the hub
-    tokenizer: Any
-    renderer: Renderer
-
-    def encode(
-        self, prompt: str | Sequence[Message], completion: str | Sequence[Message]
-    ) -> list[int]:
-        """The token ids of a prompt with its completion, both text or both messages.
-
-        Raises `UserError` where the chat template rejects them.
-        """
-        try:
-            if isinstance(prompt, str):
-                text = render_scored(Completion(prompt, str(completion)), self.renderer).text
-            else:
-                text = apply_template(self.renderer, [*prompt, *completion])
-        except BadRow as error:
-            raise UserError(f"rewards: {self.name}: {error}") from None
-        is_plain = isinstance(prompt, str)
-        return list(self.tokenizer(text, add_special_tokens=is_plain, verbose=False).input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +83,6 @@ def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
     return Example(input_ids, labels)
 
 
-def read_reward_texts(recipe: Recipe) -> list[RewardText]:
-    """How each reward model of the recipe reads conversations.
-
-    Raises `UserError` for one without a tokenizer.
-    """
-    texts = []
-    for name in recipe.rollout.reward_models:
-        tokenizer = load_tokenizer(_keys_of(name, recipe), Data())
-        texts.append(RewardText(name, tokenizer, make_renderer(tokenizer, assistant_only=False)))
-    return texts
-
-
 def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
     """The reward models of the recipe, in the run's compute dtype.
 
@@ -139,7 +91,7 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     models = []
     for text in read_reward_texts(recipe):
-        keys = _keys_of(text.name, recipe)
+        keys = keys_of_reward(text.name, recipe)
         model, values = build_reward_model(keys, dtype)
         install_attention(model, keys.attn_implementation)
         install_loss(model)
@@ -154,7 +106,7 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
 def check_reward_models(recipe: Recipe) -> None:
     """What loading them would find wrong with their files, by headers alone. Raises `UserError`."""
     for name in recipe.rollout.reward_models:
-        keys = _keys_of(name, recipe)
+        keys = keys_of_reward(name, recipe)
         if is_here(keys):
             build_reward_model(keys, torch.float32)
 
@@ -174,7 +126,3 @@ def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]
             "unquantized model"
         )
     return model, values
-
-
-def _keys_of(name: str, recipe: Recipe) -> Model:
-    return Model(model_name_or_path=name, trust_remote_code=recipe.model.trust_remote_code)

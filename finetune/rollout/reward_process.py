@@ -31,8 +31,11 @@ from typing import Any
 
 import psutil
 
+from finetune.config.judge import is_judge, read_judge
+from finetune.config.methods import name_of_reward
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
+from finetune.rollout.judge_reward import Fault, JudgeReward
 from finetune.rollout.shipped_rewards import FUNCTIONS, load_shipped
 
 Scores = list[float | None]
@@ -124,10 +127,8 @@ def check_scores(
     for given, completion in zip(returned, step["completions"], strict=True):
         if not is_score(given):
             text = json.dumps(completion, ensure_ascii=False)
-            raise UserError(
-                f"{place_of(function)}{name}: returned {_describe(given)} for the completion "
-                f"{text[:200]}"
-            )
+            said = given if isinstance(given, Fault) else f"returned {_describe(given)}"
+            raise UserError(f"{place_of(function)}{name}: {said} for the completion {text[:200]}")
     return [None if given is None else float(given) for given in returned]
 
 
@@ -289,10 +290,8 @@ class Functions:
         names: Sequence[str] = asked["names"]
         self._seconds: float = asked["seconds"]
         self._counts: bool = asked["counts_failures"]
-        self._names = [name.rpartition(":")[2] for name in names]
-        self._functions = [
-            load_shipped(name) if name in FUNCTIONS else load(name) for name in names
-        ]
+        self._names = [name_of_reward(name) for name in names]
+        self._functions = [_load(name, self._seconds) for name in names]
         self._tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
         self._step: dict[str, Any] = {}
 
@@ -325,6 +324,13 @@ class Functions:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}
         return {"scores": check_scores(name, function, step, score(name, function, step, seconds))}
+
+
+def _load(name: str, seconds: float) -> Callable[..., Any]:
+    """The function of an entry of `rewards`. Raises `UserError` where it cannot be loaded."""
+    if is_judge(name):
+        return JudgeReward(read_judge(name), seconds)
+    return load_shipped(name) if name in FUNCTIONS else load(name)
 
 
 def main(questions: int, answers: int) -> None:

@@ -274,9 +274,8 @@ class Rewards:
         process = self._process
         assert process is not None
         key = "tools" if "calls" in question else "rewards"
-        files = dict.fromkeys(
-            str(file_of(name)) for name in getattr(self._keys, key) if ".py:" in name
-        )
+        named = self._keys.tools if "calls" in question else self._keys.reward_files
+        files = dict.fromkeys(str(file_of(name)) for name in named)
         where = f"{key}: {', '.join(files)}"
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds

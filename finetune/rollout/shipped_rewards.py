@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from finetune.config.judge import text_of
 from finetune.config.methods import REWARD_PACKAGES
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -18,11 +19,6 @@ FORMAT = re.compile(
 )
 
 THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.S)
-
-
-def text_of(completion: Any) -> str:
-    """A completion as text; that of a conversation is a list of messages."""
-    return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 
 def _with_reasoning(completion: Any) -> str:

@@ -101,7 +101,12 @@ def test_trl_names_the_method_on_its_command_line(method: str) -> None:
         ("swift pt --model a/b --dataset c/d", "pretraining by ms-swift"),
         ("swift infer --adapters a/b", "infer, not a training recipe"),
         ("swift sft --model Qwen/Qwen2-VL-7B-Instruct --dataset c/d", "images by ms-swift"),
-        ("swift sft --model a/b --dataset c/d --task_type embedding", "embedding"),
+        (
+            "swift sft --model a/b --dataset c/d --task_type embedding --loss_type infonce",
+            "embeddings by ms-swift, whose rows have messages and lists of positive_messages",
+        ),
+        ("swift sft --model a/b --dataset c/d --task_type generative_reranker", "a reranker by"),
+        ("swift sft --model a/b --dataset c/d --task_type seq_cls", "a classifier by ms-swift"),
         ("swift sft --model a/b --dataset c/d --num_labels 3", "a classifier by ms-swift"),
         ("swift sft --model a/b --dataset c/d --tuner_type adalora", "ADALORA"),
         ("swift sft --model $MODEL --dataset c/d", "only the shell knows"),

@@ -1870,3 +1870,29 @@ def test_our_own_key_with_a_value_that_is_none_and_a_data_set_of_no_file_are_one
     assert main(["convert", str(source)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("first", "model", "cause"),
+    [
+        ("recipe: TrainBiEncoderRecipe\n", "BiEncoder", "retrieval, for which Automodel's models"),
+        ("recipe: TrainCrossEncoderRecipe\n", "CrossEncoder", "reranking, for which Automodel's"),
+        ("", "ForBiencoder", "retrieval, for which Automodel's models attend in both directions"),
+    ],
+    ids=["bi-encoder", "cross-encoder", "no recipe"],
+)
+def test_automodels_retrieval_is_refused_with_its_reason(
+    first: str, model: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As examples/retrieval and examples/biencoder of its repository have them."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        f"{first}temperature: 0.02\nmodel:\n"
+        f"  _target_: nemo_automodel.NeMoAutoModel{model}.from_pretrained\n"
+        "  pretrained_model_name_or_path: meta-llama/Llama-3.2-1B\n  pooling: avg\n"
+        "dataloader:\n  dataset:\n"
+        "    _target_: nemo_automodel.components.datasets.llm.make_retrieval_dataset\n"
+        "    data_dir_list: [train.json]\n"
+    )
+    assert main(["convert", str(path)]) == 2
+    assert cause in capsys.readouterr().err

@@ -20,7 +20,7 @@ import yaml
 from finetune.cli import main
 from finetune.config.reader import read_recipe, to_dict
 from finetune.init.new_recipe import TEMPLATE_TOKENS, Hardware, fit_recipe
-from tests.conftest import make_chat
+from tests.conftest import make_chat, make_model
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, environment
 
@@ -681,3 +681,62 @@ def read_until(terminal: int, text: str) -> str:
         if select.select([terminal], [], [], 1.0)[0]:
             shown += os.read(terminal, 65536).decode(errors="replace")
     return shown
+
+
+TEXTS = [{"text": f"mail {n}", "label": ["praise", "complaint"][n % 2]} for n in range(80)]
+CHATS = [{"messages": [{"role": "user", "content": f"mail {n}"}], "kind": n % 3} for n in range(80)]
+QUERIES = [
+    {"query": f"what is {n}", "positive": f"{n}", "negatives": ["x", "y"][: 1 + n % 2]}
+    for n in range(80)
+]
+QUESTIONS = [{"question": f"what is {n}", "answer": f"{n}"} for n in range(80)]
+PAIRS = [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(80)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "expected"),
+    [
+        (TEXTS, (), {"method": "classify", "labels": ["complaint", "praise"]}),
+        (
+            CHATS,
+            ("--method", "classify", "--label-column", "kind"),
+            {"method": "classify", "labels": ["0", "1", "2"]},
+        ),
+        (QUERIES, (), {"method": "embed", "num_negatives": 1, "global_batch_size": 4}),
+        (QUESTIONS, ("--method", "embed"), {"method": "embed", "num_negatives": 0}),
+        (PAIRS, ("--method", "reward"), {"method": "reward"}),
+        (TEXTS, ("--text-column", "text"), {"method": "sft"}),
+    ],
+    ids=["texts", "chats", "queries", "questions", "pairs", "plain"],
+)
+def test_other_heads_are_recognized_by_the_columns(
+    rows: list[dict[str, Any]],
+    flags: tuple[str, ...],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    init: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is written is planned and inspected without a finding, at the rate of a method that is no preference."""
+    model = make_model(tmp_path / "model")
+    data = write_rows(tmp_path / "rows.jsonl", *rows)
+    said = init("--model", model, "--data", data, "--train", "full", "--gpus", 0, *flags)
+    assert "fatal" not in said
+    recipe = to_dict(read_recipe(str(tmp_path / "r.yaml")))
+    assert {key: recipe[key] for key in expected} == expected
+    assert recipe["learning_rate"] == 1e-5
+    assert main(["inspect", "--recipe", str(tmp_path / "r.yaml"), "--rows", "0"]) == 0
+    assert "80 rows read, 0 skipped" in capsys.readouterr().out
+
+
+def test_a_column_that_holds_no_classes_is_a_sentence(
+    tmp_path: Path, init: Callable[..., str]
+) -> None:
+    model = make_model(tmp_path / "model")
+    data = write_rows(
+        tmp_path / "rows.jsonl", *({"text": f"{n}", "label": f"l{n}"} for n in range(200))
+    )
+    asked = ("--model", model, "--data", data, "--gpus", 0)
+    assert "label: 200 classes in 200 rows; is it the column" in init(*asked, code=2)
+    asked = ("--model", model, "--data", data, "--gpus", 0, "--label-column", "kind")
+    assert "kind: no class; its columns are text, label, and" in init(*asked, code=2)

@@ -606,7 +606,7 @@ def test_chat_and_other_formats_are_refused(
     run = runs("one", "last")
     for name in (run / "export", run):
         assert main(["chat", str(name), "--prompt", "What is 3?"]) == 2
-        assert "embeds texts and writes none; SentenceTransformer" in capsys.readouterr().err
+        assert "embeds texts and writes none; finetune chat --rank FILE" in capsys.readouterr().err
     with pytest.raises(UserError, match="gguf has no pooling; export safetensors"):
         export(run, tmp_path / "out", formats=["safetensors", "gguf"], log=lambda _: None)
 

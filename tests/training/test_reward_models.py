@@ -221,3 +221,17 @@ def test_what_gives_no_one_score_is_refused(folder: Path, recipes: dict[str, Pat
         read_recipe(str(recipes["chat"]), ["rewards=[./nowhere]"])
     with pytest.raises(UserError, match="did you mean length"):
         read_recipe(str(recipes["chat"]), ["rewards=[lenght]"])
+
+
+def test_inspect_shows_what_a_reward_model_reads(
+    recipes: dict[str, Path], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--recipe", str(recipes["chat"]), "--rows", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["rows"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "helpful" / "export")
+    rows = (folder / "chat.jsonl").read_text().splitlines()
+    for row, line in zip(shown, rows, strict=False):
+        messages = json.loads(line)["messages"]
+        assert row["rewards_read"] == {
+            "helpful": tokenizer.apply_chat_template(messages, tokenize=False)
+        }

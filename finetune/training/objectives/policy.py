@@ -17,6 +17,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
+from finetune.data.paid_text import read_reward_texts
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.data.tool_calls import make_tool_turns
@@ -29,7 +30,7 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Sampled
-from finetune.rollout.reward_models import load_reward_models, read_reward_texts
+from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_server
 from finetune.training.objectives.objective import Measured, Objective, Objectives

@@ -1,0 +1,164 @@
+"""An exported embedder in use: the lines of a file, ranked by their cosine to a query."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from finetune.data.messages import BadRow, list_columns
+from finetune.data.retrieval import POSITIVE
+from finetune.data.sources import read_file
+from finetune.errors import UserError, print_styled, printable
+from finetune.export.sentence_transformer import MODULES, POOLING, SETTINGS
+from finetune.files.json_files import load_json
+from finetune.inference.conversation import read_turn
+from finetune.inference.inference_model import LoadOptions, load_whole
+from finetune.inference.inputs import ModelReference
+
+BATCH = 16  # texts in a forward
+COLUMNS = ("text", *POSITIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """A model that embeds texts. Returned by `load_embedder`."""
+
+    model: Any  # of transformers, without a head
+    tokenizer: Any
+    takes_mean: bool  # of the states of all tokens; else the state of the last one
+    prompts: dict[str, str]  # what stands before a query, and before a document
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Tensor:
+        """fp32[texts, numbers]: the embedding of each text, of length 1."""
+        prompt = self.prompts.get(kind) or ""
+        lengths = [len(text) for text in texts]
+        order = (
+            torch.tensor(lengths).argsort().tolist()
+        )  # alike in length, so that little is padded
+        rows = []
+        for first in range(0, len(order), BATCH):
+            some = [prompt + texts[place] for place in order[first : first + BATCH]]
+            inputs = self.tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+            inputs = inputs.to(self.model.device)
+            states = self.model(**inputs).last_hidden_state.float()
+            rows.append(self._pool(states, inputs["attention_mask"]))
+        return functional.normalize(torch.cat(rows)[torch.tensor(order).argsort()], dim=1).cpu()
+
+    def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
+        """[texts, numbers] of `states` [texts, tokens, numbers], of which `mask` marks the texts'
+        own; padding stands behind them.
+        """
+        counts = mask.sum(1)
+        if self.takes_mean:
+            return (states * mask[:, :, None]).sum(1) / counts[:, None]
+        return states[torch.arange(len(states)), counts - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedLine:
+    """A document of a file."""
+
+    number: int  # from 1
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The documents of a file, each with its embedding."""
+
+    embedder: Embedder
+    lines: Sequence[RankedLine]
+    vectors: Tensor  # fp32[lines, numbers], of length 1
+    nearest: int  # how many are shown
+
+    def find(self, query: str) -> list[tuple[RankedLine, float]]:
+        """The nearest documents, each with its cosine to the query, the largest first."""
+        cosines = self.vectors @ self.embedder.embed([query], "query")[0]
+        top = cosines.topk(min(self.nearest, len(self.lines)))
+        places = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [(self.lines[place], cosine) for place, cosine in places]
+
+
+def load_embedder(reference: ModelReference, options: LoadOptions) -> Embedder:
+    """Loads the export of a run that embeds, on a GPU of this machine or its CPU.
+
+    Raises `UserError` where it is another model, or cannot be loaded.
+    """
+    folder = Path(reference.name)
+    if not (folder / MODULES).is_file():
+        raise UserError(
+            f"{reference.name}: no export of embeddings (it has no {MODULES}); --rank takes "
+            "what method: embed exports"
+        )
+    model, tokenizer = load_whole(reference, options)
+    tokenizer.padding_side = "right"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    limit = load_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    if limit is not None:
+        tokenizer.model_max_length = limit
+    pooling = load_json(folder / POOLING)
+    prompts = load_json(folder / SETTINGS).get("prompts") or {}
+    return Embedder(model, tokenizer, bool(pooling.get("pooling_mode_mean_tokens")), prompts)
+
+
+def read_lines(path: str) -> list[RankedLine]:
+    """The documents in a file: a line each of text, or a row each with a column of them.
+
+    Raises `UserError` where there are none, or a row has none.
+    """
+    lines = []
+    for number, row in read_file(path):
+        if isinstance(row, BadRow):
+            raise UserError(f"{path}:{number}: {row}")
+        text = next((row[name] for name in COLUMNS if isinstance(row.get(name), str)), None)
+        if text is None:
+            raise UserError(
+                f"{path}:{number}: no document; its columns are {list_columns(row) or 'none'}, and "
+                f"one of {', '.join(COLUMNS)} is expected"
+            )
+        if text.strip():
+            lines.append(RankedLine(number, text))
+    if not lines:
+        raise UserError(f"{path}: holds no lines to rank")
+    return lines
+
+
+def rank_queries(ranking: Ranking, queries: Sequence[str], *, as_json: bool) -> None:
+    """Prints the documents nearest to each query."""
+    for place, query in enumerate(queries):
+        if as_json:
+            ranked = [
+                {"line": line.number, "text": line.text, "cosine": cosine}
+                for line, cosine in ranking.find(query)
+            ]
+            print(json.dumps({"query": query, "ranked": ranked}, ensure_ascii=False), flush=True)
+            continue
+        if len(queries) > 1:
+            print(f"{'' if place == 0 else chr(10)}> {query}")
+        print("\n".join(format_ranked(ranking, query)))
+
+
+def converse_ranked(ranking: Ranking) -> None:
+    """Asks for queries and prints the documents nearest to each, until the user ends it."""
+    while (query := read_turn()) is not None:
+        if query in ("/exit", "/quit"):
+            return
+        if query.startswith("/"):
+            print_styled("a query, or /exit", "dim")
+        elif query:
+            print("\n".join(format_ranked(ranking, query)))
+            print()
+
+
+def format_ranked(ranking: Ranking, query: str) -> Iterator[str]:
+    """A line for each of the documents nearest to the query."""
+    width = len(str(ranking.lines[-1].number))
+    for line, cosine in ranking.find(query):
+        text = printable(" ".join(line.text.split()))
+        yield f"{cosine:7.4f}  {line.number:>{width}}: {text}"
