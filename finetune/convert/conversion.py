@@ -37,6 +37,7 @@ from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
 from finetune.convert.model_names import (
+    BITSANDBYTES_MODEL,
     adapt_model,
     add_tokenizers_turns,
     find_images,
@@ -271,6 +272,8 @@ def _find_turn(key: str, known: Mapping[str, Counterpart]) -> int:
 def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
     name = str(conversion.recipe.get("model_name_or_path"))
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if BITSANDBYTES_MODEL.search(name.lower()):
+        return  # in 4 bits already: see EXPERTS_DEQUANTIZED
     is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
     if load_key and is_fused and not settings.get("quantize_moe_experts"):
         note = "a mixture's experts are quantized here too; there only linear layers are"

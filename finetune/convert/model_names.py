@@ -253,6 +253,9 @@ def name_model(settings: ToolFile) -> str:
         or settings.get("model_name_or_path")
         or (settings.get("model") if isinstance(settings.get("model"), str) else "")
         or read_section(settings, "model").get("pretrained_model_name_or_path")
+        or read_section(read_section(settings, "model"), "config").get(
+            "pretrained_model_name_or_path"
+        )
         or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
     )

@@ -445,7 +445,8 @@ def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
             yield f"model: {kind.rsplit('.', 2)[-2]}", cause, True
     if "prefix_tree" in str(settings):
         yield "dataloader: prefix trees", "online RL", True
-    if kind.endswith("from_config"):
+    # load_base_model: the class is made of a config, and the weights are read all the same.
+    if kind.endswith("from_config") and not read_section(settings, "model").get("load_base_model"):
         yield "model: from_config", FROM_SCRATCH, True
 
 

@@ -412,12 +412,20 @@ class _Elsewhere(nn.Module):
         self._receives = receives
 
     def forward(
-        self, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+        self,
+        hidden: Tensor,
+        *args: Any,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
     ) -> Tensor:
         # generation asks the cache of any layer how many tokens it holds
-        if past_key_values is not None:
+        cache = (
+            past_key_values if cache is None else cache
+        )  # transformers up to 5.23, and from 5.24
+        if cache is not None:
             nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 0)
-            past_key_values.update(nothing, nothing, self._index)
+            cache.update(nothing, nothing, self._index)
         return self._pipeline.cross(hidden, sends=self._sends, receives=self._receives)
 
 

@@ -2,6 +2,8 @@
 cache.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -462,10 +464,16 @@ def _forward(
     keep.
     """
     keys = {"use_cache": True, "logits_to_keep": 1} | keys
-    logits: Tensor = transformer(
-        input_ids=ids, position_ids=positions, past_key_values=cache, **keys
-    ).logits
+    keys[_name_of_cache(transformer.__class__)] = cache
+    logits: Tensor = transformer(input_ids=ids, position_ids=positions, **keys).logits
     return logits.flatten(0, 1).float()
+
+
+@functools.cache
+def _name_of_cache(model_class: type) -> str:
+    """What the class's forward calls the cache, which has another name in transformers 5.24."""
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def draw_tokens(

@@ -46,9 +46,10 @@ UNPICKLING_CALLS = {
 UNPICKLING_CALLS |= {"dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"}
 
 
-# Files that torch wrote with pickle, for export only and never of a checkpoint: through unpicklers that admit no
+# What a script gives to load_recipe, which is written as a Python file of the user's and loaded as one. And files that
+# torch wrote with pickle, for export only and never of a checkpoint: through unpicklers that admit no
 # code (tests/export/test_torch_files.py holds it to that).
-ADMITTED = {"finetune/export/torch_files.py": {"pickle"}}
+ADMITTED = {"finetune/config/given.py": {"dill"}, "finetune/export/torch_files.py": {"pickle"}}
 
 
 def unpickling(source: str) -> Iterator[str]:

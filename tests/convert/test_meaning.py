@@ -64,6 +64,7 @@ def number(value: Any) -> float:
 def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
     """torchtune's recipes: no scheduler is a constant rate, AdamW decays 0.01, nothing is clipped, cut or packed unasked."""
     optimizer, schedule = file["optimizer"], file.get("lr_scheduler")
+    dataset = file.get("dataset") or {"_component_": "several", "train_on_input": False}
     command = (
         next(line for line in text.splitlines() if "tune run" in line) if "tune run" in text else ""
     )
@@ -76,9 +77,9 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
         "per_device_train_batch_size": file["batch_size"],
         "gradient_accumulation_steps": file.get("gradient_accumulation_steps", 1),
         "num_train_epochs": float(file["epochs"]),
-        "packing": file["dataset"].get("packed", False),
-        "assistant_only_loss": not file["dataset"].get(
-            "train_on_input", "alpaca" in file["dataset"]["_component_"]
+        "packing": dataset.get("packed", False),
+        "assistant_only_loss": not dataset.get(
+            "train_on_input", "alpaca" in dataset["_component_"]
         ),
         "precision": file["dtype"],
         "layout": "ddp"
@@ -108,7 +109,11 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
             "lora_r": model["lora_rank"],
             "lora_alpha": model["lora_alpha"],
         }
-        meaning |= {"lora_target_modules": {RENAMED.get(layer, layer) for layer in layers}}
+        targets = {RENAMED.get(layer, layer) for layer in layers}
+        if model.get("decoder_trainable") == "frozen":  # the layers that read images alone
+            attention = {name for name in targets if name[0] in "qkvo"}
+            targets = {f"cross_attn.{name}" for name in attention} | (targets - attention)
+        meaning |= {"lora_target_modules": targets}
     else:
         meaning |= {"use_peft": False, "dtype": "bfloat16"}
     if "kd_loss" in file:  # (1 - kd_ratio) x cross entropy + kd_ratio x KL(teacher, student)
@@ -343,6 +348,10 @@ TOOLS = {
 LISTED_AS = {  # by the start of a line of the differences: what may differ, since it is said
     "precision": ("mixed_precision", "optimizer"),
     "packing": ("packing: false, ",),
+    "lora_target_modules": ("model.apply_lora_to_mlp",),
+    # which are left to a base that is stored in 4 bits
+    "load_in_4bit": ("base_model:",),
+    "bnb_4bit_use_double_quant": ("base_model:",),
 }
 
 

@@ -22,8 +22,8 @@ SOURCE = DatasetSource(path="rows.jsonl")
 
 
 def read(row: dict[str, object]) -> tuple[object, int | None]:
-    group = parse_class(row, SOURCE, LABELS).groups[0]
-    return group.documents[0], group.score
+    group = parse_class(row, SOURCE, Data(labels=LABELS)).groups[0]
+    return group.documents[0], group.labels[0]
 
 
 def test_a_class_is_a_name_or_its_place() -> None:

@@ -68,15 +68,24 @@ def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked()
     assert adopted(None, double) == double
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq", "torchao"])
-def test_other_formats_are_refused_with_what_to_do(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("gptq", {"bits": 3}),  # which no word holds a whole number of
+        ("awq", {"bits": 4, "version": "gemv"}),
+        ("compressed-tensors", {"bits": 4}),
+        ("hqq", {"bits": 4}),
+        ("torchao", {"bits": 4}),
+    ],
+)
+def test_other_formats_are_refused_with_what_to_do(method: str, settings: dict[str, Any]) -> None:
     sentence = (
-        rf"its weights are quantized \({method}(: .*)?\), and only those of bitsandbytes, in FP8 blocks and in MXFP4 "
-        r"are read; name the unquantized model "
+        rf"its weights are quantized \({method}, \d\), in a way that is not read "
+        r"\(docs/quantization.md has those that are\); name the unquantized model "
         r"\(the BF16 files that these were made from\), and set use_peft and load_in_4bit: true to keep it in 4 bits"
     )
     with pytest.raises(UserError, match=sentence):
-        adopted({"quant_method": method, "bits": 4})
+        adopted({"quant_method": method, **settings})
 
 
 Tensors = dict[str, torch.Tensor]

@@ -526,5 +526,7 @@ def test_held_out_images_of_some_ranks_alone_are_refused_before_a_sharded_tower_
         sharding=SimpleNamespace(is_fsdp=True),
         gather=lambda mine: [mine, [False]],
     )
+    model: Any = nn.Module()
+    model.base_model_prefix, model.config = "model", SimpleNamespace(model_type="llama")
     with pytest.raises(UserError, match=r"another's have none.*set exact_match_samples: 0"):
-        answer(nn.Module(), prompts, None, world)
+        answer(model, prompts, None, world)
