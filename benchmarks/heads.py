@@ -4,10 +4,10 @@
     python benchmarks/heads.py embed --model stories260k --data gsm8k_train.jsonl
         --held-out gsm8k_test.jsonl
 
-`reward` trains a Llama of two layers from random weights, with the tokenizer in --model, and each
-seed twice: on the pairs, and on pairs whose sides a fair coin swaps (the control). The held-out
-pairs are the same in both, and another draw for each seed; each text is cut at CHARACTERS. Prints a
-line of JSON for each run.
+`reward` trains a Llama of two layers from random weights, with the tokenizer in --model: for each
+seed FOLDS times, so that every pair is held out once, and all of it again with pairs whose sides a
+fair coin swaps (the control). Each text is cut at CHARACTERS. Prints a line of JSON for each seed
+and control, with the share of all pairs in order; of `embed` for each run.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-HELD_OUT = 60  # pairs
+FOLDS = 5
 CHARACTERS = 1000  # of each text of a pair
 SMALL = {
     "model_type": "llama",
@@ -71,15 +71,20 @@ def train(keys: dict[str, Any], folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in FIGURES if key in line} for line in held_out]
 
 
-def split_pairs(data: Path, folder: Path, seed: int, *, is_shuffled: bool) -> dict[str, Any]:
-    """The keys of a recipe that name pairs to train on and pairs that are held out."""
+def split_pairs(
+    data: Path, folder: Path, seed: int, fold: int, *, is_shuffled: bool
+) -> tuple[dict[str, Any], int]:
+    """The keys of a recipe that name pairs to train on and pairs that are held out, and how many
+    those are.
+    """
     draw = random.Random(seed)
     rows = json.loads(data.read_text(encoding="utf-8"))
     draw.shuffle(rows)
     for row in rows:
         for text in (*row["conversations"], row["chosen"], row["rejected"]):
             text["value"] = text["value"][:CHARACTERS]
-    trained = rows[HELD_OUT:]
+    held_out = rows[fold::FOLDS]
+    trained = [row for place, row in enumerate(rows) if place % FOLDS != fold]
     if is_shuffled:
         for row in trained:
             if draw.random() < 0.5:
@@ -87,11 +92,24 @@ def split_pairs(data: Path, folder: Path, seed: int, *, is_shuffled: bool) -> di
                 row["chosen"] = row["rejected"]
                 row["rejected"] = chosen
     keys = {}
-    for key, part in (("datasets", trained), ("eval_datasets", rows[:HELD_OUT])):
+    for key, part in (("datasets", trained), ("eval_datasets", held_out)):
         path = folder / f"{key}.json"
         path.write_text(json.dumps(part), encoding="utf-8")
         keys[key] = [{"path": str(path)}]
-    return keys
+    return keys, len(held_out)
+
+
+def measure_reward(common: dict[str, Any], data: Path, seed: int, *, is_shuffled: bool) -> float:
+    """The share of all pairs that are in order, each held out in one of FOLDS trainings."""
+    right = 0.0
+    total = 0
+    for fold in range(FOLDS):
+        with tempfile.TemporaryDirectory() as name:
+            keys, count = split_pairs(data, Path(name), seed, fold, is_shuffled=is_shuffled)
+            figures = train(REWARD | keys | common, Path(name))[-1]
+        right += figures["eval_rewards/accuracies"] * count
+        total += count
+    return right / total
 
 
 def main() -> None:
@@ -102,21 +120,21 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
-    key = "tokenizer_name_or_path" if options.what == "reward" else "model_name_or_path"
-    common = {key: str(options.model.resolve())}
+    model = str(options.model.resolve())
     for seed in options.seeds:
-        for is_shuffled in (False, True) if options.what == "reward" else (False,):
-            with tempfile.TemporaryDirectory() as name:
-                if options.what == "reward":
-                    data = split_pairs(options.data, Path(name), seed, is_shuffled=is_shuffled)
-                    keys = REWARD | data
-                else:
-                    keys = EMBED | {"datasets": [{"path": str(options.data.resolve())}]}
-                    held_out = {"path": str(options.held_out.resolve()), "split": "train[:200]"}
-                    keys |= {"eval_datasets": [held_out]}
-                figures = train(keys | common | {"seed": seed}, Path(name))
-            line = {"what": options.what, "seed": seed, "shuffled": is_shuffled}
-            print(json.dumps(line | {"held_out": figures}), flush=True)
+        if options.what == "reward":
+            common = {"tokenizer_name_or_path": model, "seed": seed}
+            for is_shuffled in (False, True):
+                share = measure_reward(common, options.data, seed, is_shuffled=is_shuffled)
+                line = {"what": "reward", "seed": seed, "shuffled": is_shuffled, "in order": share}
+                print(json.dumps(line), flush=True)
+            continue
+        held_out = {"path": str(options.held_out.resolve()), "split": "train[:200]"}
+        keys = EMBED | {"datasets": [{"path": str(options.data.resolve())}]}
+        keys |= {"eval_datasets": [held_out], "model_name_or_path": model, "seed": seed}
+        with tempfile.TemporaryDirectory() as name:
+            figures = train(keys, Path(name))
+        print(json.dumps({"what": "embed", "seed": seed, "held_out": figures}), flush=True)
 
 
 if __name__ == "__main__":
