@@ -6,7 +6,7 @@ run calls them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -163,16 +163,17 @@ def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
 
 def has_scores_class(config: Any) -> bool:
     """Whether a transformers config names a class with a head of scores."""
-    return any(
-        name.endswith((SCORING_CLASS, TOKEN_SCORING_CLASS))
-        for name in getattr(config, "architectures", None) or ()
-    )
+    return names_class(getattr(config, "architectures", None), SCORING_CLASS, TOKEN_SCORING_CLASS)
 
 
 def scores_tokens(config: Any) -> bool:
     """Whether a transformers config names a class that scores each token."""
-    names = getattr(config, "architectures", None) or ()
-    return any(name.endswith(TOKEN_SCORING_CLASS) for name in names)
+    return names_class(getattr(config, "architectures", None), TOKEN_SCORING_CLASS)
+
+
+def names_class(architectures: Sequence[str] | None, *ends: str) -> bool:
+    """Whether one of the classes that a config names ends with one of `ends`."""
+    return any(name.endswith(ends) for name in architectures or ())
 
 
 def text_config_of(config: Any) -> Any:

@@ -14,8 +14,8 @@ import yaml
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
-from finetune.config.methods import describe_method
-from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS
+from finetune.config.methods import ScoreHead, describe_method
+from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS, names_class
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import (
@@ -419,20 +419,20 @@ def _use(source: Source, is_adapter: bool) -> str:
         auto_class = "AutoModelForImageTextToText"
     else:
         auto_class = "AutoModelForCausalLM"
-    names = _read_scores(source)
-    if names:
+    head = _read_head(source)
+    if head.names:
         auto_class = "AutoModelForSequenceClassification"
-    if _scores_tokens(source):
+    if head.reads_tokens:
         auto_class = "AutoModelForTokenClassification"
-    if is_adapter and _scores_tokens(source):
+    if is_adapter and head.reads_tokens:
         lines = [f"from transformers import AutoConfig, {auto_class}", "from peft import PeftModel"]
-        lines += ["", f'config = AutoConfig.from_pretrained("BASE", num_labels={len(names)})']
+        lines += ["", f'config = AutoConfig.from_pretrained("BASE", num_labels={len(head.names)})']
         lines.append("config.token_classification_bias = False")
         lines.append(f'base = {auto_class}.from_pretrained("BASE", config=config)')
         lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
-    elif is_adapter and names:
+    elif is_adapter and head.names:
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
-        lines.append(f'base = {auto_class}.from_pretrained("BASE", num_labels={len(names)})')
+        lines.append(f'base = {auto_class}.from_pretrained("BASE", num_labels={len(head.names)})')
         lines.append('model = PeftModel.from_pretrained(base, "PATH_OR_NAME")')
     elif is_adapter and _is_vision_language(source):
         lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
@@ -450,21 +450,14 @@ def _use(source: Source, is_adapter: bool) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _read_scores(source: Source) -> Sequence[str]:
-    """The names of the scores of a reward model or classifier; none of a language model."""
+def _read_head(source: Source) -> ScoreHead:
+    """The head of a reward model or classifier; a language model's has no names."""
     config = read_json_object(source.description / CONFIG_FILE)
-    if _names_class(config, (SCORING_CLASS, TOKEN_SCORING_CLASS)):
-        return list((config.get("id2label") or {}).values())
-    return ()
-
-
-def _scores_tokens(source: Source) -> bool:
-    config = read_json_object(source.description / CONFIG_FILE)
-    return _names_class(config, (TOKEN_SCORING_CLASS,))
-
-
-def _names_class(config: Mapping[str, Any], ends: tuple[str, ...]) -> bool:
-    return any(name.endswith(ends) for name in config.get("architectures") or ())
+    classes = config.get("architectures")
+    if not names_class(classes, SCORING_CLASS, TOKEN_SCORING_CLASS):
+        return ScoreHead()
+    names = tuple((config.get("id2label") or {}).values())
+    return ScoreHead(names, reads_tokens=names_class(classes, TOKEN_SCORING_CLASS))
 
 
 def _find_pipeline(source: Source) -> str:
@@ -472,10 +465,9 @@ def _find_pipeline(source: Source) -> str:
         return "sentence-similarity"
     if is_reranker(source.recipe):
         return "text-ranking"
-    if _scores_tokens(source):
-        return "token-classification"
-    if _read_scores(source):
-        return "text-classification"
+    head = _read_head(source)
+    if head.names:
+        return "token-classification" if head.reads_tokens else "text-classification"
     if _is_vision_language(source):
         return "image-text-to-text"
     return "text-generation"
