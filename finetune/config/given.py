@@ -10,7 +10,6 @@ import base64
 import hashlib
 import io
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from finetune.config.schema import NESTED, recipe_keys
 from finetune.config.user_code import plain_row
 from finetune.config.yaml_file import LOAD_RECIPE
 from finetune.errors import UserError
+from finetune.files.durable import replace_file
 from finetune.files.network import find_cache
 
 NO_FILE = f"<{LOAD_RECIPE}>"
@@ -217,7 +217,5 @@ def _keep(name: str, ending: str, content: bytes) -> str:
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}{ending}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        replace_file(path, content)
     return str(path)

@@ -62,22 +62,23 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, ob
     return {"size": size, CHECKSUM: digest.hexdigest()}
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it to `path`.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes `content` beside `path` and renames it to `path`.
 
     A link stays one, and a device (/dev/stdout) is written to.
 
     Raises `OSError` where that fails; then `path` is what it was.
     """
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(raw)
         return
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{HOST}-{os.getpid()}.part")
     try:
         temporary.unlink(missing_ok=True)
         _remove_leftovers(target)
-        write_file(temporary, [text.encode("utf-8")])
+        write_file(temporary, [raw])
         temporary.replace(target)
         sync_folder(target.parent)
     except OSError as error:
