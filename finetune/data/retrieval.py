@@ -12,7 +12,8 @@ from finetune.data.messages import BadRow, list_columns
 
 # As sentence-transformers' rows name them, and NeMo Automodel's.
 QUERY = ("query", "anchor", "question")
-POSITIVE = ("positive", "pos_doc", "document", "answer")
+OF_RETRIEVAL_ALONE = ("positive", "pos_doc")  # which rows of no other kind have
+POSITIVE = (*OF_RETRIEVAL_ALONE, "document", "answer")
 NEGATIVE = ("negative", "negatives", "neg_doc")
 FORMAT = "retrieval"
 # of queries whose documents are scored beside them

@@ -10,6 +10,7 @@ from finetune.config.methods import METHODS
 MODULES = "modules.json"  # by which sentence-transformers knows a folder as its own
 POOLING = "1_Pooling/config.json"
 SETTINGS = "config_sentence_transformers.json"  # its prompts
+LIMITS = "sentence_bert_config.json"  # how many tokens it reads
 
 
 def is_embedder(recipe: Mapping[str, Any]) -> bool:
@@ -47,10 +48,7 @@ def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dic
             **{name: mode == pooled for mode, name in modes.items()},
             "include_prompt": True,
         },
-        "sentence_bert_config.json": {
-            "max_seq_length": recipe.get("max_length"),
-            "do_lower_case": False,
-        },
+        LIMITS: {"max_seq_length": recipe.get("max_length"), "do_lower_case": False},
         SETTINGS: {
             "prompts": {key: recipe.get(f"{key}_prompt") or "" for key in ("query", "document")},
             "default_prompt_name": None,

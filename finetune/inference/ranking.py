@@ -14,7 +14,7 @@ from finetune.data.messages import BadRow, list_columns
 from finetune.data.retrieval import POSITIVE
 from finetune.data.sources import read_file
 from finetune.errors import UserError, print_styled, printable
-from finetune.export.sentence_transformer import MODULES, POOLING, SETTINGS
+from finetune.export.sentence_transformer import LIMITS, MODULES, POOLING, SETTINGS
 from finetune.files.json_files import load_json
 from finetune.inference.conversation import read_turn
 from finetune.inference.inference_model import LoadOptions, load_whole
@@ -37,10 +37,8 @@ class Embedder:
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Tensor:
         """fp32[texts, numbers]: the embedding of each text, of length 1."""
         prompt = self.prompts.get(kind) or ""
-        lengths = [len(text) for text in texts]
-        order = (
-            torch.tensor(lengths).argsort().tolist()
-        )  # alike in length, so that little is padded
+        # Texts alike in length together, so that little is padded.
+        order = torch.tensor([len(text) for text in texts]).argsort().tolist()
         rows = []
         for first in range(0, len(order), BATCH):
             some = [prompt + texts[place] for place in order[first : first + BATCH]]
@@ -99,7 +97,7 @@ def load_embedder(reference: ModelReference, options: LoadOptions) -> Embedder:
     model, tokenizer = load_whole(reference, options)
     tokenizer.padding_side = "right"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    limit = load_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    limit = load_json(folder / LIMITS).get("max_seq_length")
     if limit is not None:
         tokenizer.model_max_length = limit
     pooling = load_json(folder / POOLING)

@@ -33,7 +33,7 @@ from finetune.data.formats import (
 )
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
-from finetune.data.retrieval import POSITIVE, parse_retrieval
+from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
 from finetune.data.sources import list_files, read_rows
 from finetune.data.tokenize import READERS
 from finetune.errors import UserError
@@ -154,7 +154,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
     if row.get("text") is not None and row.get(LABEL) is not None:
         return "classes"
     with suppress(BadRow):
-        if any(row.get(name) is not None for name in POSITIVE[:2]):
+        if any(row.get(name) is not None for name in OF_RETRIEVAL_ALONE):
             parse_retrieval(row, source, Data())
             return "retrieval"
     return "answers"
