@@ -543,14 +543,10 @@ class Session:
         for micro_batch, values in zip(
             batch.micro_batches, self.log_probabilities(batch), strict=True
         ):
-            micro_batch = micro_batch.with_documents()
-            assert micro_batch.trained_documents is not None
-            positions = micro_batch.trained_positions
-            has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
-            places = micro_batch.position_ids.flatten()[positions][has_label]
-            documents = micro_batch.trained_documents[has_label].tolist()
-            ids = [micro_batch.example_ids[document] for document in documents]
-            mine += zip(ids, places.tolist(), values.cpu()[has_label].tolist(), strict=True)
+            has_label, documents, places = micro_batch.find_labeled()
+            ids = [micro_batch.example_ids[index] for index in documents[has_label].tolist()]
+            own = places[has_label].tolist()
+            mine += zip(ids, own, values.cpu()[has_label].tolist(), strict=True)
         scores: dict[int, dict[int, float]] = {}
         for of_rank in self.world.gather(mine):
             for example, place, value in of_rank:

@@ -90,6 +90,16 @@ class MicroBatch:
             return self
         return replace(self, trained_documents=_find_trained_documents(self))
 
+    def find_labeled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(bool[positions], which of `trained_positions` have a label; int64[positions], which of
+        `example_ids` each belongs to, and its place in that document).
+        """
+        documents = self.with_documents().trained_documents
+        assert documents is not None
+        positions = self.trained_positions
+        has_label = self.labels.flatten()[positions] != IGNORE_INDEX
+        return has_label, documents, self.position_ids.flatten()[positions]
+
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`; from pinned memory the copy does not wait."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))

@@ -91,19 +91,15 @@ def attach_columns(
 
 
 def _spread(micro_batch: MicroBatch, values: Column, examples: Examples) -> Tensor:
-    documents = micro_batch.with_documents().trained_documents
-    assert documents is not None
-    positions = micro_batch.trained_positions
-    has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
-    # Of each position its place in the document, of which this rank may have a part.
-    places = micro_batch.position_ids.flatten()[positions]
-    column = torch.zeros(len(positions))
+    has_label, documents, places = micro_batch.find_labeled()
+    column = torch.zeros(len(has_label))
     for index, example_id in enumerate(micro_batch.example_ids):
         own = has_label & (documents == index)
         value = values[example_id // examples.group_size]
         if len(value) == 1:
             column[own] = float(value[0])
         else:
+            # counted over the whole document, of which this rank may have a part
             ordinals = np.cumsum(examples[example_id].labels != IGNORE_INDEX) - 1
             column[own] = torch.from_numpy(value[ordinals[places[own].numpy()]])
     return column
