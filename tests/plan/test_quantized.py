@@ -169,6 +169,20 @@ def test_the_experts_of_a_mixture_by_hand() -> None:
     assert dequantized_bytes(spec, recomputes_layer=True) == 2 * (experts + attention)
 
 
+def test_experts_that_are_stored_quantized_are_planned_as_plain_numbers(tmp_path: Path) -> None:
+    """A run reads them so: half a byte and a scale for attention alone, two bytes for an expert's number."""
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = QWEN3_235B | {"num_hidden_layers": 2, "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = recipe(lora=True)
+    given = replace(given, model=replace(given.model, model_name_or_path=str(tmp_path)))
+    spec = make_plan(given, FULL_SHARD, 2).spec
+    attention, experts = 2 * 8192 * 4096 + 2 * 512 * 4096, 128 * 3 * 4096 * 1536
+    other = spec.architecture.parameters - 2 * (attention + experts)
+    state = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
+    assert state == 2 * attention * (1 / 2 + 4 / 64) + 2 * 2 * experts + 2 * other
+
+
 def test_a_mixture_whose_experts_are_not_quantized_is_refused_as_the_run_refuses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
