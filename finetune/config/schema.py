@@ -30,6 +30,7 @@ from finetune.config.keys import (
 )
 from finetune.config.methods import (
     METHODS,
+    MULTI_LABEL,
     ROWS,
     SINGLE_LABEL,
     STEP_SCORES,
@@ -841,6 +842,16 @@ class Recipe:
         if self.method_facts.rows == "classes":
             return ScoreHead(self.score_names, self.data.problem_type)
         return ScoreHead(self.score_names, reads_tokens=self.method_facts.rows == "steps")
+
+    @property
+    def labels_are_indices(self) -> bool:
+        """Whether a label is one of the head's outputs, so that an export can be measured by their
+        cross entropy.
+        """
+        facts = ROWS[self.method_facts.rows]
+        has_several = self.data.problem_type == MULTI_LABEL
+        is_class = facts.label in ("class", "steps") and not has_several
+        return facts.head == "vocabulary" or (facts.head == "scores" and is_class)
 
     @property
     def samples_itself(self) -> bool:

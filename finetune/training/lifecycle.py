@@ -344,7 +344,7 @@ def open_log(
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
-        if not recipe.method_facts.samples and data.images is None:
+        if recipe.labels_are_indices and not recipe.method_facts.samples and data.images is None:
             batches = data.evaluation or data.train
             # what an export is measured on; a stream keeps none
             if isinstance(batches, StoredBatches):
