@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from finetune.config import layout_rules, method_rules, model_rules, recipe_rules
+from finetune.config import exclusions, layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
@@ -368,6 +368,7 @@ RULES: tuple[Rule, ...] = (
     *method_rules.RULES,
     *recipe_rules.RULES,
     *model_rules.RULES,
+    *exclusions.RULES,
     *layout_rules.RULES,
     *MACHINE,
 )

@@ -1,6 +1,5 @@
 """The rules of the method: its keys, rows and losses, and what sampling allows. Torch-free."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,17 +18,7 @@ from finetune.config.methods import (
     RolloutKeys,
     name_of_reward,
 )
-from finetune.config.rule import (
-    Case,
-    Rule,
-    all_of,
-    has_ep,
-    has_fp8,
-    has_sp,
-    is_fsdp1,
-    is_set,
-    no_effect,
-)
+from finetune.config.rule import Case, Rule, all_of, is_set, no_effect, samples, samples_itself
 
 
 def _method_key(key: str) -> Rule:
@@ -70,11 +59,6 @@ def _rows_key(key: str) -> Rule:
     )
 
 
-def samples(case: Case) -> bool:
-    """Whether the recipe's method samples completions."""
-    return case.recipe.method_facts.samples
-
-
 def _has_reference(case: Case) -> bool:
     return "beta" in case.recipe.method_facts.keys and samples(case) and case["beta"] > 0
 
@@ -109,77 +93,9 @@ def _names_apart(key: str) -> Rule:
 SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
 
 
-def _refused(
-    name: str, why: str, advice: str = "", *, when: Callable[[Case], object] | None = None
-) -> Rule:
-    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with a method
-    that samples.
-    """
-    is_so = when or is_set(name)
-    return Rule(
-        name=f"{name} with sampled completions",
-        keys=(name.partition(":")[0], "method"),
-        needs=("layout",) if when else (),
-        when=lambda c: samples(c) and is_so(c),
-        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
-        advice=advice or f"remove {name}",
-    )
-
-
-def _unwritten(
-    name: str, why: str, when: Callable[[Case], object] | None = None, advice: str = ""
-) -> Rule:
-    """A rule: a key that is set, or a layout where `when` holds, cannot be combined with what
-    writes no text.
-    """
-    key = name.partition(":")[0]
-    is_so = when or is_set(name)
-    return Rule(
-        name=f"{name} without text",
-        keys=(key, "method"),
-        needs=("layout",) if key.endswith("_size") else (),
-        when=lambda c: not c.recipe.method_facts.writes_text and is_so(c),
-        message=lambda c: f"{name} cannot be combined with method: {c['method']}: {why}",
-        advice=advice or f"remove {key}",
-    )
-
-
-def _unembedded(key: str, why: str) -> Rule:
-    """A rule: a key cannot be combined with embeddings, whose loss is one of the whole step."""
-    is_given = is_set(key)
-    return Rule(
-        name=f"{key} with embeddings",
-        keys=(key, "method"),
-        when=lambda c: c.recipe.method_facts.embeds and is_given(c),
-        message=lambda c: f"{key} cannot be combined with method: {c['method']}: {why}",
-        advice=f"remove {key}",
-    )
-
-
-TWICE = (
-    "each document is computed twice, once for the loss of the whole step and once for its own "
-    "gradient, and "
-)
-
-
-def _refused_by_server(key: str, why: str, is_so: Callable[[Case], object]) -> Rule:
-    return Rule(
-        name=f"{key} with a vLLM server",
-        keys=(key, "vllm_server_base_url"),
-        when=lambda c: bool(samples(c) and c["vllm_server_base_url"] and is_so(c)),
-        message=f"{key} cannot be combined with vllm_server_base_url: {why}",
-        advice=f"remove {key}, or vllm_server_base_url",
-    )
-
-
 def _has_other_states(case: Case) -> bool:
     recurrence = case.model.family.recurrence
     return recurrence is not None and not recurrence.can_be_sampled
-
-
-def _itself(is_so: Callable[[Case], bool]) -> Callable[[Case], bool]:
-    """A condition: `is_so`, and the model in training samples, not a server."""
-    return lambda case: is_so(case) and case["vllm_server_base_url"] is None
 
 
 def _names_student(case: Case) -> bool:
@@ -210,10 +126,6 @@ def _differs_from_teacher(case: Case) -> bool:
     )
 
 
-OFF_POLICY = (
-    "the model that learns would not be the one that was sampled, and the probability ratio is no "
-    "longer 1"
-)
 RULES: tuple[Rule, ...] = (
     Rule(
         name="no teacher",
@@ -266,13 +178,6 @@ RULES: tuple[Rule, ...] = (
         )
         for key in LABEL_KEYS
     ),
-    Rule(
-        name="label_smoothing of weighted tokens",
-        keys=("label_smoothing", "token_loss"),
-        when=lambda c: c["label_smoothing"] > 0 and c["token_loss"] != "cross_entropy",
-        message="label_smoothing cannot be combined with token_loss: {token_loss}",
-        advice="remove one of the two",
-    ),
     no_effect(
         "eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"
     ),
@@ -298,27 +203,6 @@ RULES: tuple[Rule, ...] = (
             "adapter_name_or_path"
         ),
         fix={"streaming": False},
-    ),
-    Rule(
-        name="streaming with stored teachers",
-        keys=("streaming", "distill_top_k"),
-        when=lambda c: c["streaming"] and c["distill_top_k"] is not None,
-        message=(
-            "streaming cannot be combined with distill_top_k: the teacher is asked of all data "
-            "before training"
-        ),
-        advice="remove one of the two",
-    ),
-    Rule(
-        name="stored teachers of parts of rows",
-        keys=("distill_top_k", "cp_size"),
-        needs=("layout",),
-        when=lambda c: has_sp(c) and c["distill_top_k"] is not None,
-        message=(
-            "distill_top_k cannot be combined with cp_size (or sp_size): a rank has a part of a "
-            "row's tokens, and what the teacher has said is stored by whole examples"
-        ),
-        advice="set cp_size (or sp_size) to 1",
     ),
     Rule(
         name="split answers that are compared",
@@ -394,45 +278,6 @@ RULES: tuple[Rule, ...] = (
             "is one"
         ),
         advice=f"set num_negatives, or loss_type: {POINTWISE}",
-    ),
-    *(
-        _unwritten(key, "it trains a model that writes no text")
-        for key in ("sample_prompts", "exact_match_samples", "eot_tokens", "train_mtp")
-    ),
-    *(
-        _unwritten(key, "a document is read to its end, and none of its tokens is predicted")
-        for key in ("assistant_only_loss", "turns", "train_on_reasoning")
-    ),
-    _unwritten(
-        "overlength",
-        "a document that is cut has lost the token that is read",
-        lambda c: c["overlength"] in ("truncate", "split"),
-        "set drop or error",
-    ),
-    _unwritten(
-        "export_formats",
-        "other formats have neither a head of scores nor pooling",
-        lambda c: c["export_formats"] != ("safetensors",),
-        "set [safetensors]",
-    ),
-    _unwritten(
-        "tp_size",
-        "it divides the head by its vocabulary",
-        lambda c: c.layout.divides_matrices,
-        "set tp_size to 1",
-    ),
-    _unembedded("streaming", "the documents of a step are drawn from all rows"),
-    _unembedded("neftune_noise_alpha", f"{TWICE}the noise would be another"),
-    _unembedded("pipeline_parallel_size", f"{TWICE}a stage cannot compute a whole forward"),
-    Rule(
-        name="scores of a vision-language model",
-        keys=("method", "drop_vision"),
-        needs=("model",),
-        when=lambda c: not c.recipe.method_facts.writes_text and c.is_whole,
-        message=(
-            "method: {method} cannot be combined with a vision-language model: it reads text alone"
-        ),
-        advice="name a language model",
     ),
     Rule(
         name="no rewards",
@@ -529,13 +374,6 @@ RULES: tuple[Rule, ...] = (
             "{max_length} tokens"
         ),
         advice="raise max_length, or lower max_completion_length",
-    ),
-    Rule(
-        name="prompts that are cut",
-        keys=("overlength", "method"),
-        when=lambda c: samples(c) and c["overlength"] in ("truncate", "split"),
-        message="overlength: {overlength} would cut the question that {method} asks",
-        advice="set drop or error",
     ),
     Rule(
         name="the largest ratio",
@@ -659,56 +497,12 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    Rule(
-        name="dropout of sampled completions",
-        keys=("lora_dropout", "attention_dropout", "method"),
-        when=lambda c: samples(c) and (c["lora_dropout"] or c["attention_dropout"]),
-        message="dropout cannot be combined with method: {method}: " + OFF_POLICY,
-        advice="set it to 0",
-    ),
     *map(_names_apart, ("rewards", "tools")),
-    _refused("neftune_noise_alpha", OFF_POLICY),
-    _refused("streaming", "a step draws its prompts by number"),
-    _refused(
-        "exact_match_samples",
-        "held-out prompts are answered and rewarded at every evaluation anyway",
-    ),
-    _refused(
-        "optim_in_backward",
-        "how many micro-batches completions fill is known only once they are sampled",
-    ),
-    _refused("assistant_only_loss", "completions are all that is trained on"),
-    _refused("turns", "completions are all that is trained on"),
-    _refused("train_on_reasoning", "completions are all that is trained on"),
-    _refused(
-        "fsdp_version: 1",
-        "it cannot keep the model gathered while it samples",
-        "set fsdp_version: 2, use ddp, or set vllm_server_base_url",
-        when=_itself(is_fsdp1),
-    ),
-    _refused(
-        "cp_size",
-        "the ratio of a sequence is not summed over its ranks",
-        "set cp_size (or sp_size) to 1",
-        when=has_sp,
-    ),
-    _refused(
-        "expert_parallel_size",
-        "ranks sample completions of different lengths, and would wait for each other's tokens",
-        "set expert_parallel_size: 1, or vllm_server_base_url",
-        when=_itself(has_ep),
-    ),
-    _refused(
-        "mixed_precision: fp8",
-        "one token at a time has too few rows for FP8's products",
-        "set mixed_precision: bf16, or vllm_server_base_url",
-        when=_itself(has_fp8),
-    ),
     Rule(
         name="layers that are sampled otherwise",
         keys=("method", "model_name_or_path", "vllm_server_base_url"),
         needs=("model",),
-        when=lambda c: samples(c) and _itself(_has_other_states)(c),
+        when=lambda c: samples_itself(c) and _has_other_states(c),
         message=(
             "method: {method} cannot sample {name} here: with a cache, transformers computes "
             "other states of {model.model_type} than without one"
@@ -725,16 +519,5 @@ RULES: tuple[Rule, ...] = (
             "vllm_server_base_url: {vllm_server_base_url} is no address; write it as "
             "http://localhost:8000"
         ),
-    ),
-    _refused_by_server(
-        "model_config",
-        "it starts from a model's files; save the model with its random weights first",
-        lambda c: c["model_config"] is not None,
-    ),
-    *(
-        _refused_by_server(
-            key, "vLLM loads no such adapters", all_of(is_set("use_peft"), is_set(key))
-        )
-        for key in ("use_dora", "modules_to_save", "added_tokens", "lora_target_parameters")
     ),
 )

@@ -485,16 +485,6 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"drop_vision": False},
     ),
-    model_rule(
-        "Liger of a vision-language model",
-        "use_liger_kernel",
-        when=lambda c: c["use_liger_kernel"] and c.is_whole,
-        message=(
-            "use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels "
-            "were not tried"
-        ),
-        fix={"use_liger_kernel": False},
-    ),
     model_layout_rule(
         "frozen tower without shards",
         "fsdp_sharding_strategy",
@@ -506,24 +496,6 @@ RULES: tuple[Rule, ...] = (
             "vision-language model"
         ),
         advice="use FSDP2, or DDP",
-    ),
-    model_layout_rule(
-        "tensor parallelism of a vision-language model",
-        "tp_size",
-        when=lambda c: has_tp(c) and c.is_whole,
-        message=(
-            "tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language "
-            "model"
-        ),
-        fix={"tp_size": 1},
-    ),
-    model_layout_rule(
-        "sequence parallelism of a vision-language model",
-        "cp_size",
-        "sp_size",
-        when=lambda c: has_sp(c) and c.is_whole,
-        message="cp_size, sp_size: not supported for {name}, a vision-language model",
-        fix={"cp_size": 1},
     ),
     # Mixtures
     model_rule(

@@ -57,8 +57,7 @@ class OptimizerFacts:
     # of the layers' matrices, which it updates otherwise than the rest; None: all alike
     momentum: float | None = None
 
-    # What it needs, and what it cannot be combined with (the names of OPTIMIZER_CONFLICTS in
-    # layout_rules.py), and why.
+    # What it needs, and what it cannot be combined with (features of exclusions.py), and why.
     package: str | None = None
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,7 +125,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         advice="moments in 8 bits; needs torchao",
         package="torchao",
         conflicts={
-            "FSDP1": "FSDP1 cannot save its moments",
+            "fsdp_version: 1": "FSDP1 cannot save its moments",
             "tp_size": "its blocks of moments cross the shards",
             "optim_offload: nvme": "its state cannot be kept in files",
         },
@@ -142,7 +141,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         update_copies=3,  # the square, the update and the moved weights
         reads_betas=False,
         conflicts={
-            "FSDP1": "FSDP1 flattens the rows and columns that it averages over",
+            "fsdp_version: 1": "FSDP1 flattens the rows and columns that it averages over",
             "tp_size": "it averages over whole rows and columns",
             "expert_parallel_size": "it averages over whole rows and columns",
             "optim_offload: nvme": "its state cannot be kept in files",
@@ -166,8 +165,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         # in bf16: the whole update, its iterate, and two products that are never larger
         update_bytes=8,
         conflicts={
-            "FSDP1": "FSDP1 flattens the matrices that it orthogonalizes",
-            "CPU offload": "the host would multiply whole matrices",
+            "fsdp_version: 1": "FSDP1 flattens the matrices that it orthogonalizes",
+            "fsdp_offload_params": "the host would multiply whole matrices",
             "tp_size": "it orthogonalizes whole matrices",
             "expert_parallel_size": "it orthogonalizes whole matrices",
             "optim_offload: nvme": "its state cannot be kept in files",

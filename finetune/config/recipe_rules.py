@@ -14,7 +14,7 @@ from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFor
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
-from finetune.config.rule import BF16, Case, Need, Rule, all_of, has_fp8, is_set, no_effect
+from finetune.config.rule import Case, Rule, all_of, is_set, no_effect
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
@@ -79,19 +79,6 @@ def _needs_evaluation(key: str) -> Rule:
     )
 
 
-def _not_in_backward(
-    key: str, when: Callable[[Case], object], message: str, advice: str, **fix: Any
-) -> Rule:
-    return Rule(
-        name=f"{key} with optim_in_backward",
-        keys=(key, "optim_in_backward"),
-        when=lambda case: case["optim_in_backward"] and when(case),
-        message=message,
-        advice=advice,
-        fix=fix or None,
-    )
-
-
 QAT = "quantization_aware_training"
 OFF: Mapping[str, Any] = {QAT: None}
 
@@ -107,27 +94,6 @@ def _is_refused(name: str, row: ExportFormat, case: Case) -> bool:
 def exports(name: str) -> Callable[[Case], bool]:
     """A condition: a run ends with an export in the format `name`."""
     return lambda case: case["export_at_end"] and name in case["export_formats"]
-
-
-def _beside(
-    name: str,
-    key: str,
-    when: Callable[[Case], object],
-    why: str,
-    advice: str,
-    *,
-    fix: Mapping[str, Any] | None = None,
-    needs: tuple[Need, ...] = (),
-) -> Rule:
-    return Rule(
-        name=f"{name} with {QAT}",
-        keys=(QAT, key),
-        needs=needs,
-        when=lambda c: has_qat(c) and when(c),
-        message=f"{QAT}: {{{QAT}}} cannot be combined with {name}: {why}",
-        advice=advice,
-        fix=fix,
-    )
 
 
 def _uneven_widths(case: Case) -> list[int]:
@@ -229,24 +195,6 @@ RULES: tuple[Rule, ...] = (
         message="lora_target_modules: names no layer",
         advice="name some, or all-linear",
     ),
-    Rule(
-        name="DoRA of parameters",
-        keys=("use_dora", "lora_target_parameters"),
-        when=lambda c: c["use_dora"] and c["lora_target_parameters"],
-        message="use_dora: peft has no DoRA for lora_target_parameters",
-        advice="remove one of the two",
-        fix={"use_dora": False},
-    ),
-    Rule(
-        name="dropout of parameters",
-        keys=("lora_dropout", "lora_target_parameters"),
-        when=lambda c: c["lora_dropout"] and c["lora_target_parameters"],
-        message=(
-            "lora_dropout: an adapter of lora_target_parameters has no input of its own to drop "
-            "from"
-        ),
-        fix={"lora_dropout": 0},
-    ),
     *(
         Rule(
             name=f"{key} with LoRA",
@@ -296,45 +244,6 @@ RULES: tuple[Rule, ...] = (
         advice="remove one of them, or torch_compile",
         fix={"activation_checkpointing_keeps": "nothing"},
     ),
-    Rule(
-        name="DoRA's products kept",
-        keys=("activation_checkpointing_keeps", "use_dora"),
-        when=lambda c: (
-            c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"]
-        ),
-        message=(
-            "activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply "
-            "matrices of the same sizes as attention's"
-        ),
-        fix={"activation_checkpointing_keeps": "attention"},
-    ),
-    _not_in_backward(
-        "max_grad_norm",
-        lambda c: c["max_grad_norm"] is not None,
-        (
-            "max_grad_norm clips by the norm of all gradients, which is known only after the "
-            "updates of optim_in_backward"
-        ),
-        "set max_grad_norm: null, or remove optim_in_backward",
-        max_grad_norm=None,
-    ),
-    _not_in_backward(
-        "on_nonfinite",
-        is_set("on_nonfinite", "skip"),
-        "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has "
-        "been made when a gradient is found that is not finite",
-        "set on_nonfinite: stop",
-        on_nonfinite="stop",
-    ),
-    _not_in_backward(
-        "optim_offload",
-        is_set("optim_offload", "nvme"),
-        (
-            "optim_offload: nvme updates one layer after another when all gradients are there, "
-            "optim_in_backward before"
-        ),
-        "remove one of the two",
-    ),
     no_effect(
         "offload_dir",
         "without optim_offload: nvme",
@@ -357,16 +266,6 @@ RULES: tuple[Rule, ...] = (
         ),
         message="offload_dir: empty text is no folder",
         advice="name one on the NVMe disk of each node",
-    ),
-    Rule(
-        name="async_save of offloaded state",
-        keys=("async_save", "optim_offload"),
-        when=lambda c: c["optim_offload"] == "nvme" and c["async_save"],
-        message=(
-            "async_save copies the state to host memory, out of which optim_offload: nvme keeps it"
-        ),
-        advice="remove one of them",
-        fix={"async_save": False},
     ),
     # The schedule
     Rule(
@@ -581,84 +480,6 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set a smaller number",
         fix={"fake_quant_after_n_steps": 0},
-    ),
-    *(
-        _beside(
-            key,
-            key,
-            is_set(key, True),
-            "the base is quantized already, and what is trained is not merged into it",
-            f"remove {key}, or the scheme",
-            fix={key: False},
-        )
-        for key in ("load_in_4bit", "load_in_8bit")
-    ),
-    _beside(
-        "use_dora",
-        "use_dora",
-        is_set("use_dora", True),
-        "only plain adapters are added to the weight that is rounded",
-        "remove one of the two",
-        fix={"use_dora": False},
-    ),
-    _beside(
-        "lora_dropout",
-        "lora_dropout",
-        is_set("lora_dropout"),
-        "base and adapter are rounded together, so that the adapter has no input of its own",
-        "set it to 0",
-        fix={"lora_dropout": 0},
-    ),
-    _beside(
-        "lora_target_parameters",
-        "lora_target_parameters",
-        is_set("lora_target_parameters"),
-        "only adapters of linear layers are added to the weight that is rounded",
-        "name the layers in lora_target_modules",
-        fix={"lora_target_parameters": ()},
-    ),
-    _beside(
-        "a method that samples",
-        "method",
-        lambda c: c.recipe.method_facts.samples,
-        "one rounded input more or less changes a ratio of probabilities, which must begin at 1",
-        "remove the scheme",
-        fix=OFF,
-    ),
-    _beside(
-        "mixed_precision: fp8",
-        "mixed_precision",
-        has_fp8,
-        "both replace the products of the same layers",
-        "set mixed_precision: bf16",
-        fix=BF16,
-        needs=("layout",),
-    ),
-    _beside(
-        "a quantized base",
-        "model_name_or_path",
-        lambda c: c.model.quantization is not None,
-        "the base is quantized already",
-        "name the unquantized model",
-        needs=("model",),
-    ),
-    _beside(
-        "a mixture of experts",
-        "model_name_or_path",
-        lambda c: c.model.experts,
-        "torchao quantizes linear layers, and the experts of a layer are one parameter",
-        "remove the scheme",
-        fix=OFF,
-        needs=("model",),
-    ),
-    _beside(
-        "recurrent layers",
-        "model_name_or_path",
-        lambda c: c.model.family.recurrence is not None,
-        "their kernels read weights of linear layers past the rounding",
-        "remove the scheme",
-        fix=OFF,
-        needs=("model",),
     ),
     Rule(
         name="groups that do not divide",

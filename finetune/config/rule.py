@@ -245,4 +245,14 @@ def is_quantized(case: Case) -> bool:
     return case.quantization.bits is not None
 
 
+def samples(case: Case) -> bool:
+    """Whether the recipe's method samples completions."""
+    return case.recipe.method_facts.samples
+
+
+def samples_itself(case: Case) -> bool:
+    """Whether the model in training samples them, not a server."""
+    return samples(case) and case["vllm_server_base_url"] is None
+
+
 BF16 = {"mixed_precision": "bf16"}

@@ -65,14 +65,14 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], TP, 8, None, None, "dp_shard_size 1 x tp_size 4 = 4, but 8 ranks were launched; set the sizes so that their product is 8"),
     ([], replace(FSDP2, num_machines=2), 1, None, None, "some.yaml: num_machines: 2, but --num-processes 1"),
     (["optim=adafactor"], Sharding(layout="fsdp1"), 2, None, None,
-     "optim: adafactor cannot be combined with FSDP1: FSDP1 flattens the rows and columns that it averages over; set optim to one of "),
-    (["optim=muon"], Sharding(layout="fsdp1"), 2, None, None, "optim: muon cannot be combined with FSDP1: FSDP1 flattens the matrices"),
+     "optim: adafactor cannot be combined with fsdp_version: 1: FSDP1 flattens the rows and columns that it averages over; set optim to one of "),
+    (["optim=muon"], Sharding(layout="fsdp1"), 2, None, None, "optim: muon cannot be combined with fsdp_version: 1: FSDP1 flattens the matrices"),
     (["optim=muon"], replace(FSDP2, cpu_offload=True), 2, None, None,
-     "optim: muon cannot be combined with CPU offload: the host would multiply whole matrices; set optim to one of adamw_torch_fused,"),
+     "optim: muon cannot be combined with fsdp_offload_params: the host would multiply whole matrices; set optim to one of adamw_torch_fused,"),
     (["token_loss=eaft"], TP, 4, None, None, "token_loss: eaft cannot be combined with tp_size"),
     (["optim=muon"], TP, 4, None, None, "optim: muon cannot be combined with tp_size"),
     (["optim=muon"], FSDP2, 2, MIXTURE, None, "it orthogonalizes matrices, and the experts of a layer are a stack of them"),
-    (["optim=adamw_8bit"], Sharding(layout="fsdp1"), 2, None, None, "optim: adamw_8bit cannot be combined with FSDP1"),
+    (["optim=adamw_8bit"], Sharding(layout="fsdp1"), 2, None, None, "optim: adamw_8bit cannot be combined with fsdp_version: 1"),
     (["method=distill", "teacher_model_name_or_path=T"], Sharding(layout="fsdp1"), 2, None, None, "method: distill cannot be combined"),
     ([LORA, "load_in_4bit=true"], Sharding(layout="fsdp1", source="some.yaml"), 2, None, None,
      "load_in_4bit cannot be combined with fsdp_version: 1 (some.yaml): FSDP1 flattens and converts"),
@@ -81,21 +81,21 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "(NO_SHARD, or one rank) cannot hold frozen"),
     # quantization-aware training
     (QAT, TP, 4, None, None, "cannot be combined with tp_size"),
-    (QAT, replace(FSDP2, fp8=Fp8()), 1, None, None, "cannot be combined with mixed_precision: fp8"),
+    (QAT, replace(FSDP2, fp8=Fp8()), 1, None, None, "mixed_precision: fp8 cannot be combined with quantization_aware_training: int8-int4"),
     (["export_formats=[safetensors, compressed-tensors]", "export_quantization=int8"], None, 1, MIXTURE, None, "is a mixture or has"),
     (["export_formats=[safetensors, gguf]"], None, 1, LLAMA | {"model_type": "olmo2"}, None, "olmo2 is not among the families"),
-    (QAT, None, 1, MIXTURE, None, "cannot be combined with a mixture of experts"),
-    (QAT, None, 1, LLAMA | {"model_type": "falcon_h1"}, None, "cannot be combined with recurrent layers"),
-    (QAT, None, 1, LLAMA | {"quantization_config": NF4}, None, "cannot be combined with a quantized base"),
+    (QAT, None, 1, MIXTURE, None, "a mixture of experts cannot be combined with quantization_aware_training"),
+    (QAT, None, 1, LLAMA | {"model_type": "falcon_h1"}, None, "recurrent layers cannot be combined with quantization_aware_training"),
+    (QAT, None, 1, LLAMA | {"quantization_config": NF4}, None, "a quantized base cannot be combined with quantization_aware_training"),
     ([*QAT, "qat_group_size=64"], None, 1, LLAMA, None,
      "qat_group_size: 64 does not divide 96, the inputs of linear layers of M; set it to a divisor of 32, or to null"),
     # tensor parallelism
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
-    ([LORA, "use_dora=true"], TP, 4, None, None, "use_dora: true cannot be combined with tp_size (some.yaml): peft adds DoRA's"),
+    ([LORA, "use_dora=true"], TP, 4, None, None, "use_dora cannot be combined with tp_size (some.yaml): peft adds DoRA's"),
     ([LORA, "load_in_4bit=true"], TP, 4, None, None, "torch divides a layer by its weight, and a quantized layer has codes"),
-    (["torch_compile=true"], TP, 4, None, None, "torch_compile: true cannot be combined with tp_size"),
-    (["use_liger_kernel=true"], TP, 4, None, None, "use_liger_kernel: true cannot be combined with tp_size"),
+    (["torch_compile=true"], TP, 4, None, None, "torch_compile cannot be combined with tp_size"),
+    (["use_liger_kernel=true"], TP, 4, None, None, "use_liger_kernel cannot be combined with tp_size"),
     (["neftune_noise_alpha=5"], TP, 4, None, None, "neftune_noise_alpha cannot be combined with tp_size"),
     (["attn_implementation=sdpa"], TP, 4, None, None, "attn_implementation: sdpa cannot be combined with tp_size"),
     (["activation_checkpointing_keeps=attention_and_projections"], TP, 4, None, None, "it finds its products by their sizes"),
@@ -120,9 +120,9 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     # vision-language models
     (["drop_vision=true"], None, 1, LLAMA, None, "drop_vision: M is no vision-language model; set drop_vision: false"),
     (["drop_vision=true"], None, 1, QWEN_VISION, None, "no class for qwen3_vl_text, the language model of M, alone"),
-    ([], TP, 4, VISION, None, "tp_size 4: not supported for M, a vision-language model; set tp_size: 1"),
-    ([], SP, 4, VISION, None, "cp_size, sp_size: not supported for M, a vision-language model"),
-    (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "with whose class Liger's kernels were not tried"),
+    ([], TP, 4, VISION, None, "the vision-language model M cannot be combined with tp_size (some.yaml); name a language model, or set tp_size: 1"),
+    ([], SP, 4, VISION, None, "the vision-language model M cannot be combined with cp_size"),
+    (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "Liger's kernels were not tried with its class"),
     ([], Sharding(layout="fsdp1"), 1, VISION, None, "cannot hold the frozen part of a vision-language model; use FSDP2"),
     # expert parallelism
     (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size: 2 requires FSDP2"),
@@ -158,7 +158,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "lora_target_modules=[out_proj]"], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None,
      "peft cannot adapt conv1d and out_proj of falcon_h1; name other"),
     # mixtures
-    (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile: true cannot be combined with expert_parallel_size: within a layer the host"),
+    (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile cannot be combined with expert_parallel_size: within a layer the host"),
     (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
     (["optim=adafactor"], FSDP2, 2, MIXTURE, None, "experts of a layer are a stack of matrices"),
     (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef: M is a dense model (llama); remove it"),
@@ -166,14 +166,14 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     # what is computed and kept
     (["activation_checkpointing_keeps=attention"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activ"),
     (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activation_checkpointing"),
-    (["activation_offload=true"], TP, 4, None, None, "activation_offload: true cannot be combined with tp_size"),
-    (["activation_offload=true"], EP, 2, None, None, "activation_offload: true cannot be combined with expert_parallel_size"),
+    (["activation_offload=true"], TP, 4, None, None, "activation_offload cannot be combined with tp_size"),
+    (["activation_offload=true"], EP, 2, None, None, "activation_offload cannot be combined with expert_parallel_size"),
     (BACKWARD, Sharding(layout="ddp"), 2, None, None, "DDP keeps every gradient in its buckets"),
     (BACKWARD, Sharding(layout="fsdp1"), 2, None, None, "FSDP1 flattens parameters together"),
     (BACKWARD, replace(FSDP2, cpu_offload=True), 2, None, None, "gradients are in host memory already"),
     (BACKWARD, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "checked for overflow before the first update"),
-    (BACKWARD, TP, 4, None, None, "optim_in_backward: true cannot be combined with tp_size"),
-    (BACKWARD, EP, 2, None, None, "optim_in_backward: true cannot be combined with expert_parallel_size"),
+    (BACKWARD, TP, 4, None, None, "optim_in_backward cannot be combined with tp_size"),
+    (BACKWARD, EP, 2, None, None, "optim_in_backward cannot be combined with expert_parallel_size"),
     (BACKWARD, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_in_backward cannot be combined with mixed_precision: fp8"),
     ([*BACKWARD, "global_batch_size=16", "per_device_train_batch_size=2"], FSDP2, 2, None, None,
      "16 rows is 4 micro-batches of 2 on 2 ranks, but a gradient that is freed in the backward cannot wait for the next micro-batch; "
@@ -327,7 +327,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
         for line in others
     )
     assert any(
-        line.startswith(f"{path}:4: torch_compile: true cannot be combined with tp_size")
+        line.startswith(f"{path}:4: torch_compile cannot be combined with tp_size")
         for line in others
     )
 
@@ -432,7 +432,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["overlength=truncate"],
-                    "overlength: truncate would cut the question that grpo asks; set drop or error",
+                    "overlength: truncate cannot be combined with method: grpo: the question that is asked would be cut; set overlength: drop or error",
                 ),
                 (
                     ["loss_type=cispo"],
@@ -588,21 +588,24 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     [LORA, "load_in_4bit=true"],
-                    "cannot be combined with load_in_4bit: the base is quantized already",
+                    "load_in_4bit cannot be combined with quantization_aware_training: int8-int4: the base is quantized already",
                 ),
                 (
                     [LORA, "use_dora=true"],
-                    "cannot be combined with use_dora: only plain adapters are added",
+                    "use_dora cannot be combined with quantization_aware_training: int8-int4: only plain adapters are added",
                 ),
                 (
                     [LORA, "lora_dropout=0.1"],
-                    "cannot be combined with lora_dropout: base and adapter are rounded",
+                    "lora_dropout cannot be combined with quantization_aware_training: int8-int4: base and adapter are rounded",
                 ),
                 (
                     [LORA, "lora_target_parameters=[experts.down_proj]"],
-                    "cannot be combined with lora_target_parameters",
+                    "lora_target_parameters cannot be combined with quantization_aware_training",
                 ),
-                (GRPO, "cannot be combined with a method that samples: one rounded input"),
+                (
+                    GRPO,
+                    "method: grpo cannot be combined with quantization_aware_training: int8-int4: one rounded input",
+                ),
                 (
                     ["fake_quant_after_n_steps=8", "max_steps=8"],
                     "the run ends after 8 steps, and nothing would be rounded",

@@ -530,7 +530,7 @@ REFUSED = {
     "neftune_noise_alpha=5": "neftune_noise_alpha cannot be combined with method: embed",
     "pipeline_parallel_size=2": "pipeline_parallel_size cannot be combined with method: embed",
     "exact_match_samples=4": "exact_match_samples cannot be combined with method: embed",
-    "overlength=truncate": "overlength cannot be combined with method: embed",
+    "overlength=truncate": "overlength: truncate cannot be combined with method: embed",
     "export_formats=[safetensors,gguf]": "export_formats cannot be combined with method: embed",
     "beta=0.2": "beta has no effect with method: embed",
     "method=sft temperature=1.0 pooling=mean": "pooling has no effect with method: sft",

@@ -439,7 +439,7 @@ REFUSED = {
     "loss_type=sigmoid": "loss_type: sigmoid is not for method: rerank; set one of pointwise, pairwise, listwise, listnet",
     "pooling=mean": "pooling has no effect with method: rerank",
     "labels=[a,b]": "labels has no effect with method: rerank",
-    "overlength=truncate": "overlength cannot be combined with method: rerank",
+    "overlength=truncate": "overlength: truncate cannot be combined with method: rerank",
     "beta=0.2": "beta has no effect with method: rerank",
     "export_formats=[safetensors,gguf]": "export_formats cannot be combined with method: rerank",
 }

@@ -1,0 +1,452 @@
+"""What a run cannot do together: features by rows, with the reason as text. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.model_rules import is_uneven_vocabulary, trains_experts
+from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.config.quantization import LOAD_KEYS
+from finetune.config.recipe_rules import QAT, has_qat
+from finetune.config.rule import (
+    BF16,
+    Case,
+    Need,
+    Rule,
+    all_of,
+    has_ep,
+    has_fp8,
+    has_pp,
+    has_sp,
+    has_tp,
+    is_fsdp1,
+    is_quantized,
+    is_set,
+    samples,
+    samples_itself,
+)
+from finetune.config.schema import recipe_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Something that a run may do.
+
+    `name` is what a sentence calls it, in which `{key}` is the value of a Case. `keys` are those of
+    the recipe or the Accelerate file that ask for it, `off` the values that do not. `otherwise` is
+    the advice: what to do without it.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    is_on: Callable[[Case], object]
+    otherwise: str = ""
+    off: Mapping[str, Any] | None = None
+    needs: tuple[Need, ...] = ()
+    of_teacher: bool = False  # whether a teacher may do it too
+
+
+def _layout(
+    name: str,
+    is_on: Callable[[Case], object],
+    otherwise: str = "",
+    off: Mapping[str, Any] | None = None,
+    needs: tuple[Need, ...] = ("layout",),
+) -> Feature:
+    """A feature of the layout, under the name of its key."""
+    key = name.partition(":")[0]
+    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, off=off, needs=needs)
+
+
+def _value(
+    key: str, is_on: Callable[[Case], object], otherwise: str = "", off: Any = ..., name: str = ""
+) -> Feature:
+    """A feature of the recipe that some values of a key ask for."""
+    return Feature(
+        name=name or f"{key}: {{{key}}}",
+        keys=(key,),
+        is_on=is_on,
+        otherwise=otherwise or f"remove {key}",
+        off=None if off is ... else {key: off},
+    )
+
+
+def _method(is_on: Callable[[Case], object], otherwise: str = "") -> Feature:
+    return Feature(name="method: {method}", keys=("method",), is_on=is_on, otherwise=otherwise)
+
+
+def _model(
+    name: str, is_on: Callable[[Case], object], otherwise: str = "", key: str = "model_name_or_path"
+) -> Feature:
+    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, needs=("model",))
+
+
+def _samples_on_server(case: Case) -> bool:
+    return samples(case) and case["vllm_server_base_url"] is not None
+
+
+def _has_teacher(case: Case) -> bool:
+    return case.recipe.method_facts.needs_teacher or case.recipe.teacher is not None
+
+
+KEPT = "activation_checkpointing_keeps"
+KEPT_PRODUCTS = "attention_and_projections"
+
+# By the names in EXCLUSIONS; any other name there is a key of the recipe that has been set.
+FEATURES: Mapping[str, Feature] = {
+    # The layout
+    "fsdp_version: 1": _layout("fsdp_version: 1", is_fsdp1, "set fsdp_version: 2"),
+    "distributed_type: MULTI_GPU": _layout(
+        "distributed_type: MULTI_GPU",
+        lambda c: c.layout.layout == "ddp",
+        "use FSDP2 or one process",
+    ),
+    "fsdp_offload_params": _layout("fsdp_offload_params", lambda c: c.layout.cpu_offload),
+    "fsdp_auto_wrap_policy": _layout(
+        "fsdp_auto_wrap_policy: {layout.wrapping}",
+        lambda c: c.layout.wrapping != "TRANSFORMER_BASED_WRAP",
+        "set TRANSFORMER_BASED_WRAP",
+    ),
+    "mixed_precision: fp16": _layout(
+        "mixed_precision: fp16", lambda c: c.precision == "fp16", "set mixed_precision: bf16", BF16
+    ),
+    "mixed_precision: fp8": _layout(
+        "mixed_precision: fp8", has_fp8, "set mixed_precision: bf16", BF16
+    ),
+    "tp_size": _layout("tp_size", has_tp, "set tp_size: 1", {"tp_size": 1}),
+    "cp_size": _layout("cp_size", has_sp, "set cp_size (or sp_size) to 1", {"cp_size": 1}),
+    "expert_parallel_size": _layout(
+        "expert_parallel_size", has_ep, "set expert_parallel_size: 1", {"expert_parallel_size": 1}
+    ),
+    "pipeline_parallel_size": _layout(
+        "pipeline_parallel_size",
+        has_pp,
+        "set pipeline_parallel_size: 1",
+        {"pipeline_parallel_size": 1},
+    ),
+    # The method
+    "a teacher": _method(_has_teacher),
+    "sampled completions": _method(samples),
+    "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
+    "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
+    "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
+    "vllm_server_base_url": Feature(
+        name="vllm_server_base_url",
+        keys=("vllm_server_base_url",),
+        is_on=_samples_on_server,
+        otherwise="remove vllm_server_base_url",
+    ),
+    # The model
+    "a vision-language model": _model(
+        "the vision-language model {name}", lambda c: c.is_whole, "name a language model"
+    ),
+    "a stored quantization": _model(
+        "a quantized base", lambda c: c.model.quantization is not None, "name the unquantized model"
+    ),
+    "a mixture of experts": _model("a mixture of experts", lambda c: c.model.experts),
+    "recurrent layers": _model("recurrent layers", lambda c: c.model.family.recurrence is not None),
+    "trained experts": _model("trained experts", trains_experts),
+    "an uneven vocabulary": _layout(
+        "an uneven vocabulary", is_uneven_vocabulary, needs=("layout", "model")
+    ),
+    "a quantized base": Feature(
+        name="{load_key}",
+        keys=LOAD_KEYS,
+        is_on=is_quantized,
+        otherwise="name an unquantized model without the key",
+        of_teacher=True,
+    ),
+    # The recipe
+    KEPT_PRODUCTS: _value(KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"),
+    QAT: _value(QAT, has_qat, f"remove {QAT}", None),
+    "attn_implementation": _value("attn_implementation", is_set("attn_implementation"), off="auto"),
+    "eaft": _value("token_loss", is_set("token_loss", "eaft"), "set token_loss: dft"),
+    "token_loss": _value("token_loss", is_set("token_loss")),
+    "optim_offload: nvme": _value("optim_offload", is_set("optim_offload", "nvme"), off="none"),
+    "max_grad_norm": _value(
+        "max_grad_norm",
+        lambda c: c["max_grad_norm"] is not None,
+        "set max_grad_norm: null",
+        None,
+        name="max_grad_norm",
+    ),
+    "on_nonfinite: skip": _value(
+        "on_nonfinite", is_set("on_nonfinite", "skip"), "set on_nonfinite: stop", "stop"
+    ),
+    "cut documents": _value(
+        "overlength",
+        lambda c: c["overlength"] in ("truncate", "split"),
+        "set overlength: drop or error",
+    ),
+    "other formats": _value(
+        "export_formats",
+        lambda c: c["export_formats"] != ("safetensors",),
+        "set export_formats: [safetensors]",
+        name="export_formats",
+    ),
+    "model_config": _value(
+        "model_config",
+        is_set("model_config"),
+        "save the model with its random weights first",
+        name="model_config",
+    ),
+    # asked without a layout
+    "a pipeline": _value(
+        "pipeline_parallel_size",
+        is_set("pipeline_parallel_size"),
+        off=1,
+        name="pipeline_parallel_size",
+    ),
+    "adapters of added_tokens": Feature(
+        name="added_tokens with use_peft",
+        keys=("added_tokens", "use_peft"),
+        is_on=all_of(is_set("use_peft"), is_set("added_tokens")),
+        otherwise="remove added_tokens",
+    ),
+}
+
+OFF_POLICY = (
+    "the model that learns would not be the one that was sampled, and the probability ratio is no "
+    "longer 1"
+)
+OF_COMPLETIONS = "completions are all that is trained on"
+NO_PREDICTION = "a document is read to its end, and none of its tokens is predicted"
+NO_TEXT = "it trains a model that writes no text"
+NO_ADAPTERS = "vLLM loads no such adapters"
+BOTH_ENDS = "no rank has both ends of the model"
+TWICE = (
+    "each document is computed twice, once for the loss of the whole step and once for its own "
+    "gradient, and "
+)
+
+# A feature -> what cannot be combined with it, and why; no reason: it was not tried.
+EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
+    # The layout
+    "fsdp_version: 1": {
+        "a teacher": "FSDP1 gathers no single unit, as the teacher's head needs it",
+        "a quantized base": "FSDP1 flattens and converts the parameters of a layer together, which "
+        "corrupts quantized ones",
+        "lora_target_parameters": "FSDP1 flattens the parameters of a layer together, so that none "
+        "of them can have an adapter of its own",
+        "optim_in_backward": "FSDP1 flattens parameters together",
+    },
+    "distributed_type: MULTI_GPU": {"optim_in_backward": "DDP keeps every gradient in its buckets"},
+    "fsdp_offload_params": {
+        "optim_in_backward": "under CPU offload gradients are in host memory already"
+    },
+    "mixed_precision: fp16": {
+        "optim_in_backward": "all gradients are checked for overflow before the first update",
+        "optim_offload: nvme": "it has no loss scaler",
+    },
+    "mixed_precision: fp8": {
+        "a quantized base": "a base in {quantization.bits} bits is multiplied in bf16 only",
+        "use_dora": "DoRA measures the rows of the frozen weights, which are rounded to FP8 here",
+        "optim_in_backward": "",
+        "optim_offload: nvme": "",
+    },
+    "tp_size": {
+        "mixed_precision: fp16": "",
+        "mixed_precision: fp8": "",
+        "fsdp_auto_wrap_policy": "",
+        "expert_parallel_size": "ranks that divide a layer's matrices have the same tokens, and "
+        "would send each expert all of them",
+        "a vision-language model": "",
+        "a teacher": "",
+        "a quantized base": "torch divides a layer by its weight, and a quantized layer has codes "
+        "and scales instead",
+        QAT: "a scale is that of a part of a row that one rank holds",
+        "use_dora": "peft adds DoRA's magnitudes, which are whole on each rank, to products that "
+        "are divided",
+        "eaft": "no rank has all scores of a token",
+        "neftune_noise_alpha": "",
+        "attn_implementation": "",
+        KEPT_PRODUCTS: "it finds its products by their sizes, and each rank has a shard",
+        "activation_offload": "what a layer keeps of divided products is not copied",
+        "torch_compile": "inductor does not end in a layer of divided matrices (torch 2.13)",
+        "use_liger_kernel": "its kernels do not take divided matrices",
+        "optim_in_backward": "a gradient's norm is of a mesh of its own, known after the backward",
+    },
+    "cp_size": {
+        "mixed_precision: fp8": "",
+        "a vision-language model": "",
+        "distill_top_k": "a rank has a part of a row's tokens, and what the teacher has said is "
+        "stored by whole examples",
+        "attn_implementation": "only the packed attention that is built in works where ranks share "
+        "a row",
+        "activation_offload": "",
+        "optim_in_backward": "",
+    },
+    "expert_parallel_size": {
+        "mixed_precision: fp16": "",
+        "mixed_precision: fp8": "",
+        "activation_offload": "",
+        "torch_compile": "within a layer the host reads how many tokens come from each rank",
+        "optim_in_backward": "",
+    },
+    "pipeline_parallel_size": {
+        "mixed_precision: fp16": "",
+        "mixed_precision: fp8": "",
+        "a teacher": "a teacher's layers are not in the pipeline",
+        "modules_to_save": BOTH_ENDS,
+        "adapters of added_tokens": BOTH_ENDS,
+        "optim_in_backward": "a step has several micro-batches",
+        "optim_offload: nvme": "",
+    },
+    # The method
+    "sampled completions": {
+        "neftune_noise_alpha": OFF_POLICY,
+        "lora_dropout": OFF_POLICY,
+        "attention_dropout": OFF_POLICY,
+        "streaming": "a step draws its prompts by number",
+        "exact_match_samples": "held-out prompts are answered and rewarded at every evaluation "
+        "anyway",
+        "optim_in_backward": "how many micro-batches completions fill is known only once they are "
+        "sampled",
+        "assistant_only_loss": OF_COMPLETIONS,
+        "turns": OF_COMPLETIONS,
+        "train_on_reasoning": OF_COMPLETIONS,
+        "cut documents": "the question that is asked would be cut",
+        "cp_size": "the ratio of a sequence is not summed over its ranks",
+    },
+    "sampling by the model itself": {
+        "fsdp_version: 1": "it cannot keep the model gathered while it samples",
+        "expert_parallel_size": "ranks sample completions of different lengths, and would wait for "
+        "each other's tokens",
+        "mixed_precision: fp8": "one token at a time has too few rows for FP8's products",
+    },
+    "vllm_server_base_url": {
+        "model_config": "it starts from a model's files",
+        "use_dora": NO_ADAPTERS,
+        "modules_to_save": NO_ADAPTERS,
+        "adapters of added_tokens": NO_ADAPTERS,
+        "lora_target_parameters": NO_ADAPTERS,
+    },
+    "no text": {
+        "sample_prompts": NO_TEXT,
+        "exact_match_samples": NO_TEXT,
+        "eot_tokens": NO_TEXT,
+        "train_mtp": NO_TEXT,
+        "assistant_only_loss": NO_PREDICTION,
+        "turns": NO_PREDICTION,
+        "train_on_reasoning": NO_PREDICTION,
+        "cut documents": "a document that is cut has lost the token that is read",
+        "other formats": "other formats have neither a head of scores nor pooling",
+        "tp_size": "it divides the head by its vocabulary",
+    },
+    "embeddings": {
+        "streaming": "the documents of a step are drawn from all rows",
+        "neftune_noise_alpha": f"{TWICE}the noise would be another",
+        "a pipeline": f"{TWICE}a stage cannot compute a whole forward",
+    },
+    "distill_top_k": {"streaming": "the teacher is asked of all data before training"},
+    # The model
+    "a vision-language model": {
+        "no text": "it reads text alone",
+        "use_liger_kernel": "Liger's kernels were not tried with its class",
+    },
+    # The recipe
+    QAT: {
+        "load_in_4bit": "the base is quantized already, and what is trained is not merged into it",
+        "load_in_8bit": "the base is quantized already, and what is trained is not merged into it",
+        "a stored quantization": "the base is quantized already",
+        "use_dora": "only plain adapters are added to the weight that is rounded",
+        "lora_dropout": "base and adapter are rounded together, so that the adapter has no input "
+        "of its own",
+        "lora_target_parameters": "only adapters of linear layers are added to the weight that is "
+        "rounded",
+        "sampled completions": "one rounded input more or less changes a ratio of probabilities, "
+        "which must begin at 1",
+        "mixed_precision: fp8": "both replace the products of the same layers",
+        "a mixture of experts": "torchao quantizes linear layers, and the experts of a layer are "
+        "one parameter",
+        "recurrent layers": "their kernels read weights of linear layers past the rounding",
+    },
+    "lora_target_parameters": {
+        "use_dora": "peft has no DoRA for them",
+        "lora_dropout": "an adapter of them has no input of its own to drop from",
+    },
+    "use_dora": {
+        KEPT_PRODUCTS: "DoRA's adapters multiply matrices of the same sizes as attention's"
+    },
+    "token_loss": {"label_smoothing": ""},
+    "optim_in_backward": {
+        "max_grad_norm": "it clips by the norm of all gradients, which is known only after the "
+        "updates",
+        "on_nonfinite: skip": "it leaves out a whole step, of which a part has been made when a "
+        "gradient is found that is not finite",
+        "optim_offload: nvme": "it updates one layer after another when all gradients are there, "
+        "not before",
+    },
+    "optim_offload: nvme": {
+        "async_save": "it copies the state to host memory, out of which offloading keeps it"
+    },
+}
+
+
+def find_feature(name: str) -> Feature:
+    """Returns the feature of a row: one of FEATURES, or a key of the recipe that has been set."""
+    if name in FEATURES:
+        return FEATURES[name]
+    return _value(name, is_set(name), off=recipe_keys()[name].default, name=name)
+
+
+def _exclude(name: str, other_name: str, why: str) -> Rule:
+    """A rule: two features cannot be combined."""
+    feature = find_feature(name)
+    other = find_feature(other_name)
+    is_in_file = other.keys[0] not in recipe_keys() and "layout" in other.needs
+    place = " ({layout.source})" if is_in_file else ""
+    reason = f": {why}" if why else ""
+    return Rule(
+        name=f"{name} with {other_name}",
+        keys=(*feature.keys, *other.keys),
+        needs=tuple(dict.fromkeys((*feature.needs, *other.needs))),
+        of_teacher=feature.of_teacher or other.of_teacher,
+        when=all_of(feature.is_on, other.is_on),
+        message=f"{feature.name} cannot be combined with {other.name}{place}{reason}",
+        advice=", or ".join(filter(None, (feature.otherwise, other.otherwise))),
+        fix=feature.off or other.off,
+    )
+
+
+def _exclude_optimizers(name: str) -> Rule:
+    """A rule: an optimizer cannot be combined with the feature `name`, as its own row says."""
+    feature = find_feature(name)
+
+    def advise(case: Case) -> str:
+        here = {
+            other
+            for other in NOT_FOR_ALL_OPTIMIZERS
+            if {*find_feature(other).needs} <= {*feature.needs} and find_feature(other).is_on(case)
+        }
+        fit = [name for name, facts in OPTIMIZERS.items() if not here.intersection(facts.conflicts)]
+        return f"set optim to one of {', '.join(fit)}"
+
+    def conflicts(case: Case) -> bool:
+        return name in OPTIMIZERS[case["optim"]].conflicts and bool(feature.is_on(case))
+
+    return Rule(
+        name=f"optim with {name}",
+        keys=("optim", *feature.keys),
+        needs=feature.needs,
+        when=conflicts,
+        message=lambda case: (
+            f"optim: {case['optim']} cannot be combined with {name}: "
+            f"{OPTIMIZERS[case['optim']].conflicts[name]}"
+        ),
+        advice=advise,
+        fix={"optim": DEFAULT_OPTIMIZER},
+    )
+
+
+NOT_FOR_ALL_OPTIMIZERS = tuple(
+    dict.fromkeys(name for facts in OPTIMIZERS.values() for name in facts.conflicts)
+)
+RULES: tuple[Rule, ...] = (
+    *(
+        _exclude(other, feature, why)
+        for feature, others in EXCLUSIONS.items()
+        for other, why in others.items()
+    ),
+    *map(_exclude_optimizers, NOT_FOR_ALL_OPTIMIZERS),
+)
