@@ -371,23 +371,24 @@ def read_progress(checkpoint: Path) -> Progress:
 def list_changes(
     state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """What differs between the run that saved `state` (state.json) and this one: first what decides
-    its course.
+    """Lists what differs between the run that saved `state` (state.json) and this one.
 
-    Held-out data decide it where their loss chooses a checkpoint or ends the run.
+    Returns:
+        The changes that would make another run of it, and the harmless ones. Held-out data are
+        among the first where their loss chooses a checkpoint or ends the run.
     """
     deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed = find_changed_inputs(inputs_then, inputs, deciding + other)
     held_out = [change for change in other + changed if change.startswith("eval_datasets")]
-    # not what is trained
+    # metrics and callbacks only watch
     watching = [change for change in changed if change.startswith(("metrics", "callbacks"))]
     deciding += [change for change in changed if change not in held_out + watching]
     other = [change for change in other if change not in held_out] + watching
-    is_decided_by_them = (
+    held_out_decides = (
         recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
     )
-    if is_decided_by_them:
+    if held_out_decides:
         return (deciding + held_out, other)
     return (deciding, other + held_out)
 

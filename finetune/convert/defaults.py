@@ -78,7 +78,7 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
     defaults = dict(DEFAULTS[conversion.tool])
     if conversion.tool == "ms-swift":
         _fit_swift(conversion, defaults)
-    _bound_length(settings, conversion, defaults)
+    _keep_unlimited_length(settings, conversion, defaults)
     _fit_schedule(conversion, defaults)
     _fit_data(settings, conversion, defaults)
     _fit_adapters(conversion, defaults)
@@ -104,7 +104,10 @@ def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
         )
 
 
-def _bound_length(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
+def _keep_unlimited_length(
+    settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]
+) -> None:
+    """Where the tool cuts no example, keeps it so, and says it in a remark."""
     tool = conversion.tool
     is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (
         tool == "TRL" and settings.get("max_length", 0) is None

@@ -283,7 +283,7 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
     if has_images or settings.get("model_class") == "other":  # not a causal text model's class
         renamed["model_class"] = "other"
-    # filled by tokens
+    # v1's dynamic batching fills rows by tokens
     renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")
     return renamed
 

@@ -88,7 +88,7 @@ class RenderedText:
     images: tuple[EncodedImage, ...] = ()
     row: str = ""  # of a prompt: what rewards read, as JSON
     # where a text begins that is encoded as if nothing stood before it
-    own_texts: tuple[int, ...] = ()
+    fresh_starts: tuple[int, ...] = ()
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -155,7 +155,7 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
             after_bos = [len(renderer.bos)]
         else:
             after_bos = []
-        text = replace(text, own_texts=(*after_bos, *answers))
+        text = replace(text, fresh_starts=(*after_bos, *answers))
         if not renderer.assistant_only and not text.is_plain:
             text = replace(text, spans=((0, len(text.text)),))
         texts.append(text)
@@ -536,7 +536,7 @@ def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
         starts += [begin, end]
         spans.append((end, len(text)))
     return RenderedText(
-        text, tuple(spans), True, step_labels=document.labels, own_texts=tuple(starts)
+        text, tuple(spans), True, step_labels=document.labels, fresh_starts=tuple(starts)
     )
 
 

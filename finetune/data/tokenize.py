@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -146,14 +147,14 @@ def _with_labels(texts: tuple[RenderedText, ...], group: Group) -> tuple[Rendere
 
 
 def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
-    """The texts of each document of a group with its images; a document that is alone may have
-    several.
+    """The texts of each document of a group, with its images. The document of a group of one may
+    have several, one for each turn.
     """
     texts: list[RenderedText] = []
     for document in group.documents:
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
-            # a text model's template would only say that it expects text
+            # raises for a model without images, whose template would only ask for text
             find_image_token(renderer)
         if group.pooling is not None and isinstance(document, Text):
             rendered: tuple[RenderedText, ...] = (render_embedded(document, renderer),)
@@ -205,6 +206,7 @@ def _begin_alike(
     if not all(text.spans for text in texts):
         return texts
     starts = [text.spans[0][0] for text in texts]
+    # what stands before the first trained character
     prompts = [text.text[:start] for text, start in zip(texts, starts, strict=True)]
     short, long = sorted(prompts, key=len)
     own = add_variables(renderer, getattr(group.documents[0], "variables", None))
@@ -281,6 +283,7 @@ def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
         names.append("side_empty")
     if texts[0].text == texts[1].text:
         names.append("sides_equal")
+    # what stands before the first trained character
     prompts = [text.text[: text.spans[0][0]] for text in texts if text.spans]
     if len(set(prompts)) > 1:
         names.append("prompts_differ")
@@ -320,7 +323,8 @@ class SourceStats:
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
     # their names, where the last token of a document is scored
     scores: list[str] = field(default_factory=list)
-    label: str = "margin"  # what the label of that token says: see `RowFacts`; several classes
+    # what the label of that token says, as in `RowFacts`; "classes": which of several classes
+    label: str = "margin"
     # the tokens with a label are those whose states are a document's embedding
     is_pooled: bool = False
     images: int = 0
@@ -328,6 +332,15 @@ class SourceStats:
     image_token_ids: list[int] = field(default_factory=list)
     # of a block of a stream: the stream's position after it
     stream: dict[str, int] = field(default_factory=dict)
+
+    def describe_rows(self, kind: RowKind, data: Data) -> None:
+        """Says what is read of the rows."""
+        self.group_size = ROWS[kind].count_documents(data.num_negatives)
+        self.is_rated = kind == "ratings"
+        self.is_asked = kind == "prompts"
+        self.is_pooled = ROWS[kind].head == "states"
+        self.scores = list(_name_scores(kind, data))
+        self.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for `from_json`."""
@@ -352,17 +365,13 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size = ROWS[kind].count_documents(data.num_negatives)
-    stats.is_rated = kind == "ratings"
-    stats.is_asked = kind == "prompts"
-    stats.is_pooled = ROWS[kind].head == "states"
-    stats.scores = list(_name_scores(kind, data))
-    stats.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
+    stats.describe_rows(kind, data)
     renderer = make_renderer_of(data, tokenizer)
     reader = GroupReader(kind, data)
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
+    finish = partial(_check_tokens, stats=stats, bos=tokenizer.bos_token_id, images=renderer.images)
     with (
         _without_tokenizer_threads(),
         ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool,
@@ -373,16 +382,13 @@ def tokenize_rows(
                 pending.append(
                     (documents, places, pool.submit(tokenize, documents, places, encoder))
                 )
-                # which are kept with their rows
+                # images are kept with their rows: no batch of them waits
                 has_images = any(document.images for document in documents)
-                while len(pending) > (0 if has_images else PREFETCH_BATCHES * threads):
-                    yield _check_tokens(
-                        *pending.popleft(), stats, tokenizer.bos_token_id, renderer.images
-                    )
+                most_pending = 0 if has_images else PREFETCH_BATCHES * threads
+                while len(pending) > most_pending:
+                    yield finish(*pending.popleft())
             while pending:
-                yield _check_tokens(
-                    *pending.popleft(), stats, tokenizer.bos_token_id, renderer.images
-                )
+                yield finish(*pending.popleft())
         finally:
             for _, _, future in pending:
                 future.cancel()
@@ -759,19 +765,20 @@ class _Piece:
 
 
 def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """The text of a document, cut where its trained spans and the texts of their own begin and
-    end.
+    """The text of a document, cut where a trained span begins or ends, and where a text starts as
+    if nothing stood before it.
     """
     text = document.text
-    borders = {0, *chain.from_iterable(document.spans), *document.own_texts, len(text)}
+    borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}
     trained_ends = dict(document.spans)
     trained_until = 0
     for start, end in pairwise(sorted(borders)):
         trained_until = max(trained_until, trained_ends.get(start, 0))
         before = ""
-        if start > 0 and start not in document.own_texts:
-            is_token = text.endswith(added_tokens, 0, start)
-            if is_token:
+        if start > 0 and start not in document.fresh_starts:
+            follows_token = text.endswith(added_tokens, 0, start)
+            if follows_token:
+                # of several that end here, the longest
                 before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
             else:
                 before = "\n"

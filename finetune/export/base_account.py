@@ -157,10 +157,17 @@ def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
 
 
 def plan_carried(
-    account: BaseAccount, source: Source, target: TargetModel, dtype: torch.dtype, *, is_asked: bool
+    account: BaseAccount,
+    source: Source,
+    target: TargetModel,
+    dtype: torch.dtype,
+    *,
+    dtype_is_given: bool,
 ) -> list[Value]:
-    """What is carried over, in the dtype of the base's files; in `dtype` where that `is_asked` for,
-    or the files hold it quantized.
+    """Plans the tensors of the base that training never touched, as values to write.
+
+    Their dtype is that of the base's files; it is `dtype` where the user named one
+    (`dtype_is_given`), or where the files hold them quantized or in parts.
     """
     read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
     values = []
@@ -172,9 +179,8 @@ def plan_carried(
             stored_dtype = source.compute_dtype
         else:
             stored_dtype = stored.dtype
-        written = target.written_dtype(
-            name, stored_dtype, dtype if is_asked or is_computed else stored_dtype
-        )
+        usual_dtype = dtype if dtype_is_given or is_computed else stored_dtype
+        written = target.written_dtype(name, stored_dtype, usual_dtype)
         value = stored_value(stored, name, written)
         if name in account.quantized:
             value = replace(value, rows=dequantized_rows(stored, read_dequantized))

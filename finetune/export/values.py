@@ -446,12 +446,13 @@ def plan_values(
     onto: MergeOnto = "original",
     read_dequantized: ReadDequantized | None = None,
     *,
-    is_asked: bool = False,
+    dtype_is_given: bool = False,
 ) -> dict[str, Value]:
     """Every tensor of the result, written in `dtype`, by name. Reads none of their values.
 
-    Beside a language model each tensor keeps the dtype that the base's files have, unless `dtype`
-    `is_asked` for. `read_dequantized`: for values of several calls that are read by one thread.
+    Beside a language model each tensor keeps the dtype that the base's files have, unless the user
+    named one (`dtype_is_given`). `read_dequantized`: for values of several calls that are read by
+    one thread.
 
     Raises `UserError` if the adapter does not fit the target, or the merged model would be another.
     """
@@ -472,7 +473,7 @@ def plan_values(
         else:
             stored_dtype = stored[name].dtype
         of_run = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
-        if is_asked or of_run or name not in target.beside:
+        if dtype_is_given or of_run or name not in target.beside:
             written = dtype
         else:
             written = stored_dtype

@@ -194,10 +194,12 @@ def plan_weights(
     if not options.model:
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
-    is_asked = bool(options.dtype or source.recipe.get("export_dtype"))
+    dtype_is_given = bool(options.dtype or source.recipe.get("export_dtype"))
     onto = merge.onto if merge else "original"
     read_dequantized = make_dequantizer(source)
-    planned = plan_values(source, target, stored, dtype, onto, read_dequantized, is_asked=is_asked)
+    planned = plan_values(
+        source, target, stored, dtype, onto, read_dequantized, dtype_is_given=dtype_is_given
+    )
     if onto == "dequantized":
         quantized = find_quantized(source, target)
     else:
@@ -210,7 +212,7 @@ def plan_weights(
         return read_slice(base, slices)
 
     values = list(_plan_files(source, target, read_base, planned))
-    values += plan_carried(account, source, target, dtype, is_asked=is_asked)
+    values += plan_carried(account, source, target, dtype, dtype_is_given=dtype_is_given)
     shards = _split_into_shards(values, read_size(options.max_shard_size))
     is_merged = source.adapter is not None
     return Weights(shards, adapter, dtype, stored, merge, is_merged, account)

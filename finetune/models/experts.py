@@ -57,18 +57,19 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
     """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts
     elsewhere.
 
-    On a GPU before Ampere the grouped products are a loop, too.
+    On a GPU before Ampere torch computes grouped products one by one.
 
     Args:
         sharding: Says which dtype mixed precision casts to.
-        dtype: Of the experts' parameters.
+        dtype: The dtype of the experts' parameters.
         device_type: Such as cuda.
 
     Returns:
         A name for `set_experts_implementation`.
     """
-    dtype = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}[sharding.mixed_precision]
-    if device_type == "cuda" and dtype == torch.bfloat16:
+    of_precision = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
+    compute_dtype = of_precision[sharding.mixed_precision]
+    if device_type == "cuda" and compute_dtype == torch.bfloat16:
         return GROUPED
     return "eager"
 
@@ -152,8 +153,8 @@ def compute_experts(
         module: The layer.
         parameters: The weights, [experts, ...] each, by the names of the module's own.
         experts: How many experts the weights hold.
-        inputs: Of the module's forward; see `compute_in_groups`.
-        factors: Of the adapters of the weights.
+        inputs: Those of the module's forward; see `compute_in_groups`.
+        factors: The LoRA factors to add; None without adapters.
 
     Returns:
         What the module's forward returns: [tokens, width].
@@ -523,10 +524,10 @@ class DividedExperts:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
         """Makes the module's parameters DTensors over `mesh`, sharded along their first dimension,
-        the experts.
+        the experts. Cuts quantized weights to the experts of this rank.
 
         Args:
-            module: On meta.
+            module: The layer; its parameters are on the meta device.
             mesh: The ranks of the group, in one dimension.
             adapters: peft's ParamWrappers of the module's parameters.
         """
@@ -537,7 +538,7 @@ class DividedExperts:
         self.experts: int = module.num_experts  # type: ignore[assignment]
         self.local_experts = self.experts // self.size
         first = mesh.get_local_rank() * self.local_experts
-        self.own = slice(first, first + self.local_experts)
+        self.own_experts = slice(first, first + self.local_experts)
         for name, parameter in dict(module.named_parameters(recurse=False)).items():
             assert parameter.shape[0] == self.experts, (
                 f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
@@ -545,9 +546,9 @@ class DividedExperts:
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        # each rank's own, which no checkpoint holds
+        # plain buffers, which no checkpoint holds
         for name, weight in quantized_children(module).items():
-            setattr(module, name, weight.take_part(self.own))
+            setattr(module, name, weight.take_part(self.own_experts))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Computes this rank's tokens on the ranks that have their experts.
@@ -591,7 +592,7 @@ class DividedExperts:
             [rows, width].
         """
         parameters = expert_weights(self.module)
-        factors = find_factors(self.adapters, self.own)
+        factors = find_factors(self.adapters, self.own_experts)
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
             trained = list(parameters.values())
             for left, right, _ in factors.values():

@@ -21,6 +21,7 @@ from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import State, StateTensor
 from finetune.plan.temporary_memory import (
     FP64,
+    InBackwardMemory,
     LayoutMemory,
     Snapshot,
     UnitMemory,
@@ -74,7 +75,7 @@ class ShardedBackward:
     spec: RunSpec
     memory: LayoutMemory
     before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
-    at_layer: int  # temporaries of a layer's backward
+    layer_temporaries: int  # temporaries of a layer's backward
     gradients: int  # shards that wait for the update
     # the reduce-scatter of the unit before, which the next backward runs beside
     reducing_before: int = 0
@@ -98,7 +99,7 @@ class ShardedBackward:
 
 
 def sharded_points(
-    spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, layer_temporaries: int
 ) -> Iterator[Snapshot]:
     """The points of a backward under FSDP, by its units: the head, the layers from the last, the
     embedding.
@@ -107,13 +108,13 @@ def sharded_points(
         spec: The run.
         memory: What a unit takes in its layout.
         before: The backward's beginning, with the gradients of earlier micro-batches.
-        at_layer: Bytes of temporaries of a layer's backward.
+        layer_temporaries: Bytes of temporaries of a layer's backward.
     """
-    backward = ShardedBackward(spec, memory, before, at_layer, gradients=before.gradients)
+    backward = ShardedBackward(spec, memory, before, layer_temporaries, gradients=before.gradients)
     if memory.tail_waits:
         backward.waiting_gradient = memory.tail.unreduced
     else:
-        yield from _reduce(
+        yield from _reduction_points(
             backward,
             "head",
             "the head",
@@ -144,14 +145,16 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
         name=f"backward of {name}",
         gradients=backward.gradients,
         gathered=staying + memory.layer.gathered,
-        temporaries=backward.at_layer,
+        temporaries=backward.layer_temporaries,
     )
     for moment in _within_layer(spec, done):
         unreduced = spec.computation.itemsize * moment.gradient_elements
         communication = backward.reducing_before + backward.waiting_gradient + unreduced
         yield replace(point, communication=communication, activations=moment.activations)
     passed = spec.part.layers if is_last else done + 1
-    yield from _reduce(backward, "layer", name, memory.layer, _after_layers(spec, passed), staying)
+    yield from _reduction_points(
+        backward, "layer", name, memory.layer, _after_layers(spec, passed), staying
+    )
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
@@ -171,10 +174,10 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
         communication=backward.reducing_before + unit.unreduced,
     )
     backward.waiting_gradient = 0
-    yield from _reduce(backward, "embedding", "the embedding", unit, activations, 0)
+    yield from _reduction_points(backward, "embedding", "the embedding", unit, activations, 0)
 
 
-def _reduce(
+def _reduction_points(
     backward: ShardedBackward,
     part: str,
     name: str,
@@ -182,10 +185,16 @@ def _reduce(
     activations: int,
     gathered: int,
 ) -> Iterator[Snapshot]:
-    """The input of a unit's reduce-scatter beside the gradients that it is made of, then beside
-    what comes out of it.
+    """Two points of a unit's reduce-scatter: its whole gradients beside the input that is made of
+    them, and that input beside the shard that comes out.
 
-    `part`: of the model, as in `plan_updates_in_backward`; `name`: of the unit.
+    Args:
+        backward: How far it is.
+        part: The unit's key in `plan_updates_in_backward`.
+        name: What the points are called after.
+        unit: Bytes of the unit.
+        activations: Bytes.
+        gathered: Bytes of the weights that are gathered meanwhile.
     """
     waiting = backward.waiting_gradient
     point = replace(
@@ -208,65 +217,96 @@ def _reduce(
 
 
 def whole_points(
-    spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, at_layer: int
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, layer_temporaries: int
 ) -> Iterator[Snapshot]:
-    """Where nothing is sharded: each gradient is whole on this rank, and under `optim_in_backward`
-    freed once it has been used.
+    """The points of a backward on one rank or under DDP, where gradients are whole.
 
-    `full`: with the gradients of the whole step.
+    They stay until the step, or are freed once used under `optim_in_backward`.
+
+    Args:
+        spec: The run.
+        memory: What a unit takes in its layout.
+        before: The backward's beginning, with the gradients of earlier micro-batches.
+        full: With the gradients of the whole step.
+        layer_temporaries: Bytes of temporaries of a layer's backward.
     """
-    if spec.recipe.optimization.optim_in_backward:
-        updates = plan_updates_in_backward(spec)
-    else:
-        updates = {}
-    if updates and updates["head"].gradients:
-        head = updates["head"]
-        point = replace(before, name="update of the head", activations=kept_for_backward(spec))
+    is_updated = spec.recipe.optimization.optim_in_backward
+    updates = plan_updates_in_backward(spec) if is_updated else {}
+    at_embedding = replace(
+        before,
+        name="backward of the embedding",
+        gradients=full.gradients + memory.waiting_gradient,
+        activations=_after_layers(spec, memory.layers),
+        communication=memory.buckets,
+    )
+    if is_updated:
+        yield from _updated_head(spec, memory, before, updates["head"])
+        at_embedding = replace(
+            at_embedding,
+            gradients=updates["embedding"].gradients,
+            temporaries=updates["embedding"].temporaries,
+        )
+    for done in range(memory.layers):
+        name = _name_layer(done, memory.layers)
+        if not name:
+            continue
+        point = replace(
+            before,
+            name=f"backward of {name}",
+            gathered=memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying,
+            communication=memory.buckets,
+            temporaries=layer_temporaries,
+        )
+        if is_updated:
+            yield from _updated_layer(spec, done, point, updates["layer"])
+        else:
+            yield from _whole_layer(spec, memory, done, point)
+    yield at_embedding
+
+
+def _updated_head(
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, update: InBackwardMemory
+) -> Iterator[Snapshot]:
+    """The update of the head, where it is not tied to the embedding."""
+    if update.gradients:
         yield replace(
-            point,
+            before,
+            name="update of the head",
+            activations=kept_for_backward(spec),
             gathered=memory.layers * memory.layer_staying,
-            gradients=head.gradients,
-            temporaries=head.temporaries,
+            gradients=update.gradients,
+            temporaries=update.temporaries,
             communication=memory.buckets,
         )
-    trained = next(t.itemsize for t in spec.part_tensors if t.trainable)
-    width = spec.computed.mlp_width
-    for done in (done for done in range(memory.layers) if _name_layer(done, memory.layers)):
-        earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
-        gathered = memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying
-        name = f"backward of {_name_layer(done, memory.layers)}"
-        point = replace(
-            before, name=name, gathered=gathered, communication=memory.buckets, temporaries=at_layer
+
+
+def _whole_layer(
+    spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
+) -> Iterator[Snapshot]:
+    """The backward of the layer after `done` others, whose gradients stay."""
+    itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
+    earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
+    for moment in _within_layer(spec, done):
+        own = earlier + itemsize * moment.gradient_elements
+        # a micro-batch before this one has left room for all of them
+        gradients = max(point.gradients, own)
+        yield replace(point, gradients=gradients, activations=moment.activations)
+
+
+def _updated_layer(
+    spec: RunSpec, done: int, point: Snapshot, update: InBackwardMemory
+) -> Iterator[Snapshot]:
+    """The backward of the layer after `done` others, whose weights it updates."""
+    # the gradients of what gate and up have made, which are not there yet at the update
+    missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
+    for moment in _within_layer(spec, done):
+        yield replace(point, gradients=0, activations=moment.activations)
+        yield replace(
+            point,
+            gradients=update.gradients,
+            activations=moment.activations - missing,
+            temporaries=point.temporaries + update.temporaries,
         )
-        for moment in _within_layer(spec, done):
-            activations = moment.activations
-            if updates:
-                gradients = 0
-            else:
-                gradients = max(before.gradients, earlier + trained * moment.gradient_elements)
-            yield replace(point, gradients=gradients, activations=activations)
-            if updates:  # before gate and up have gradients
-                layer = updates["layer"]
-                freed = 2 * spec.tokens * width * spec.computation.itemsize
-                temporaries = at_layer + layer.temporaries
-                activations -= freed
-                yield replace(
-                    point,
-                    gradients=layer.gradients,
-                    activations=activations,
-                    temporaries=temporaries,
-                )
-    gradients = full.gradients + memory.waiting_gradient
-    temporaries = 0
-    if updates:
-        gradients = updates["embedding"].gradients
-        temporaries = updates["embedding"].temporaries
-    point = replace(
-        before, name="backward of the embedding", gradients=gradients, temporaries=temporaries
-    )
-    yield replace(
-        point, activations=_after_layers(spec, memory.layers), communication=memory.buckets
-    )
 
 
 def _name_layer(done: int, layers: int) -> str:
@@ -373,61 +413,69 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
+    """The phases of a pipeline stage, or of a run without one, each at its highest point."""
     state = spec.state()
-    if spec.sharding.cpu_offload:
-        on_device = State(0, 0, 0, 0)
-    else:
-        on_device = state
-    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
-    in_files = spec.files() is not None
+    on_cpu = spec.sharding.cpu_offload
+    on_device = State(0, 0, 0, 0) if on_cpu else state
+    keeps_state_in_files = spec.files() is not None
     weights = Snapshot(
         "weights in place",
         parameters=on_device.trained + on_device.frozen,
-        teacher=teacher,
+        teacher=0 if on_cpu else spec.teacher_bytes,
         rewards=spec.reward_bytes,
     )
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
-    if in_files:  # buffers are there from the start
+    if keeps_state_in_files:  # the buffers of the optimizer's files are there from the start
         weights = replace(at_rest, name=weights.name)
-    read = spec.loaded_state()
-    loaded = replace(
-        weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen
-    )
-    step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
-    step = [replace(point, activations=point.activations + pipeline_bytes(spec)) for point in step]
-    largest_shard = (
-        max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
-    )
+    step = [
+        replace(point, activations=point.activations + pipeline_bytes(spec))
+        for point in _step(spec, replace(at_rest, gradients=on_device.gradients))
+    ]
+    points = {"load": [_load(spec, weights)]}
     if spec.reference == "stored":
-        before = [_forward(spec, weights, "a batch", spec.tokens)]
-    else:
-        before = []
-    evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
+        points["reference"] = [_forward(spec, weights, "a batch", spec.tokens)]
     rollout = plan_rollout(spec, at_rest)
-    rollouts = [*([rollout] if rollout is not None else []), *_score_completions(spec, at_rest)]
-    held_out = rollout or _forward(spec, at_rest, "a held-out batch", evaluated)
-    by_name = {
-        "load": [loaded],
-        **({"reference": before} if before else {}),
-        **({"rollout": rollouts} if rollouts else {}),
-        "first step": step if in_files else _first_step(spec, step),
-        "steady step": step,
-        "evaluation": [
-            *_teacher_first(spec, at_rest, evaluated),
-            held_out,
-            *_compare_vectors(spec, at_rest, held_out, held_out_groups(spec) or 0),
-        ],
-        "save": [at_rest],
-        "resume": [replace(at_rest, name="optimizer state read", temporaries=largest_shard)],
-        "export": [at_rest],
-    }
-    return tuple(
-        Phase(
-            name,
-            max((_with_overhead(spec, point) for point in points), key=lambda point: point.total),
-        )
-        for name, points in by_name.items()
-    )
+    sampling = [] if rollout is None else [rollout]
+    sampling += _score_completions(spec, at_rest)
+    if sampling:
+        points["rollout"] = sampling
+    points["first step"] = step if keeps_state_in_files else _first_step(spec, step)
+    points["steady step"] = step
+    points["evaluation"] = _evaluate(spec, at_rest, rollout)
+    points["save"] = [at_rest]
+    points["resume"] = [_read_optimizer(spec, at_rest)]
+    points["export"] = [at_rest]
+    return tuple(Phase(name, _find_highest(spec, points[name])) for name in points)
+
+
+def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
+    with_overhead = (_with_overhead(spec, point) for point in points)
+    return max(with_overhead, key=lambda point: point.total)
+
+
+def _load(spec: RunSpec, weights: Snapshot) -> Snapshot:
+    state = spec.loaded_state()
+    on_cpu = spec.sharding.cpu_offload
+    return replace(weights, parameters=0 if on_cpu else state.trained + state.frozen)
+
+
+def _read_optimizer(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    """Reads the optimizer's state of a checkpoint: beside it, the largest shard in fp32."""
+    largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
+    temporaries = largest * FP32 // spec.shards
+    return replace(at_rest, name="optimizer state read", temporaries=temporaries)
+
+
+def _evaluate(spec: RunSpec, at_rest: Snapshot, rollout: Snapshot | None) -> list[Snapshot]:
+    """An evaluation; of a method that samples, it is a rollout of held-out prompts."""
+    rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
+    tokens = spec.share_tokens(rows)
+    held_out = rollout or _forward(spec, at_rest, "a held-out batch", tokens)
+    return [
+        *_teacher_first(spec, at_rest, tokens),
+        held_out,
+        *_compare_vectors(spec, at_rest, held_out, held_out_groups(spec) or 0),
+    ]
 
 
 def _plan_asking(spec: RunSpec) -> Phase:
@@ -445,10 +493,7 @@ def _plan_asking(spec: RunSpec) -> Phase:
         gathered=teachers_tail(spec),
     )
     points = [*_teacher_first(spec, weights, spec.tokens), scores]
-    return Phase(
-        "teacher",
-        max((_with_overhead(spec, point) for point in points), key=lambda point: point.total),
-    )
+    return Phase("teacher", _find_highest(spec, points))
 
 
 # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
@@ -593,14 +638,14 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         following = 0
     at_backward = tail + layout.layers * layout.layer_staying + following
     yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
-    at_layer = dequantized_bytes(
+    layer_temporaries = dequantized_bytes(
         spec, recomputes_layer=spec.computation.checkpoint_every is not None
     )
-    at_layer += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
+    layer_temporaries += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
     if spec.sharding.is_fsdp:
-        yield from sharded_points(spec, layout, before, at_layer)
+        yield from sharded_points(spec, layout, before, layer_temporaries)
     else:
-        yield from whole_points(spec, layout, before, full, at_layer)
+        yield from whole_points(spec, layout, before, full, layer_temporaries)
     if not spec.recipe.optimization.optim_in_backward:
         update = replace(full, name="optimizer step", communication=layout.buckets)
         yield replace(update, temporaries=update_temporaries(spec))
@@ -726,22 +771,26 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
-    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight, or
-    all experts of a layer.
+    """Bytes of the weights of a quantized base that are dequantized at once, in the compute dtype:
+    the largest, or all experts of a layer.
 
-    `recomputes_layer`: those of a layer, which under activation checkpointing its recomputed
-    forward keeps for its backward.
+    `recomputes_layer`: under activation checkpointing, whose recomputed forward keeps all weights
+    of a layer for its backward.
     """
     if spec.recipe.quantization.bits is None:
         return 0
     a = spec.architecture
     ranks = spec.sharding.expert_parallel_size
+    if not recomputes_layer:
+        return spec.computation.itemsize * dequantized_at_once(a, ranks)
     experts = {weight.name for weight in a.experts(a.widest_layer)}
-    weights = a.quantizable(a.widest_layer)
-    numbers = sum(weight.numel // (ranks if weight.name in experts else 1) for weight in weights)
-    return spec.computation.itemsize * (
-        numbers if recomputes_layer else dequantized_at_once(a, ranks)
-    )
+    elements = 0
+    for weight in a.quantizable(a.widest_layer):
+        if weight.name in experts:
+            elements += weight.numel // ranks
+        else:
+            elements += weight.numel
+    return spec.computation.itemsize * elements
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
