@@ -170,7 +170,9 @@ def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:
     if group_size is not None and scheme is None:
         raise UserError("--group-size: name the scheme too, with --quantization")
     if group_size is not None and SCHEMES[scheme].is_float:
-        raise UserError(f"--group-size: {scheme} has one scale a row; omit it")
+        block = SCHEMES[scheme].block
+        scales = f"a scale for {block} numbers" if block else "one scale a row"
+        raise UserError(f"--group-size: {scheme} has {scales}; omit it")
     if not is_model:
         raise UserError(f"--format {COMPRESSED}: an adapter is not quantized; omit --adapter-only")
 

@@ -23,21 +23,26 @@ from finetune.errors import UserError
 class Scheme:
     """How a linear layer is quantized.
 
-    The weights' scales are symmetric; inputs have a scale and an offset a token.
+    The weights' scales are symmetric. Inputs that are rounded to whole numbers have a scale and an
+    offset a token; in blocks they are rounded as the weights are.
     """
 
     weight_bits: int
     input_bits: int | None = None  # None: inputs are not rounded
     is_float: bool = False
+    block: int | None = None  # numbers under a scale of one byte; None: as qat_group_size says
     # why what it trains cannot be quantized, and so not compared with what was trained
     refused: str = ""
+    not_exported: str = ""  # why what it trains is not written in its format
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
         """Counts the bytes of a number in an export: its code, and its part of a scale of
         `itemsize` bytes.
 
-        Beside rounded inputs a code has a byte of its own.
+        Beside rounded inputs a code has a byte of its own, but in blocks.
         """
+        if self.block:
+            return self.weight_bits / 8 + 1 / self.block
         return (1 if self.input_bits else self.weight_bits / 8) + (itemsize / group if group else 0)
 
 
@@ -52,10 +57,19 @@ SCHEMES: Mapping[str, Scheme] = {
     "fp8-fp8": Scheme(
         8, 8, is_float=True, refused="torchao quantizes to FP8 on GPUs from Ada and MI300 on"
     ),
-    "nvfp4": Scheme(4, 4, refused="torchao quantizes to NVFP4 on GPUs of Blackwell"),
-    "mxfp4": Scheme(4, 4, refused="torchao quantizes to MXFP4 on GPUs of Blackwell"),
+    "nvfp4": Scheme(
+        4,
+        4,
+        is_float=True,
+        block=16,
+        not_exported="its inputs need a scale that is measured on data",
+    ),
+    "mxfp4": Scheme(4, 4, is_float=True, block=32),
 }
-EXPORTED = ("fp8-fp8", *(name for name, scheme in SCHEMES.items() if not scheme.refused))
+EXPORTED = (
+    "fp8-fp8",
+    *(name for name, scheme in SCHEMES.items() if not scheme.refused and not scheme.not_exported),
+)
 TRAINED = tuple(name for name, scheme in SCHEMES.items() if not scheme.refused)
 if TYPE_CHECKING:
     SchemeName = str
@@ -107,7 +121,8 @@ class QuantizationAware:
         SameOnResume,
         "Round the weights of linear layers, and the inputs where two numbers are named, in every "
         "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
-        "weights of 4. The output head stays as it is. What is trained and saved has full "
+        "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16. The "
+        "output head stays as it is. What is trained and saved has full "
         "precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
     ] = None
     qat_group_size: Annotated[

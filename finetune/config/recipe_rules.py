@@ -482,6 +482,31 @@ RULES: tuple[Rule, ...] = (
         fix={"fake_quant_after_n_steps": 0},
     ),
     Rule(
+        name="a scheme with blocks of its own",
+        keys=("qat_group_size", QAT),
+        when=lambda c: has_qat(c) and SCHEMES[c[QAT]].block not in (None, c["qat_group_size"]),
+        message=lambda c: (
+            f"qat_group_size: {c['qat_group_size']}: {c[QAT]} has a scale for "
+            f"{SCHEMES[c[QAT]].block} numbers"
+        ),
+        advice=lambda c: f"set qat_group_size: {SCHEMES[c[QAT]].block}",
+    ),
+    Rule(
+        name="a trained scheme that is not exported",
+        keys=("export_formats", QAT),
+        when=lambda c: (
+            COMPRESSED in c["export_formats"]
+            and not c["export_quantization"]
+            and has_qat(c)
+            and SCHEMES[c[QAT]].not_exported
+        ),
+        message=lambda c: (
+            f"export_formats: compressed-tensors: {c[QAT]} is not written: "
+            f"{SCHEMES[c[QAT]].not_exported}"
+        ),
+        advice="remove it, and quantize the export with llmcompressor",
+    ),
+    Rule(
         name="groups that do not divide",
         keys=("qat_group_size", QAT, "model_name_or_path"),
         needs=("model",),

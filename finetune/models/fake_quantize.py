@@ -7,10 +7,10 @@ its adapter in it, as merged. It is computed again in the backward instead of be
 layer keeps no more than a plain one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Rounding:
 
 
 def torchao_config(keys: QuantizationAware) -> Any:
-    """torchao's name for the recipe's scheme: what `QATConfig` and `quantize_` take."""
+    """torchao's name for a scheme of whole numbers: what `QATConfig` and `quantize_` take."""
     from torchao.quantization import (
         Int8DynamicActivationIntxWeightConfig,
         IntxWeightOnlyConfig,
@@ -81,10 +81,9 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
     Raises `UserError` where a layer's inputs are no multiple of the group size.
     """
     from peft.tuners.lora.layer import Linear as AdaptedLinear
-    from torchao.quantization import quantize_
-    from torchao.quantization.qat import QATConfig
 
-    group = keys.qat_group_size
+    assert keys.quantization_aware_training is not None
+    group = SCHEMES[keys.quantization_aware_training].block or keys.qat_group_size
     layers = find_quantizable(model)
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
@@ -92,10 +91,7 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
                 f"qat_group_size: {group} does not divide the {layer.in_features} inputs of "
                 f"{name}; set one that does, or null for one scale a row"
             )
-    sample = nn.Sequential(nn.Linear(group or 1, 1, bias=False))
-    quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
-    made: Any = sample[0]
-    rounding = Rounding(made.activation_fake_quantizer, made.weight_fake_quantizer)
+    rounding = _make_rounding(keys)
     for layer in layers.values():
         layer.__class__ = FakeQuantizedLinear
         layer.rounding = rounding  # type: ignore[assignment]
@@ -104,6 +100,86 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
         if type(module) is AdaptedLinear and isinstance(module.base_layer, FakeQuantizedLinear):
             module.__class__ = _adapted_class()
     return len(layers)
+
+
+def _make_rounding(keys: QuantizationAware) -> Rounding:
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    name = keys.quantization_aware_training
+    if name in IN_BLOCKS:
+        in_blocks = partial(_pass_gradient, IN_BLOCKS[name])
+        return Rounding(in_blocks, in_blocks)
+    sample = nn.Sequential(nn.Linear(keys.qat_group_size or 1, 1, bias=False))
+    quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
+    made: Any = sample[0]
+    return Rounding(made.activation_fake_quantizer, made.weight_fake_quantizer)
+
+
+def round_to_mxfp4(numbers: Tensor) -> Tensor:
+    """Rounds [..., in] to what MXFP4 holds: 4 bits a number, a power of two for 32 of a row."""
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    scales, codes = quantize_to_mxfp4(numbers)
+    block = SCHEMES["mxfp4"].block
+    rounded: Tensor = to_dtype(codes, scales, torch.float4_e2m1fn_x2, block, numbers.dtype)
+    return rounded
+
+
+def quantize_to_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales [..., in / 32] and the codes [..., in / 2], two numbers a byte."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    scales, codes = to_mx(
+        numbers.contiguous(),
+        torch.float4_e2m1fn_x2,
+        SCHEMES["mxfp4"].block,
+        ScaleCalculationMode.RCEIL,  # as torchao's own training for it
+    )
+    return scales, codes
+
+
+def round_to_nvfp4(numbers: Tensor) -> Tensor:
+    """Rounds [..., in] to what NVFP4 holds: 4 bits a number, a scale in FP8 for 16 of a row, and a
+    scale in fp32 for all.
+    """
+    from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    block = SCHEMES["nvfp4"].block
+    rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
+    # not 0, by which a block of zeros would be divided
+    largest = rows.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny * 2**20)
+    scale = per_tensor_amax_to_scale(largest)
+    block_scales, codes = nvfp4_quantize(rows, block, scale)
+    values = f4_unpacked_to_f32(unpack_uint4(codes)).view(len(rows), -1, block)
+    scales = scale * block_scales.float().view(len(rows), -1, 1)
+    rounded: Tensor = values * scales
+    return rounded.view(numbers.shape).to(numbers.dtype)
+
+
+IN_BLOCKS: Mapping[str | None, Callable[[Tensor], Tensor]] = {
+    "mxfp4": round_to_mxfp4,
+    "nvfp4": round_to_nvfp4,
+}
+
+
+def _pass_gradient(round_numbers: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
+    """Rounds; the gradient passes as if it did not. torchao rounds in bf16 and fp32 alone."""
+    taken = numbers.float() if numbers.dtype == torch.float16 else numbers
+    rounded: Tensor = _StraightThrough.apply(round_numbers, taken)  # type: ignore[no-untyped-call]
+    return rounded.to(numbers.dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, round_numbers: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
+        return round_numbers(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
 
 
 def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> None:

@@ -87,6 +87,9 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
 ROUNDED = 5
+# bytes a number while torchao rounds to 4 bits in blocks, in fp32 and int32 in any dtype
+ROUNDED_IN_BLOCKS = 29
+MERGED_IN_BLOCKS = 8  # and beside it those of a weight that an adapter was added to
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
@@ -95,6 +98,12 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     """
     if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
         return 0
+    if SCHEMES[name].block:
+        of_weight = ROUNDED_IN_BLOCKS + MERGED_IN_BLOCKS * spec.recipe.lora.use_peft
+        return max(
+            max(of_weight * linear.numel, ROUNDED_IN_BLOCKS * tokens * linear.shape[1])
+            for linear in spec.architecture.linears()
+        )
     rounds_inputs = SCHEMES[name].input_bits is not None
     size = spec.computation.itemsize
     of_weight = ROUNDED + spec.recipe.lora.use_peft  # and the gradient of base and adapter together

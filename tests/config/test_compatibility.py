@@ -556,7 +556,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "with kernels of the mslk package, on a GPU, so that the",
                 ),
                 (
-                    ["quantization_aware_training=nvfp4"],
+                    ["quantization_aware_training=int4-packed"],
                     "could not be compared with the one that was trained; use one of",
                 ),
                 (
@@ -582,9 +582,9 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 (
                     [
                         "export_formats=[safetensors, compressed-tensors]",
-                        "export_quantization=mxfp4",
+                        "export_quantization=nvfp4",
                     ],
-                    "export_quantization: mxfp4: not written; use one of fp8-fp8, int4",
+                    "export_quantization: nvfp4: not written; use one of fp8-fp8, int4",
                 ),
                 (
                     [LORA, "load_in_4bit=true"],

@@ -63,6 +63,14 @@ def converted(tmp_path: Path, theirs: dict[str, Any]) -> Any:
                 "fake_quant_after_n_steps": 1000,
             },
         ),
+        (
+            AXOLOTL | {"qat": {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"}},
+            {"quantization_aware_training": "nvfp4", "qat_group_size": 16},
+        ),
+        (
+            AXOLOTL | {"qat": {"activation_dtype": "mxfp4", "weight_dtype": "mxfp4"}},
+            {"quantization_aware_training": "mxfp4", "qat_group_size": 32},
+        ),
         (AXOLOTL, {}),
     ],
 )
@@ -80,7 +88,6 @@ def test_the_scheme_is_converted(
 @pytest.mark.parametrize(
     "theirs",
     [
-        AXOLOTL | {"qat": {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4", "group_size": 16}},
         AXOLOTL | {"qat": {"weight_dtype": "int4", "group_size": 128}},
         TORCHTUNE
         | {

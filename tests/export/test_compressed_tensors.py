@@ -40,7 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_config(folder, "single"),
     )
     runs = [(recipe, config, [f"output_dir={folder}/plain"])]
-    runs += [(recipe, config, [f"output_dir={folder}/{name}", *KEYS[name]]) for name in TRAINED]
+    names = (*TRAINED, "mxfp4")
+    runs += [(recipe, config, [f"output_dir={folder}/{name}", *KEYS[name]]) for name in names]
     train_all(folder, runs, ranks=1)
     return folder
 
@@ -271,3 +272,30 @@ def test_training_for_4_bits_loses_less_than_quantizing_afterwards(
     print(losses)
     (afterwards, unquantized), (aware, _) = losses["plain"], losses["aware"]
     assert unquantized < aware < unquantized + 0.6 * (afterwards - unquantized)
+
+
+def test_weights_in_blocks_are_those_of_training(folder: Path, tmp_path: Path) -> None:
+    """Opened by transformers: bit for bit what torchao quantizes, and so near that inputs rounded by the package,
+    whose scale is another power of two, give a like loss."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from transformers import CompressedTensorsConfig
+
+    formats = "safetensors,compressed-tensors"
+    assert export(folder / "mxfp4", tmp_path / "out", formats=formats) == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    opened = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out" / "compressed-tensors",
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )
+    rounded = 0
+    for name, weight in opened.state_dict().items():
+        if "_proj.weight" not in name or "scale" in name:
+            continue
+        made = MXTensor.to_mx(
+            plain[name], torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL
+        ).dequantize(torch.float32)
+        assert torch.equal(weight.float(), made), name
+        assert not torch.equal(made, plain[name])
+        rounded += 1
+    assert rounded == 14

@@ -34,9 +34,14 @@ KEYS: dict[str, list[str]] = {
     ],
     "lora int4": ["quantization_aware_training=int4", "qat_group_size=8", *LORA],
     "lora int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8", *LORA],
+    "mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32"],
+    "nvfp4": ["quantization_aware_training=nvfp4", "qat_group_size=16"],
+    "lora mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32", *LORA],
 }
 ONE_RANK = [("single", name) for name in KEYS]
-TWO_RANKS = [("full_shard", "int4"), ("full_shard", "int8-int4"), ("full_shard", "lora int8-int4")]
+TWO_RANKS = [
+    ("full_shard", name) for name in ("int4", "int8-int4", "lora int8-int4", "mxfp4", "nvfp4")
+]
 MORE_ON_TWO = [
     ("FULL_SHARD", "int4"),
     ("ddp", "int4"),
@@ -48,6 +53,7 @@ MORE_ON_TWO += [
     ("sequence", "int4"),
     ("checkpointed", "int8-int4"),
     ("compiled", "int4"),
+    ("compiled", "mxfp4"),
 ]
 MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 later", "lora int4")]
 
@@ -76,12 +82,17 @@ def read_keys(name: str) -> QuantizationAware:
 
 def torchao_base(name: str) -> Any:
     """torchao's configuration, written here by hand."""
+    from torchao.prototype.mx_formats import (
+        MXDynamicActivationMXWeightConfig,
+        NVFP4DynamicActivationNVFP4WeightConfig,
+    )
     from torchao.quantization import (
         Int8DynamicActivationIntxWeightConfig,
         IntxWeightOnlyConfig,
         PerAxis,
         PerGroup,
     )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     return {
         "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
@@ -89,6 +100,12 @@ def torchao_base(name: str) -> Any:
             weight_dtype=torch.int4, weight_granularity=PerGroup(8)
         ),
         "int8 of rows": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+        "mxfp4": MXDynamicActivationMXWeightConfig(
+            activation_dtype=torch.float4_e2m1fn_x2,
+            weight_dtype=torch.float4_e2m1fn_x2,
+            kernel_preference=KernelPreference.EMULATED,
+        ),
+        "nvfp4": NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False),
         "int8-int8 later": Int8DynamicActivationIntxWeightConfig(torch.int8, PerGroup(16)),
     }[name.removeprefix("lora ")]
 
@@ -98,11 +115,16 @@ def is_rounded(module: nn.Module, name: str) -> bool:
 
 
 def prepare(model: Any, name: str) -> None:
-    """What a user of torchao writes; under LoRA its layer multiplies with base and adapter together."""
+    """What a user of torchao writes; under LoRA its layer multiplies with base and adapter together.
+
+    Its product in NVFP4 needs a GPU of Blackwell: here what it has quantized is dequantized and multiplied.
+    """
+    from torchao.prototype.qat import nvfp4
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
     quantize_(model, QATConfig(torchao_base(name), step="prepare"), filter_fn=is_rounded)
+    nvfp4._addmm_nvfp4_dispatch = lambda x, weight, *_: x.dequantize() @ weight.dequantize()
     later = read_keys(name).fake_quant_after_n_steps
     if later:  # as torchtune does it: the quantizers are switched on between two steps
         quantizers = [each for each in model.modules() if hasattr(each, "enabled")]

@@ -18,6 +18,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 from torch import nn
 
@@ -40,7 +41,7 @@ from finetune.export.target import TargetModel, Value
 from finetune.export.verify import WrittenFiles, compare_values, read_digests
 from finetune.export.write import Shard, Weights, make_files, write_weights
 from finetune.files.durable import replace_file
-from finetune.models.fake_quantize import find_quantizable
+from finetune.models.fake_quantize import find_quantizable, quantize_to_mxfp4, round_to_mxfp4
 from finetune.units import disk_size
 
 FORMAT = f"--format {COMPRESSED}"
@@ -59,6 +60,10 @@ class Quantizer:
     def parts(self, rows: torch.Tensor, written: torch.dtype) -> dict[str, torch.Tensor]:
         """What the files hold of `rows` [rows, in], by the ends of the names."""
         rows = rows.to(self.dtype or written)
+        if self.keys.quantization_aware_training == "mxfp4":
+            scale = quantize_to_mxfp4(rows)[0].float()
+            given = {"weight": round_to_mxfp4(rows), "weight_scale": scale}
+            return dict(self.compressor.compress(given, self.scheme))
         if self.scheme.weights.type == "float":
             scale, _ = calculate_qparams(
                 *torch.aminmax(rows, dim=-1, keepdim=True), self.scheme.weights
@@ -90,7 +95,9 @@ class Quantizer:
 
     def restore(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The rows that a reader computes with, in float32, by the package."""
-        wide = dict(parts) | {"weight_scale": parts["weight_scale"].float()}
+        wide = dict(parts)
+        if parts["weight_scale"].is_floating_point():
+            wide["weight_scale"] = parts["weight_scale"].float()
         restored: torch.Tensor = self.compressor.decompress(wide, self.scheme)["weight"]
         return restored.float()
 
@@ -108,7 +115,11 @@ class Quantizer:
 def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quantizer:
     """The quantizer of a scheme in EXPORTED."""
     assert keys.quantization_aware_training is not None
-    scheme = SCHEMES[keys.quantization_aware_training]
+    name = keys.quantization_aware_training
+    if name == "mxfp4":
+        made = preset_name_to_scheme("MXFP4", ["Linear"])
+        return _quantize_by(keys, made, dtype)
+    scheme = SCHEMES[name]
     group = keys.qat_group_size
     kind = "float" if scheme.is_float else "int"
     strategy = (
@@ -125,8 +136,14 @@ def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quanti
             symmetric=scheme.is_float,
         )
     made = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
-    name = infer_module_format(nn.Linear, made)
-    return Quantizer(keys, made, BaseCompressor.get_value_from_registry(name.value), dtype)
+    return _quantize_by(keys, made, dtype)
+
+
+def _quantize_by(
+    keys: QuantizationAware, scheme: QuantizationScheme, dtype: torch.dtype | None
+) -> Quantizer:
+    name = infer_module_format(nn.Linear, scheme)
+    return Quantizer(keys, scheme, BaseCompressor.get_value_from_registry(name.value), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +283,12 @@ def plan_compressed(
         )
     keys, is_trained = _choose_scheme(source, options)
     quantizer = make_quantizer(keys, source.compute_dtype if is_trained else None)
-    if quantizer.scheme.weights.type == "int" and not is_installed("torchao"):
+    if keys.quantization_aware_training != "fp8-fp8" and not is_installed("torchao"):
         raise UserError(
             f"--quantization: {keys.quantization_aware_training} needs torchao: pip install torchao"
         )
     layers = find_quantizable(target.model)
-    group = keys.qat_group_size
+    group = quantizer.scheme.weights.group_size
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
             raise UserError(
