@@ -50,7 +50,7 @@ from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
-from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
+from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.user_loss import FunctionObjective, LossFunction
 from finetune.training.opening import open_run
@@ -67,11 +67,36 @@ from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener, uninterrupted
 
 
-class Loss(NamedTuple):
-    """What `Session.forward_backward` has measured, over all ranks."""
+class Loss:
+    """What `Session.forward_backward` has measured, over all ranks. Reading it waits for the
+    device.
+    """
 
-    loss: float  # the mean over the trained tokens, or over the pairs of a method that compares
-    metrics: dict[str, float]  # of the recipe's method
+    def __init__(self, totals: Totals, count: int, objective: Objective) -> None:
+        self._totals = totals
+        self._count = count
+        self._objective = objective
+
+    @cached_property
+    def _read(self) -> tuple[float, dict[str, float]]:
+        loss, means = self._totals.average(self._count)
+        return loss, self._objective.complete(means)
+
+    @property
+    def loss(self) -> float:
+        """The mean over the trained tokens, or over the pairs of a method that compares."""
+        return self._read[0]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the recipe's method."""
+        return self._read[1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read)
+
+    def __repr__(self) -> str:
+        return f"Loss(loss={self.loss!r}, metrics={self.metrics!r})"
 
 
 class Update(NamedTuple):
@@ -380,9 +405,9 @@ class Session:
         with self.computing(), self._or_no_gradients():
             self.model.train()
             measured = forward_backward(self.model, step_batch, objective, self.recipe, self.world)
-            average, metrics = measured.average(objective.count(step_batch), self.world)
+            totals = measured.add_up(self.world)
         self._backward.append((step_batch, measured))
-        return Loss(average, objective.complete(metrics))
+        return Loss(totals, objective.count(step_batch), objective)
 
     @contextmanager
     def _or_no_gradients(self) -> Iterator[None]:

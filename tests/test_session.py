@@ -414,6 +414,30 @@ def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
         assert len(cut.log_probabilities) == len(cut.token_ids) < len(whole.token_ids)
 
 
+def test_a_batch_is_computed_before_its_loss_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU nothing waits for the device until then."""
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "output_dir": tmp_path / "run"}
+    recipe = finetune.load_recipe(model_name_or_path=make_model(tmp_path / "model"), **keys)
+    with finetune.Session(recipe, "single") as session:
+        batch = session.batch(ROWS)
+        expected = session.forward_backward(batch).loss
+        with monkeypatch.context() as patched:
+            for reader in ("tolist", "item", "__float__", "__bool__", "__int__"):
+                patched.setattr(Tensor, reader, refuse_to_read)
+            measured = session.forward_backward(batch)
+            with pytest.raises(AssertionError, match="is read"):
+                measured.loss  # noqa: B018
+        loss, metrics = measured
+        assert (loss, metrics) == (expected, {})
+        session.optim_step(1e-3)
+
+
+def refuse_to_read(tensor: Tensor) -> None:
+    raise AssertionError("a tensor is read")
+
+
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     recipe = finetune.load_recipe(
         "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0

@@ -67,20 +67,36 @@ class Measured:
         Returns:
             The loss (nan if `count` is 0), and each metric whose divisor is not 0.
         """
-        total, *pairs = world.sum_over_groups(
-            torch.cat([self.loss_sum[None], *self.metrics.values()])
-        ).tolist()
+        return self.add_up(world).average(count)
+
+    def add_up(self, world: World) -> "Totals":
+        """Adds up over all ranks, without waiting for the device. All ranks call it."""
+        largest = None
+        if self.maxima:
+            largest = world.largest(torch.stack([*self.maxima.values()]))
+        sums = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()]))
+        return Totals(sums, tuple(self.metrics), largest, tuple(self.maxima))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all ranks measured. Reading it waits for the device."""
+
+    sums: Tensor  # fp32: the loss, then a sum and what it is divided by of each metric
+    metrics: tuple[str, ...]
+    largest: Tensor | None
+    maxima: tuple[str, ...]
+
+    def average(self, count: int) -> tuple[float, dict[str, float]]:
+        """Returns the loss over `count`, and each metric whose divisor is not 0."""
+        total, *pairs = self.sums.tolist()
         means = {
             name: pairs[2 * i] / pairs[2 * i + 1]
             for i, name in enumerate(self.metrics)
             if pairs[2 * i + 1]
         }
-        if self.maxima:
-            means |= zip(
-                self.maxima,
-                world.largest(torch.stack([*self.maxima.values()])).tolist(),
-                strict=True,
-            )
+        if self.largest is not None:
+            means |= zip(self.maxima, self.largest.tolist(), strict=True)
         return total / count if count else float("nan"), means
 
 
