@@ -559,7 +559,7 @@ def test_what_fails_leaves_no_gradient_behind(
         with pytest.raises(KeyboardInterrupt):
             session.forward_backward(batch, fails)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Measured, "average", interrupted)  # where a GPU is waited for
+            patch.setattr(Measured, "add_up", interrupted)
             session.forward_backward(batch)
         with pytest.raises(finetune.UserError, match="call forward_backward first"):
             session.optim_step()
