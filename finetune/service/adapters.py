@@ -78,11 +78,6 @@ class Adapters:
         self._layers = [layer for layer in transformer.modules() if hasattr(layer, "lora_A")]
         self._config = transformer.peft_config[ADAPTER_NAME]
 
-    @property
-    def largest_rank(self) -> int:
-        """The rank of the session's own adapter."""
-        return self._session.recipe.lora.lora_r
-
     def activate(self, state: str | None, form: AdapterForm) -> None:
         """Puts an adapter into the model: a state, or without one the start that `form` describes.
 
@@ -91,6 +86,7 @@ class Adapters:
         if self._active == (state, form) and state is not None:
             return
         held = self._find(state, form)
+        self._active = None
         moments = self._session.optimizer.state
         with torch.no_grad():
             for parameter, values, own in zip(
@@ -154,13 +150,10 @@ class Adapters:
 
     def _describe(self, form: AdapterForm) -> bytes:
         """adapter_config.json."""
-        own = {"r": form.rank, "base_model_name_or_path": self._base, "inference_mode": True}
+        base = self._session.recipe.model.model_name_or_path
+        own = {"r": form.rank, "base_model_name_or_path": base, "inference_mode": True}
         content = {**self._config.to_dict(), **own}
         return json.dumps(content, default=_as_json, indent=2).encode()
-
-    @property
-    def _base(self) -> str:
-        return self._session.recipe.model.model_name_or_path
 
     def _copy(self) -> Held:
         values = [_on_host(each) for each in self._parameters.values()]

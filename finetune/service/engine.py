@@ -18,7 +18,8 @@ from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
 from finetune.service.datums import Limits, by_datum, make_batch
 from finetune.service.losses import LOSSES
-from finetune.session import Gradients, LossFunction, Session
+from finetune.session import Gradients, Session
+from finetune.training.objectives.user_loss import LossFunction
 
 Answer = dict[str, Any]
 

@@ -85,9 +85,10 @@ class Ledger:
             "WHERE status IN (?, ?)",
             [WAITING, AGAIN],
         ):
-            *own, arguments, status = row
-            asked = Asked(*own, json.loads(arguments), status == AGAIN)
-            self._waiting[asked.number] = asked
+            number, name, queue, seq, operation, arguments, status = row
+            is_again = status == AGAIN
+            given = json.loads(arguments)
+            self._waiting[number] = Asked(number, name, queue, seq, operation, given, is_again)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -59,9 +59,8 @@ def _dro(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
 
 def _gspo(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
     """Zheng et al. 2025, eq. 14: the ratio is a datum's geometric mean, the gradient a token's."""
-    mask = (given["sequence_ratio_mask"] != 0).float()
-    count = int(data.max()) + 1
-    zeros = new.new_zeros(count)
+    mask = (given["sequence_ratio_mask"] != 0).to(new.dtype)
+    zeros = torch.zeros_like(new, requires_grad=False)  # of each datum; there are fewer than tokens
     logs = zeros.index_add(0, data, (new.detach() - given["logprobs"]) * mask)
     tokens = zeros.index_add(0, data, mask)
     means = logs / tokens.clamp(min=1)

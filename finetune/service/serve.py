@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -194,8 +195,13 @@ def _lead(
     print(f"serving {service.model_name} at http://{options.host}:{port}", flush=True)
     nothing = partial(_tell, world, NOTHING)
     while not stopping:
-        if not service.work(TURN_SECONDS):
-            nothing()
+        try:
+            if not service.work(TURN_SECONDS):
+                nothing()
+        except Exception:
+            if world.size > 1:  # the others may wait for this one
+                raise
+            traceback.print_exc()  # the client has its answer
     server.should_exit = True
     service.ledger.close()
     _tell(world, STOP)

@@ -50,7 +50,7 @@ class Service:
         make_folder(folder / "states")
         recipe = engine.session.recipe
         self.ledger = Ledger(folder / "ledger.sqlite", MOST_WAITING)
-        self.model_name = recipe.model.model_name_or_path
+        self.model_name = recipe.model.model_name_or_path or ""
         self.tokenizer_name = _find_name(self.model_name)
         self.architecture = type(engine.session.model).__name__
         self.limits = engine.limits

@@ -47,7 +47,7 @@ MESSAGES: Mapping[str, Sequence[str]] = {
         "7 loss_fn_config_v2 LossConfigValue map",
     ),
 }
-DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+DTYPES: Mapping[int, "np.dtype[Any]"] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
 
 
@@ -140,7 +140,8 @@ def _read_tensor(tensor: Any, name: str) -> list[float]:
 def _numbers(raw: bytes, dtype: "np.dtype[Any]") -> list[Any]:
     if len(raw) % dtype.itemsize:
         raise UserError(f"{len(raw)} bytes are no whole number of {dtype.name}")
-    return np.frombuffer(raw, dtype).tolist()
+    numbers: list[Any] = np.frombuffer(raw, dtype).tolist()
+    return numbers
 
 
 def write_forward_backward(log_probabilities: Sequence[Sequence[float]], loss: float) -> bytes:
