@@ -279,7 +279,7 @@ def create_model(service: Service, sent: Sent) -> Body:
             "server's recipe; ask for less, or start it with a higher lora_r"
         )
     model = f"{asked.session_id}:train:{asked.model_seq_id}"
-    seed = service.seed_of(model) if config.seed is None else config.seed
+    seed = service.seed_of(f"train:{asked.model_seq_id}") if config.seed is None else config.seed
     form = AdapterForm(config.rank, seed, config.train_mlp, config.train_attn)
     body = service.describe_model(asked.session_id, form, asked.user_metadata)
     service.ledger.accept(
@@ -478,7 +478,9 @@ def sample(service: Service, sent: Sent) -> Body:
         "temperature": how.temperature,
         "stop_ids": ids,
         "stop_texts": texts,
-        "seed": service.seed_of(name) if how.seed is None else how.seed & 2**63 - 1,
+        "seed": service.seed_of(name.partition(":")[2])
+        if how.seed is None
+        else how.seed & 2**63 - 1,
         "scores_prompt": bool(asked.prompt_logprobs),
     }
     service.ledger.accept(name, name, 0, "sample", arguments)

@@ -65,7 +65,9 @@ class Service:
         self.remove_unused()
 
     def seed_of(self, name: str) -> int:
-        """The seed of what a client gives none for."""
+        """The seed of what a client gives none for; `name` is the same in every session, so that a
+        script that is run again finds the same numbers.
+        """
         return seed_of(self._seed, name)
 
     def describe_model(
