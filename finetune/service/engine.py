@@ -12,6 +12,7 @@ from torch import Tensor
 from finetune.config.pretrained import text_config_of
 from finetune.data.batches import MicroBatch
 from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
@@ -38,7 +39,7 @@ class Engine:
         self.session = session
         self._adapters = Adapters(session, folder)
         self._gradients: dict[str, Gradients] = {}  # by model, since its last update
-        config = text_config_of(session.model.config)
+        config = text_config_of(unwrap(session.model).config)
         longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
         self.limits = Limits(config.vocab_size, longest)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
@@ -52,7 +53,7 @@ class Service:
         self.ledger = Ledger(folder / "ledger.sqlite", MOST_WAITING)
         self.model_name = recipe.model.model_name_or_path or ""
         self.tokenizer_name = _find_name(self.model_name)
-        self.architecture = type(engine.session.model).__name__
+        self.architecture = type(unwrap(engine.session.model)).__name__
         self.limits = engine.limits
         self.largest_rank = recipe.lora.lora_r
         self.most_sessions = most_sessions
