@@ -1,9 +1,9 @@
 """A service in this process, on the shared tiny model: requests in the API's JSON, without HTTP."""
 
 import json
-from itertools import pairwise
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 

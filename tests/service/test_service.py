@@ -422,7 +422,7 @@ def test_what_is_not_served_is_a_sentence(service: Service, tmp_path: Path) -> N
         ("create_sampling_session", {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": "tinker://../../etc/weights/x"}, "is not known here"),
         ("optim_step", {"model_id": "x", "seq_id": 1, "adam_params": {}}, "model 'x': is not known here"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=".") as caught:
+        with pytest.raises(UserError) as caught:
             client.post(path, sent)
         assert message in str(caught.value)
     model = client.model()
