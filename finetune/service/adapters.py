@@ -70,6 +70,8 @@ class Adapters:
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._active: tuple[str | None, AdapterForm] | None = None
         self._steps = 0
+        if type(session.optimizer) is not torch.optim.AdamW:
+            raise UserError("serve-training: optim: clients ask for AdamW; leave optim out")
         complete_state(session.optimizer)
         transformer = unwrap(session.model)
         self._parameters: dict[str, nn.Parameter] = {

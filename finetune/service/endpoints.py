@@ -125,7 +125,7 @@ class Chunk(BaseModel):
     tokens: list[int]
 
 
-class Prompt(BaseModel):
+class PromptBody(BaseModel):
     """Of asample."""
 
     chunks: list[Chunk]
@@ -142,13 +142,13 @@ class SamplingParams(BaseModel):
     top_p: float = Field(1.0, ge=1, le=1)
 
 
-class Sample(BaseModel):
+class SampleBody(BaseModel):
     """Body of asample."""
 
     sampling_session_id: str
     seq_id: int = Field(ge=0)
     num_samples: int = Field(1, ge=1, le=1024)
-    prompt: Prompt
+    prompt: PromptBody
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Literal[0] = 0
@@ -424,16 +424,16 @@ def create_sampler(service: Service, sent: Sent) -> Body:
     find_session(service.ledger, asked.session_id)
     if asked.model_path is not None:
         saved = find_checkpoint(service, asked.model_path)
-        state, form = saved["state"], saved["form"]
     elif asked.base_model == service.model_name:
-        state, form = None, {"rank": 0, "seed": 0}
+        saved = {"state": None, "form": {"rank": 0, "seed": 0}}
     else:
         raise UserError(
             f"base_model: {asked.base_model!r} is not served; {service.model_name!r} is"
         )
     name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-    body = {"session": asked.session_id, "state": state, "form": form, "path": asked.model_path}
-    service.ledger.put("sampler", name, body | {"clones": 0})
+    body = {"session": asked.session_id, "path": asked.model_path, "clones": 0}
+    body |= {"state": saved["state"], "form": saved["form"]}
+    service.ledger.put("sampler", name, body)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
@@ -458,7 +458,7 @@ def get_sampler(service: Service, sent: Sent) -> Body:
 
 def sample(service: Service, sent: Sent) -> Body:
     """Draws completions of a prompt."""
-    asked = read(Sample, sent)
+    asked = read(SampleBody, sent)
     sampler = service.ledger.find("sampler", asked.sampling_session_id)
     find_session(service.ledger, sampler["session"])
     prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]

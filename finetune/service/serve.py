@@ -31,7 +31,7 @@ from finetune.units import read_size
 
 if TYPE_CHECKING:
     from finetune.distributed.world import World
-    from finetune.service.engine import Engine
+    from finetune.service.operations import Operations
 
 KEY = "FINETUNE_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "google.protobuf")
@@ -71,8 +71,6 @@ def prepare(recipe: Recipe) -> Recipe:
         "optim_in_backward": recipe.optimization.optim_in_backward,
     }
     named = [name for name, value in refused.items() if value]
-    if not recipe.optimization.optim.startswith("adamw_torch"):
-        named.append("optim")
     if recipe.optimization.optim_offload != "none":
         named.append("optim_offload")
     if named:
@@ -124,17 +122,17 @@ def main() -> None:
     refuse_layout(sharding)
     key = _find_key(options.host)
     set_library_environment(deterministic=recipe.run.deterministic)
-    from finetune.service.engine import Engine
+    from finetune.service.operations import Operations
     from finetune.session import Session
 
     stopping = _listen()
     with Session(recipe, sharding) as session:
         folder = session.folder / "service"
-        engine = Engine(session, folder / "states")
+        operations = Operations(session, folder / "states")
         if session.world.is_main:
-            _lead(engine, folder, options, key, stopping)
+            _lead(operations, folder, options, key, stopping)
         else:
-            _follow(engine)
+            _follow(operations)
 
 
 def _listen() -> list[int]:
@@ -154,21 +152,21 @@ def _tell(world: "World", operation: str, arguments: Mapping[str, Any] | None = 
     world.gather([operation, arguments])
 
 
-def _follow(engine: "Engine") -> None:
+def _follow(operations: "Operations") -> None:
     """Does what rank 0 names."""
     while True:
-        operation, arguments = engine.session.world.gather(None)[0]
+        operation, arguments = operations.session.world.gather(None)[0]
         if operation == STOP:
             return
         if operation != NOTHING:
             try:
-                engine.run(operation, arguments)
+                operations.run(operation, arguments)
             except UserError:
                 continue  # which rank 0 answers
 
 
 def _lead(
-    engine: "Engine",
+    operations: "Operations",
     folder: Path,
     options: argparse.Namespace,
     key: str | None,
@@ -177,14 +175,14 @@ def _lead(
     from finetune.service.server import Border, start_server
     from finetune.service.service import Service
 
-    world = engine.session.world
+    world = operations.session.world
 
     def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         _tell(world, operation, arguments)
-        return engine.run(operation, arguments)
+        return operations.run(operation, arguments)
 
     service = Service(
-        engine,
+        operations,
         folder,
         run,
         most_sessions=options.max_sessions,

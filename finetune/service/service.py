@@ -13,8 +13,8 @@ from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
 from finetune.rollout.engine import Sampled
 from finetune.service.adapters import AdapterForm
-from finetune.service.engine import Engine, cut_at
 from finetune.service.ledger import Asked, Ledger, Result
+from finetune.service.operations import Operations, cut_at
 from finetune.service.wire import PROTOBUF, write_forward_backward, write_samples
 from finetune.units import disk_size
 
@@ -28,11 +28,11 @@ Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 class Service:
-    """What rank 0 knows: the ledger, and the facts that clients are told."""
+    """What rank 0 knows: the ledger, and the facts about the model that clients ask for."""
 
     def __init__(
         self,
-        engine: Engine,
+        operations: Operations,
         folder: Path,
         run: Run,
         *,
@@ -43,24 +43,24 @@ class Service:
         """Opens what an earlier process has left in `folder`.
 
         Args:
-            engine: Of this rank.
+            operations: Of this rank.
             folder: Of the ledger, and of the states.
-            run: Does an operation on all ranks, as `Engine.run`.
+            run: Does an operation on all ranks, as `Operations.run`.
             most_sessions, most_body_bytes, most_disk_bytes: What is refused above them.
         """
         make_folder(folder / "states")
-        recipe = engine.session.recipe
+        recipe = operations.session.recipe
         self.ledger = Ledger(folder / "ledger.sqlite", MOST_WAITING)
         self.model_name = recipe.model.model_name_or_path or ""
         self.tokenizer_name = _find_name(self.model_name)
-        self.architecture = type(unwrap(engine.session.model)).__name__
-        self.limits = engine.limits
+        self.architecture = type(unwrap(operations.session.model)).__name__
+        self.limits = operations.limits
         self.largest_rank = recipe.lora.lora_r
         self.most_sessions = most_sessions
         self.most_body_bytes = most_body_bytes
         self._seed = recipe.run.seed
         self._states = folder / "states"
-        self._tokenizer = engine.session.tokenizer
+        self._tokenizer = operations.session.tokenizer
         self._run = run
         self._most_disk_bytes = most_disk_bytes
         self.remove_unused()

@@ -12,7 +12,7 @@ import numpy as np
 import finetune
 from finetune.service import wire
 from finetune.service.endpoints import ENDPOINTS
-from finetune.service.engine import Engine
+from finetune.service.operations import Operations
 from finetune.service.serve import prepare
 from finetune.service.service import Service
 
@@ -79,8 +79,8 @@ def serving(folder: Path, model: Path, **keys: Any) -> Iterator[Service]:
     """The service of a recipe; again in the same folder it is one that was started again."""
     with finetune.Session(recipe(folder, model, **keys)) as session:
         home = session.folder / "service"
-        engine = Engine(session, home / "states")
-        service = Service(engine, home, engine.run)
+        operations = Operations(session, home / "states")
+        service = Service(operations, home, operations.run)
         try:
             yield service
         finally:

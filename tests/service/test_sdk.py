@@ -244,12 +244,12 @@ def test_the_cookbooks_loops_run_unchanged_on_one_rank_and_on_two(
     ]
     suffix = " Provide a numerical answer without units, written inside \\boxed{}."
     draw = random.Random(0)
-    told = [
+    taught = [
         {"messages": [{"role": "user", "content": each + suffix}, {"role": "assistant", "content": draw.choice(["\\boxed{3}", "\\boxed{4}"])}]}
         for each in questions
     ]  # fmt: skip
     for folder, rows in (
-        ("HuggingFaceH4/no_robots", told),
+        ("HuggingFaceH4/no_robots", taught),
         ("openai/gsm8k", [{"question": each, "answer": "#### 3"} for each in questions]),
     ):
         (home / folder).mkdir(parents=True)

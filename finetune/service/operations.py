@@ -25,7 +25,7 @@ from finetune.training.objectives.user_loss import LossFunction
 Answer = dict[str, Any]
 
 
-class Engine:
+class Operations:
     """The operations on the model of a session. All ranks make the same calls with the same
     arguments.
     """
@@ -197,12 +197,12 @@ class Engine:
 
 
 OPERATIONS: Mapping[str, Callable[..., Answer]] = {
-    "create": Engine.create,
-    "load": Engine.load,
-    "forward": Engine.forward,
-    "forward_backward": Engine.forward_backward,
-    "optim_step": Engine.optim_step,
-    "sample": Engine.sample,
+    "create": Operations.create,
+    "load": Operations.load,
+    "forward": Operations.forward,
+    "forward_backward": Operations.forward_backward,
+    "optim_step": Operations.optim_step,
+    "sample": Operations.sample,
 }
 
 
