@@ -216,38 +216,56 @@ def test_a_client_goes_on_with_the_same_weights_after_kills_at_any_place(home: P
     assert (home / "steps.log").read_text() == calm
 
 
-def cookbook(home: Path, port: int, log_path: str) -> list[dict[str, Any]]:
-    """The supervised loop, and then the loop by rewards from where it has ended; their metrics."""
-    keys = (f"base_url=http://127.0.0.1:{port}", f"model_name={NAME}", f"log_path={log_path}")
+def cookbook(home: Path, port: int, log_path: str) -> dict[str, list[dict[str, Any]]]:
+    """The supervised loop, the loop by rewards from where it has ended, and the trainer by rewards on arithmetic; their metrics."""
+    keys = (f"base_url=http://127.0.0.1:{port}", f"model_name={NAME}")
+    log = home / log_path
     run_script(
-        home, "-m", "tinker_cookbook.recipes.sl_loop", *keys, "batch_size=8", "max_length=512", "learning_rate=1e-2",
+        home, "-m", "tinker_cookbook.recipes.sl_loop", *keys, f"log_path={log}", "batch_size=8", "max_length=512", "learning_rate=4e-3",
         "save_every=0", "train_on_what=last_assistant_message",
     )  # fmt: skip
+    taught = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])["state_path"]
     run_script(
-        home, "-m", "tinker_cookbook.recipes.rl_loop", *keys, "batch_size=4", "group_size=8", "max_tokens=24", "max_steps=42",
-        "loss_fn=importance_sampling",
+        home, "-m", "tinker_cookbook.recipes.rl_loop", *keys, f"log_path={log}", "batch_size=4", "group_size=8", "max_tokens=16",
+        "max_steps=42", "loss_fn=importance_sampling",
     )  # fmt: skip
-    return [
-        json.loads(line) for line in (home / log_path / "metrics.jsonl").read_text().splitlines()
+    run_script(
+        home, "-m", "tinker_cookbook.recipes.math_rl.train", "env=arithmetic", *keys, f"log_path={log}-math", "group_size=8",
+        "groups_per_batch=4", "max_tokens=16", "max_steps=3", "eval_every=0", "save_every=0", "loss_fn=importance_sampling",
+        f"load_checkpoint_path={taught}",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    math = [
+        json.loads(line)
+        for line in (home / f"{log_path}-math" / "metrics.jsonl").read_text().splitlines()
     ]
+    return {
+        "losses": [line["train_mean_nll"] for line in lines if "train_mean_nll" in line],
+        "rewards": [line["reward/total"] for line in lines if "reward/total" in line],
+        "math": [line for line in math if "env/all/total_episodes" in line],
+    }
 
 
-def test_the_cookbooks_loops_run_unchanged_on_one_rank_and_on_two(
+def test_the_cookbooks_recipes_run_unchanged_on_one_rank_and_on_two(
     home: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tinker_cookbook", "pylatexenc", "sympy", "math_verify"):
         pytest.importorskip(name)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(home / "cache"))
+    draw = random.Random(0)
+    shown = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]
+    taught = []
+    for _ in range(320):
+        a = draw.randrange(100)
+        asked = [
+            {"role": "user", "content": f"What is {a} + 1?"},
+            {"role": "assistant", "content": str(a + 1)},
+        ]
+        taught.append({"messages": shown + asked})
     questions = [
         json.loads(line)["question"][:20]
         for line in (shared / "data" / "gsm8k_train.jsonl").read_text().splitlines()[:320]
     ]
-    suffix = " Provide a numerical answer without units, written inside \\boxed{}."
-    draw = random.Random(0)
-    taught = [
-        {"messages": [{"role": "user", "content": each + suffix}, {"role": "assistant", "content": draw.choice(["\\boxed{3}", "\\boxed{4}"])}]}
-        for each in questions
-    ]  # fmt: skip
     for folder, rows in (
         ("HuggingFaceH4/no_robots", taught),
         ("openai/gsm8k", [{"question": each, "answer": "#### 3"} for each in questions]),
@@ -263,12 +281,12 @@ def test_the_cookbooks_loops_run_unchanged_on_one_rank_and_on_two(
         more = ["--config", "two.yaml", "--num-processes", "2"] if ranks == 2 else []
         with server(home, port, f"output_dir=run{ranks}", *more):
             found[ranks] = cookbook(home, port, f"log{ranks}")
-    losses = {
-        ranks: [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
-        for ranks, lines in found.items()
-    }
-    assert losses[1][:5] == pytest.approx(losses[2][:5], abs=1e-5)
-    assert losses[1][-1] < losses[1][0] / 4
-    for lines in found.values():
-        rewarded = [line for line in lines if "reward/total" in line]
-        assert len(rewarded) == 2 and any("grad_norm:mean" in line for line in rewarded), rewarded
+    assert found[1]["losses"][:5] == pytest.approx(found[2]["losses"][:5], abs=1e-4)
+    for each in found.values():
+        assert len(each["losses"]) == 40 and each["losses"][-1] < each["losses"][0] / 4
+        assert len(each["rewards"]) == 2 and len(each["math"]) == 3
+        # What was sampled and what is trained are the same distribution.
+        assert all(
+            abs(line["optim/kl_sample_train_v1"]) < 1e-4 and "grad_norm:mean" in line
+            for line in each["math"]
+        )
