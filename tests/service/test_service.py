@@ -9,7 +9,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.cli import main
+from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
 from tests.service.served import Client, Model, datum, read_outputs, read_samples, serving
 
@@ -435,3 +438,34 @@ def test_what_is_not_served_is_a_sentence(service: Service, tmp_path: Path) -> N
     client.post("sessions/{id}/finish", {"id": client.session})
     with pytest.raises(UserError, match="is finished"):
         model.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it; set FINETUNE_API_KEY"),
+        (["lora_dropout=0.1", "use_dora=true"], "serve-training: use_dora, lora_dropout: cannot be combined with it"),
+        (["use_peft=false"], "serve-training: clients train adapters; set use_peft: true"),
+    ],
+)  # fmt: skip
+def test_what_the_command_cannot_serve_is_one_sentence(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("FINETUNE_API_KEY", raising=False)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name_or_path: {base}\nuse_peft: true\noutput_dir: {tmp_path}/run\n")
+    assert main(["serve-training", "--recipe", str(recipe), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_layout_that_cuts_an_adapters_matrices_is_refused() -> None:
+    refuse_layout(Sharding(layout="single"))
+    for sharding in (
+        Sharding(layout="single", tensor_parallel_size=2),
+        Sharding(layout="ddp", mixed_precision="fp16"),
+        Sharding(layout="fsdp1"),
+    ):
+        with pytest.raises(UserError, match="DDP and FSDP2 are served"):
+            refuse_layout(sharding)
