@@ -118,11 +118,11 @@ class Adapters:
         if not with_optimizer:
             self._forget_updates()
         tensors = {
-            PEFT_PREFIX + peft_name(name): _cut(_whole(each), name, form.rank)
+            PEFT_PREFIX + peft_name(name): _cut(_gather(each), name, form.rank)
             for name, each in self._parameters.items()
         }
         moments = {
-            f"{peft_name(name)}.{moment}": _cut(_whole(own), name, form.rank)
+            f"{peft_name(name)}.{moment}": _cut(_gather(own), name, form.rank)
             for name, each in self._parameters.items()
             for moment, own in self._moments_of(each)
         }
@@ -184,12 +184,12 @@ class Adapters:
             for name, each in self._parameters.items()
         }
         make = with_adapters(_no_base, shapes, form.seed)
-        whole = {
+        full_tensors = {
             name: make(name, tuple(map(slice, shape)))
             for name, shape in shapes.items()
             if form.rank and form.trains(name)
         }
-        return self._share(whole, {}, 0)
+        return self._share(full_tensors, {}, 0)
 
     def _read(self, state: str) -> Held:
         folder = self._folder / state
@@ -213,10 +213,10 @@ class Adapters:
         )
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     """All of a tensor that ranks may share, on the host."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -232,11 +232,11 @@ def _cut(tensor: Tensor, name: str, rank: int) -> Tensor:
     return tensor[:rows, :columns].contiguous()
 
 
-def _fill(like: Tensor, whole: Tensor | None) -> Tensor:
-    """This rank's part of `whole`, in zeros of the size of `like`'s part."""
+def _fill(like: Tensor, full: Tensor | None) -> Tensor:
+    """This rank's part of `full`, in zeros of the size of `like`'s part."""
     filled = torch.zeros(like.shape)
-    if whole is not None:
-        filled[tuple(map(slice, whole.shape))] = whole
+    if full is not None:
+        filled[tuple(map(slice, full.shape))] = full
     return filled[find_local_slices(like)].clone()
 
 
@@ -264,7 +264,7 @@ def _verify(folder: Path) -> None:
     """Raises `UserError` for a state that is not what was written."""
     try:
         facts = json.loads((folder / STATE).read_text())
-        damaged = [name for name, of in facts["files"].items() if checksum(folder / name) != of]
+        damaged = [name for name, sums in facts["files"].items() if checksum(folder / name) != sums]
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot be read: {error}; load another checkpoint") from None
     if damaged:

@@ -389,10 +389,10 @@ def _describe_save(asked: SaveWeights, segment: str) -> Body:
 
 def find_checkpoint(service: Service, path: object) -> Body:
     """A checkpoint by its tinker:// path. Raises `UserError` where there is none."""
-    found = service.ledger.find("checkpoint", str(path))
-    if found["expires"] is not None and found["expires"] < time.time():
+    saved = service.ledger.find("checkpoint", str(path))
+    if saved["expires"] is not None and saved["expires"] < time.time():
         raise UserError(f"{path}: has expired")
-    return found
+    return saved
 
 
 def load_weights(service: Service, sent: Sent) -> Body:

@@ -124,8 +124,8 @@ class Ledger:
             ).fetchone()
         if row is None:
             raise UserError(f"{kind} {name!r}: is not known here")
-        found: dict[str, Any] = json.loads(row[0])
-        return found
+        body: dict[str, Any] = json.loads(row[0])
+        return body
 
     def records(self, kind: str) -> dict[str, dict[str, Any]]:
         """All records of a kind, by their id."""

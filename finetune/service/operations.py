@@ -182,8 +182,8 @@ class Operations:
             batch.micro_batches, session.log_probabilities(batch), strict=True
         ):
             scored |= by_datum(micro_batch, values.cpu())
-        found = iter(self._gather(scored, len(data)))
-        return [next(found) if len(prompt) > 1 else [] for prompt in prompts]
+        scores = iter(self._gather(scored, len(data)))
+        return [next(scores) if len(prompt) > 1 else [] for prompt in prompts]
 
     def _describe(self, loss: float, scored: Mapping[int, list[float]], count: int) -> Answer:
         return {"loss": loss, "log_probabilities": self._gather(scored, count)}
