@@ -29,6 +29,7 @@ from finetune.errors import (
 COMMANDS = {
     "init": "finetune.init.cli:init_command",
     "launch": "finetune.run:launch_command",
+    "serve-training": "finetune.service.serve:serve_training_command",
     "plan": "finetune.plan.plan:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
     "export": "finetune.export.cli:export_command",
@@ -40,7 +41,7 @@ COMMANDS = {
     "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
     "env": "finetune.init.environment:environment_command",
 }
-TAKES_A_RECIPE = ("launch", "plan", "inspect", "env")
+TAKES_A_RECIPE = ("launch", "serve-training", "plan", "inspect", "env")
 add_hints(hints)
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -186,6 +187,12 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _add_run(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
     _flag(launch, "--dry-run", "print the plan of the run and stop")
 
+    serve = _add(
+        subcommands, "serve-training", "serve the Tinker API: clients train adapters on one base"
+    )
+    _add_run(serve, "ranks on this machine (default: one for each GPU, or one on the CPU)")
+    add_service_options(serve)
+
     plan = _add(
         subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights"
     )
@@ -244,6 +251,21 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     _flag(inspect, "--turns", "and the prompt that inference gives for each turn of them")
     _take(inspect, "--html", "FILE", "write these prompts beside what is trained into a page")
     _flag(inspect, "--json", "print JSON")
+
+
+def add_service_options(serve: argparse.ArgumentParser) -> None:
+    """What the server and the script on its ranks both take."""
+    _take(
+        serve,
+        "--host",
+        "HOST",
+        "where to listen (default: 127.0.0.1); elsewhere FINETUNE_API_KEY is what clients send",
+        default="127.0.0.1",
+    )
+    _take(serve, "--port", "N", "default: 8010; 0: a free one", type=int, default=8010)
+    _take(serve, "--max-sessions", "N", "open at once (default: 64)", type=int, default=64)
+    _take(serve, "--max-body", "SIZE", "of a request (default: 64MiB)", default="64MiB")
+    _take(serve, "--max-disk", "SIZE", "of all states (default: 100GiB)", default="100GiB")
 
 
 def _add_export(subcommands: "Subcommands") -> None:

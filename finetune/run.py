@@ -133,6 +133,17 @@ def launch_command(options: argparse.Namespace) -> int:
     Raises `UserError` before torch loads.
     """
     recipe = read_recipe(options.recipe, options.overrides)
+    return launch_script(options, recipe, RUN, ["--dry-run"] if options.dry_run else [])
+
+
+def launch_script(
+    options: argparse.Namespace, recipe: Recipe, path: Path, more: Sequence[str]
+) -> int:
+    """Starts the script at `path` on the ranks, with recipe, Accelerate file and the arguments
+    `more`; returns its exit code.
+
+    Raises `UserError` before torch loads.
+    """
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _default_ranks()
@@ -146,13 +157,13 @@ def launch_command(options: argparse.Namespace) -> int:
         _say_ranks(file, ranks)
     recipe, sharding = _check(recipe, sharding, ranks)
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
-    script += ["--dry-run"] if options.dry_run else []
+    script += more
     # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.
     if sharding.fp8 is not None:
         precision = "fp8"
     else:
         precision = sharding.mixed_precision
-    return _launch(ranks, file, precision, [str(RUN), *script, *options.overrides])
+    return _launch(ranks, file, precision, [str(path), *script, *options.overrides])
 
 
 def _say_ranks(file: Path, ranks: int) -> None:

@@ -109,6 +109,13 @@ class Update(NamedTuple):
     is_skipped: bool
 
 
+class Gradients(NamedTuple):
+    """What `Session.take_gradients` has taken, on this rank."""
+
+    tensors: list[Tensor | None]  # in the order of the optimizer's parameters
+    backward: list[tuple[StepBatch, Measured]]  # what they are of
+
+
 class SampledAnswer(NamedTuple):
     """An answer of `Session.sample`."""
 
@@ -312,6 +319,11 @@ class Session:
         """The model, sharded over the ranks."""
         return self._loaded.model
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What `optim_step` updates with."""
+        return self._loaded.optimizer
+
     @cached_property
     def _saver(self) -> Saver:
         loaded = self._loaded
@@ -421,6 +433,23 @@ class Session:
             self._backward.clear()
             vars(self).pop("_guard", None)  # it remembers what it has found
             raise
+
+    def take_gradients(self) -> Gradients:
+        """Takes the gradients since the last update out of the model, for a script that trains
+        several adapters in turn.
+        """
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        taken = Gradients([parameter.grad for parameter in trained], [*self._backward])
+        self.optimizer.zero_grad(set_to_none=True)
+        self._backward.clear()
+        return taken
+
+    def give_gradients(self, gradients: Gradients) -> None:
+        """Puts back what `take_gradients` took, where the model has none."""
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        for parameter, gradient in zip(trained, gradients.tensors, strict=True):
+            parameter.grad = gradient
+        self._backward[:] = gradients.backward
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
         """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this

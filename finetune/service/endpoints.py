@@ -1,0 +1,588 @@
+"""The Tinker API as a table: method and path -> function of the service and what was sent.
+
+Nothing here knows HTTP. What a client sends is data: it is read by pydantic types, and names
+nothing that is run or opened.
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from finetune.errors import UserError
+from finetune.service.adapters import AdapterForm
+from finetune.service.datums import Limits, check_datums, check_tokens
+from finetune.service.ledger import Ledger
+from finetune.service.service import Service
+
+Sent = Mapping[str, Any]
+Body = dict[str, Any]
+Handler = Callable[[Service, Sent], Body]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
+
+
+class LoraConfig(BaseModel):
+    """Of create_model."""
+
+    rank: int = Field(ge=1)
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(BaseModel):
+    """Which optimizer a model has."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(BaseModel):
+    """Body of create_model."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    lora_config: LoraConfig
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class AdamParams(BaseModel):
+    """Of optim_step."""
+
+    learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, gt=0, allow_inf_nan=False)  # of 0, a gradient of 0 makes 0 / 0
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+
+
+class OfModel(BaseModel):
+    """Body of what is done to a model in the order of `seq_id`."""
+
+    model_id: str
+    seq_id: int = Field(ge=1)
+
+
+class ForwardBackward(OfModel):
+    """Body of forward_backward, as `wire.read_forward_backward` reads it."""
+
+    forward_only: bool
+    loss_fn: str
+    options: dict[str, Any]
+    data: list[dict[str, Any]]
+    problem: str | None  # why the datums cannot be read
+
+
+class OptimStep(OfModel):
+    """Body of optim_step."""
+
+    adam_params: AdamParams
+
+
+class SaveWeights(OfModel):
+    """Body of save_weights and save_weights_for_sampler."""
+
+    path: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] | None = None
+    ttl_seconds: int | None = Field(None, ge=1)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+
+
+class LoadWeights(BaseModel):
+    """Body of load_weights: onto a model, or onto one that it makes."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class CreateSampler(BaseModel):
+    """Body of create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(BaseModel):
+    """Of a prompt."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int]
+
+
+class PromptBody(BaseModel):
+    """Of asample."""
+
+    chunks: list[Chunk]
+
+
+class SamplingParams(BaseModel):
+    """Of asample. Tokens are drawn from all of the vocabulary."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_k: Literal[-1] = -1
+    top_p: float = Field(1.0, ge=1, le=1)
+
+
+class SampleBody(BaseModel):
+    """Body of asample."""
+
+    sampling_session_id: str
+    seq_id: int = Field(ge=0)
+    num_samples: int = Field(1, ge=1, le=1024)
+    prompt: PromptBody
+    sampling_params: SamplingParams
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] = 0
+    prompt_logprobs_last_n: None = None
+    record_stability_info: Literal[False] | None = None
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read(kind: type[Read], sent: Sent) -> Read:
+    """What was sent, read. Raises `UserError` with every mistake."""
+    try:
+        return kind.model_validate(sent)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+            for each in error.errors(include_url=False, include_input=False)
+        ]
+        raise UserError("; ".join(problems)) from None
+
+
+def capabilities(service: Service, sent: Sent) -> Body:
+    """What is served."""
+    model = {
+        "model_name": service.model_name,
+        "max_context_length": service.limits.tokens,
+        "trainable": True,
+        "sampleable": True,
+    }
+    return {"supported_models": [model]}
+
+
+def client_config(service: Service, sent: Sent) -> Body:
+    """How a client is to speak: plain keys, plain bodies, custom losses on its side."""
+    return {
+        "pjwt_auth_enabled": False,
+        "proto_compress_fwdbwd": False,
+        "custom_loss_server_side": False,
+        "sample_use_retrieve_futures": False,
+        "sample_join_sampling_session": True,
+        "fwdbwd_max_chunk_bytes_count": min(5_000_000, service.most_body_bytes // 2),
+    }
+
+
+def create_session(service: Service, sent: Sent) -> Body:
+    """Begins a session."""
+    ledger = service.ledger
+    now = time.time()
+    open_ones = [name for name, each in ledger.records("session").items() if not each["finished"]]
+    if len(open_ones) >= service.most_sessions:
+        raise UserError(
+            f"{len(open_ones)} sessions are open, as many as are allowed; finish one (close() of "
+            "its ServiceClient), or start the server with a higher --max-sessions"
+        )
+    name = secrets.token_hex(8)
+    body = {
+        "user_metadata": _only_texts(sent.get("user_metadata")),
+        "display_name": sent.get("display_name"),
+        "finished": False,
+        "at": now,
+    }
+    ledger.put("session", name, body)
+    warning = "adapters are on the linear layers but the output head: train_unembed is not read"
+    return {"type": "create_session", "session_id": name, "info_message": warning}
+
+
+def _only_texts(values: object) -> dict[str, str] | None:
+    if not isinstance(values, Mapping):
+        return None
+    return {str(name): str(value) for name, value in values.items()}
+
+
+def heartbeat(service: Service, sent: Sent) -> Body:
+    """Says that a client is there."""
+    find_session(service.ledger, sent.get("session_id"))
+    return {"type": "session_heartbeat"}
+
+
+def find_session(ledger: Ledger, name: object) -> Body:
+    """An open session. Raises `UserError` for another."""
+    session = ledger.find("session", name)
+    if session["finished"]:
+        raise UserError(f"session {name!r}: is finished; open another ServiceClient")
+    return session
+
+
+def get_session(service: Service, sent: Sent) -> Body:
+    """A session's models and samplers."""
+    name = sent["id"]
+    session = service.ledger.find("session", name)
+
+    def of_it(kind: str) -> list[str]:
+        every = service.ledger.records(kind).items()
+        return [each for each, body in every if body["session"] == name]
+
+    return {
+        "training_run_ids": of_it("model"),
+        "sampler_ids": of_it("sampler"),
+        "user_metadata": session["user_metadata"],
+        "display_name": session["display_name"],
+    }
+
+
+def finish_session(service: Service, sent: Sent) -> Body:
+    """Ends a session: its models and samplers are forgotten, its checkpoints stay."""
+    session = service.ledger.find("session", sent["id"])
+    service.ledger.put("session", sent["id"], session | {"finished": True})
+    service.remove_unused()
+    return {}
+
+
+def create_model(service: Service, sent: Sent) -> Body:
+    """Makes an adapter."""
+    asked = read(CreateModel, sent)
+    find_session(service.ledger, asked.session_id)
+    if asked.base_model != service.model_name:
+        raise UserError(
+            f"base_model: {asked.base_model!r} is not served here; {service.model_name!r} is"
+        )
+    config = asked.lora_config
+    if config.rank > service.largest_rank:
+        raise UserError(
+            f"lora_config.rank: {config.rank} is above {service.largest_rank}, the lora_r of the "
+            "server's recipe; ask for less, or start it with a higher lora_r"
+        )
+    model = f"{asked.session_id}:train:{asked.model_seq_id}"
+    seed = service.seed_of(f"train:{asked.model_seq_id}") if config.seed is None else config.seed
+    form = AdapterForm(config.rank, seed, config.train_mlp, config.train_attn)
+    body = service.describe_model(asked.session_id, form, asked.user_metadata)
+    service.ledger.accept(
+        f"{model}:0", model, 0, "create", {"from": None}, {("model", model): body}
+    )
+    return {"request_id": f"{model}:0", "model_id": model}
+
+
+def find_model(service: Service, name: object) -> Body:
+    """A model of an open session. Raises `UserError` where there is none."""
+    model = service.ledger.find("model", name)
+    find_session(service.ledger, model["session"])
+    return model
+
+
+def get_info(service: Service, sent: Sent) -> Body:
+    """What a model is."""
+    name = sent.get("model_id")
+    model = service.ledger.find("model", name)
+    return {
+        "type": "get_info",
+        "model_data": {
+            "arch": service.architecture,
+            "model_name": service.model_name,
+            "tokenizer_id": service.tokenizer_name,
+        },
+        "model_id": name,
+        "is_lora": True,
+        "lora_rank": model["form"]["rank"],
+        "model_name": service.model_name,
+    }
+
+
+def _promise(
+    service: Service, asked: OfModel, operation: str, arguments: Mapping[str, Any]
+) -> Body:
+    find_model(service, asked.model_id)
+    name = f"{asked.model_id}:{asked.seq_id}"
+    service.ledger.accept(name, asked.model_id, asked.seq_id, operation, arguments)
+    return {"request_id": name, "model_id": asked.model_id}
+
+
+def in_order(handler: Handler) -> Handler:
+    """`handler`, which keeps the place in its model's order of a request that it refuses: the next
+    one would wait for it.
+    """
+
+    def answer(service: Service, sent: Sent) -> Body:
+        try:
+            return handler(service, sent)
+        except UserError as error:
+            asked = read(OfModel, sent)
+            return _promise(service, asked, "refuse", {"error": str(error)})
+
+    return answer
+
+
+@in_order
+def forward_backward(service: Service, sent: Sent) -> Body:
+    """Computes a loss, with or without gradients."""
+    asked = read(ForwardBackward, sent)
+    if asked.problem is not None:
+        raise UserError(asked.problem)
+    check_datums(asked.data, asked.loss_fn, asked.options, service.limits)
+    operation = "forward" if asked.forward_only else "forward_backward"
+    arguments = {"data": asked.data, "loss": asked.loss_fn, "options": asked.options}
+    return _promise(service, asked, operation, arguments)
+
+
+@in_order
+def optim_step(service: Service, sent: Sent) -> Body:
+    """Updates a model by the gradients that it has."""
+    if "adam_params" not in sent:
+        raise UserError("optim_step: AdamParams are expected; no other optimizer is served")
+    asked = read(OptimStep, sent)
+    return _promise(service, asked, "optim_step", {"params": asked.adam_params.model_dump()})
+
+
+@in_order
+def save_weights(service: Service, sent: Sent) -> Body:
+    """Keeps a model's state under a name."""
+    asked = read(SaveWeights, sent)
+    if asked.path is None:
+        raise UserError("path: a name for the checkpoint is expected")
+    return _promise(service, asked, "save", _describe_save(asked, "weights"))
+
+
+@in_order
+def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
+    """Keeps a model's weights, under a name or for one sampler."""
+    asked = read(SaveWeights, sent)
+    if asked.path is None and asked.sampling_session_seq_id is None:
+        raise UserError("path: a name is expected, or a sampling_session_seq_id")
+    return _promise(service, asked, "save", _describe_save(asked, "sampler_weights"))
+
+
+def _describe_save(asked: SaveWeights, segment: str) -> Body:
+    return {
+        "segment": segment,
+        "name": asked.path,
+        "sampler_seq": asked.sampling_session_seq_id,
+        "ttl_seconds": asked.ttl_seconds,
+        "user_metadata": asked.user_metadata,
+        "overwrite": asked.overwrite or segment == "sampler_weights",
+    }
+
+
+def find_checkpoint(service: Service, path: object) -> Body:
+    """A checkpoint by its tinker:// path. Raises `UserError` where there is none."""
+    saved = service.ledger.find("checkpoint", str(path))
+    if saved["expires"] is not None and saved["expires"] < time.time():
+        raise UserError(f"{path}: has expired")
+    return saved
+
+
+def load_weights(service: Service, sent: Sent) -> Body:
+    """Puts a checkpoint into a model, or makes a model of it."""
+    asked = read(LoadWeights, sent)
+    saved = find_checkpoint(service, asked.path)
+    if asked.optimizer and saved["segment"] != "weights":
+        raise UserError(f"{asked.path}: holds no optimizer state; load it without, or save_state")
+    arguments = {"from": saved["state"], "optimizer": asked.optimizer, "path": asked.path}
+    if asked.session_id is not None:
+        find_session(service.ledger, asked.session_id)
+        model = f"{asked.session_id}:train:{asked.model_seq_id}"
+        body = service.describe_model(
+            asked.session_id, AdapterForm(**saved["form"]), asked.user_metadata
+        )
+        records = {("model", model): body}
+        service.ledger.accept(f"{model}:0", model, 0, "load", arguments, records)
+        return {"request_id": f"{model}:0", "model_id": model}
+    of_model = read(OfModel, {"model_id": asked.model_id, "seq_id": asked.seq_id})
+    form = find_model(service, asked.model_id)["form"]
+    if saved["form"] != form | {"seed": saved["form"]["seed"]}:
+        raise UserError(f"{asked.path}: is an adapter of another rank or of other layers")
+    return _promise(service, of_model, "load", arguments)
+
+
+def create_sampler(service: Service, sent: Sent) -> Body:
+    """Makes a sampler, of a checkpoint or of the base model."""
+    asked = read(CreateSampler, sent)
+    find_session(service.ledger, asked.session_id)
+    if asked.model_path is not None:
+        saved = find_checkpoint(service, asked.model_path)
+    elif asked.base_model == service.model_name:
+        saved = {"state": None, "form": {"rank": 0, "seed": 0}}
+    else:
+        raise UserError(
+            f"base_model: {asked.base_model!r} is not served; {service.model_name!r} is"
+        )
+    name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+    body = {"session": asked.session_id, "path": asked.model_path, "clones": 0}
+    body |= {"state": saved["state"], "form": saved["form"]}
+    service.ledger.put("sampler", name, body)
+    return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+def join_sampler(service: Service, sent: Sent) -> Body:
+    """Numbers a client of a sampler in another process, so that its requests have other names."""
+    name = str(sent.get("sampling_session_id"))
+    sampler = service.ledger.find("sampler", name)
+    sampler["clones"] += 1
+    service.ledger.put("sampler", name, sampler)
+    return {"type": "join_sampling_session", "client_counter": sampler["clones"]}
+
+
+def get_sampler(service: Service, sent: Sent) -> Body:
+    """What a sampler is."""
+    sampler = service.ledger.find("sampler", sent["id"])
+    return {
+        "sampler_id": sent["id"],
+        "base_model": service.model_name,
+        "model_path": sampler["path"],
+    }
+
+
+def sample(service: Service, sent: Sent) -> Body:
+    """Draws completions of a prompt."""
+    asked = read(SampleBody, sent)
+    sampler = service.ledger.find("sampler", asked.sampling_session_id)
+    find_session(service.ledger, sampler["session"])
+    prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+    limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
+    check_tokens(prompt, "prompt", limits)
+    how = asked.sampling_params
+    name = f"{asked.sampling_session_id}:{asked.seq_id}"
+    stop = [how.stop] if isinstance(how.stop, str) else how.stop
+    texts = [each for each in stop or [] if isinstance(each, str)]
+    ids = None if stop is None or texts else stop
+    room = service.limits.tokens - len(prompt)
+    arguments = {
+        "sampler": asked.sampling_session_id,
+        "prompt": prompt,
+        "samples": asked.num_samples,
+        "max_tokens": min(how.max_tokens or room, room),
+        "temperature": how.temperature,
+        "stop_ids": ids,
+        "stop_texts": texts,
+        "seed": service.seed_of(name.partition(":")[2])
+        if how.seed is None
+        else how.seed & 2**63 - 1,
+        "scores_prompt": bool(asked.prompt_logprobs),
+    }
+    service.ledger.accept(name, name, 0, "sample", arguments)
+    ids_of_samples = [f"{name}:{number}" for number in range(asked.num_samples)]
+    return {"request_id": name, "sample_sequence_ids": ids_of_samples}
+
+
+def weights_info(service: Service, sent: Sent) -> Body:
+    """What a checkpoint is of."""
+    form = find_checkpoint(service, sent.get("tinker_path"))["form"]
+    return {
+        "base_model": service.model_name,
+        "is_lora": True,
+        "lora_rank": form["rank"],
+        "train_unembed": False,
+        "train_mlp": form["train_mlp"],
+        "train_attn": form["train_attn"],
+    }
+
+
+def list_runs(service: Service, sent: Sent) -> Body:
+    """All models."""
+    runs = [_describe_run(service, name) for name in service.ledger.records("model")]
+    cursor = {"offset": 0, "limit": len(runs), "total_count": len(runs)}
+    return {"training_runs": runs, "cursor": cursor}
+
+
+def get_run(service: Service, sent: Sent) -> Body:
+    """A model, as a training run."""
+    return _describe_run(service, sent["id"])
+
+
+def _describe_run(service: Service, name: str) -> Body:
+    model = service.ledger.find("model", name)
+    return {
+        "training_run_id": name,
+        "base_model": service.model_name,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": model["form"]["rank"],
+        "last_request_time": _time(model["at"]),
+        "user_metadata": model["user_metadata"],
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def list_checkpoints(service: Service, sent: Sent) -> Body:
+    """The checkpoints of a model."""
+    every = service.ledger.records("checkpoint")
+    of_model = [
+        {
+            "checkpoint_id": f"{each['segment']}/{each['name']}",
+            "checkpoint_type": SEGMENTS[each["segment"]],
+            "time": _time(each["at"]),
+            "tinker_path": path,
+            "size_bytes": each["bytes"],
+            "user_metadata": each["user_metadata"],
+            "expires_at": None if each["expires"] is None else _time(each["expires"]),
+        }
+        for path, each in every.items()
+        if each["model"] == sent["id"]
+    ]
+    return {"checkpoints": of_model}
+
+
+def delete_checkpoint(service: Service, sent: Sent) -> Body:
+    """Removes a checkpoint."""
+    path = f"tinker://{sent['id']}/{sent['segment']}/{sent['name']}"
+    service.ledger.find("checkpoint", path)
+    service.ledger.remove("checkpoint", path)
+    service.remove_unused()
+    return {}
+
+
+# Beside these, retrieve_future waits: see server.py.
+ENDPOINTS: Mapping[tuple[str, str], Handler] = {
+    ("GET", "healthz"): lambda service, sent: {"status": "ok"},
+    ("GET", "get_server_capabilities"): capabilities,
+    ("POST", "client/config"): client_config,
+    ("POST", "client/dynamic_config"): lambda service, sent: {},
+    ("POST", "telemetry"): lambda service, sent: {"status": "accepted"},
+    ("POST", "create_session"): create_session,
+    ("POST", "session_heartbeat"): heartbeat,
+    ("GET", "sessions/{id}"): get_session,
+    ("POST", "sessions/{id}/finish"): finish_session,
+    ("POST", "create_model"): create_model,
+    ("POST", "get_info"): get_info,
+    ("POST", "forward_backward"): forward_backward,
+    ("POST", "optim_step"): optim_step,
+    ("POST", "save_weights"): save_weights,
+    ("POST", "load_weights"): in_order(load_weights),
+    ("POST", "save_weights_for_sampler"): save_weights_for_sampler,
+    ("POST", "weights_info"): weights_info,
+    ("POST", "create_sampling_session"): create_sampler,
+    ("POST", "join_sampling_session"): join_sampler,
+    ("GET", "samplers/{id}"): get_sampler,
+    ("POST", "asample"): sample,
+    ("GET", "training_runs"): list_runs,
+    ("GET", "training_runs/{id}"): get_run,
+    ("GET", "training_runs/{id}/checkpoints"): list_checkpoints,
+    ("DELETE", "training_runs/{id}/checkpoints/{segment}/{name}"): delete_checkpoint,
+}

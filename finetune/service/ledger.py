@@ -1,0 +1,250 @@
+"""What a service was asked, has answered and has: in one SQLite file, so that a kill loses nothing
+that was answered.
+
+A request is on disk before its promise is given, and its result before it can be read; what it
+changes is written with its result, in one transaction. Gradients are in memory alone: the requests
+that made them stay until the next update, and are done again after a restart.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.errors import UserError
+
+RESULTS_KEPT_SECONDS = 24 * 3600.0
+SAMPLED_TOGETHER = 256  # requests
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS record (
+    kind TEXT, id TEXT, body TEXT NOT NULL, PRIMARY KEY (kind, id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS request (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, queue TEXT, seq INTEGER,
+    operation TEXT, arguments TEXT, status TEXT, media TEXT, result BLOB, at REAL
+);
+"""
+WAITING = "waiting"
+DONE = "done"
+AGAIN = "again"  # done, and to be done again after a restart: its gradients are in memory alone
+
+
+class Asked(NamedTuple):
+    """A request that was accepted."""
+
+    number: int  # in the order of their arrival
+    id: str
+    queue: str  # whose requests are done in the order of `seq`
+    seq: int
+    operation: str
+    arguments: Mapping[str, Any]
+    is_again: bool = False
+
+    def samples_beside(self, other: "Asked") -> bool:
+        """Whether one forward can serve both."""
+        names = ("sampler", "temperature", "stop_ids")
+        is_alike = all(self.arguments.get(each) == other.arguments.get(each) for each in names)
+        return self.operation == other.operation == "sample" and is_alike
+
+
+class Result(NamedTuple):
+    """The answer to a request."""
+
+    media: str  # its content type
+    content: bytes
+
+
+class Ledger:
+    """Records and requests. Every method may be called by any thread."""
+
+    def __init__(self, path: Path, most_waiting: int) -> None:
+        """Reads what an earlier process has left in `path`."""
+        self._lock = threading.Condition()
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=FULL")
+        self._database.executescript(SCHEMA)
+        self._most_waiting = most_waiting
+        self._waiting: dict[int, Asked] = {}
+        self._next: dict[str, int] = {}  # by queue, the `seq` to be done next
+        self.on_change: Callable[[], None] = lambda: None  # a result can be read
+        self._forget_old()
+        for queue, seq in self._database.execute(
+            "SELECT queue, MAX(seq) FROM request WHERE status != ? AND operation != 'sample' "
+            "GROUP BY queue",
+            [WAITING],
+        ):
+            self._next[queue] = seq + 1
+        for row in self._database.execute(
+            "SELECT number, id, queue, seq, operation, arguments, status FROM request "
+            "WHERE status IN (?, ?)",
+            [WAITING, AGAIN],
+        ):
+            number, name, queue, seq, operation, arguments, status = row
+            is_again = status == AGAIN
+            given = json.loads(arguments)
+            self._waiting[number] = Asked(number, name, queue, seq, operation, given, is_again)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    def _forget_old(self) -> None:
+        """Removes results that were there for long, but for the last of a queue, which says what
+        comes next.
+        """
+        self._database.execute(
+            "DELETE FROM request WHERE status = ? AND at < ? AND (operation = 'sample' OR "
+            "number NOT IN (SELECT MAX(number) FROM request GROUP BY queue))",
+            [DONE, time.time() - RESULTS_KEPT_SECONDS],
+        )
+
+    def put(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
+        """Writes a record."""
+        with self._transaction() as database:
+            _put(database, kind, name, body)
+
+    def find(self, kind: str, name: object) -> dict[str, Any]:
+        """A record. Raises `UserError` where there is none."""
+        with self._lock:
+            row = self._database.execute(
+                "SELECT body FROM record WHERE kind = ? AND id = ?", [kind, str(name)]
+            ).fetchone()
+        if row is None:
+            raise UserError(f"{kind} {name!r}: is not known here")
+        body: dict[str, Any] = json.loads(row[0])
+        return body
+
+    def records(self, kind: str) -> dict[str, dict[str, Any]]:
+        """All records of a kind, by their id."""
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT id, body FROM record WHERE kind = ?", [kind]
+            ).fetchall()
+        return {name: json.loads(body) for name, body in rows}
+
+    def remove(self, kind: str, name: str) -> None:
+        """Removes a record, where there is one."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM record WHERE kind = ? AND id = ?", [kind, name])
+
+    def accept(
+        self,
+        name: str,
+        queue: str,
+        seq: int,
+        operation: str,
+        arguments: Mapping[str, Any],
+        records: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Writes a request down, with the records that come with it; one that is known already is
+        not done twice.
+
+        Raises `UserError` where too many wait.
+        """
+        with self._lock:
+            known = self._database.execute("SELECT 1 FROM request WHERE id = ?", [name])
+            if known.fetchone():
+                return
+            if len(self._waiting) >= self._most_waiting:
+                raise UserError(f"{len(self._waiting)} requests wait already; send fewer at once")
+            with self._transaction() as database:
+                row = database.execute(
+                    "INSERT INTO request (id, queue, seq, operation, arguments, status, at) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    [name, queue, seq, operation, json.dumps(arguments), WAITING, time.time()],
+                )
+                for (kind, own), body in (records or {}).items():
+                    _put(database, kind, own, body)
+            number = int(row.lastrowid or 0)
+            self._waiting[number] = Asked(number, name, queue, seq, operation, arguments)
+            self._lock.notify_all()
+
+    def take(self, seconds: float) -> list[Asked]:
+        """The requests to do next, which wait until `finish`: one, or several that are sampled
+        together; none after so many seconds.
+        """
+        with self._lock:
+            self._lock.wait_for(self._find_ready, seconds)
+            return self._find_ready()
+
+    def _find_ready(self) -> list[Asked]:
+        again = [each for each in self._waiting.values() if each.is_again]
+        if again:
+            return [min(again)]
+        ready = sorted(
+            each for each in self._waiting.values() if each.seq == self._next.get(each.queue, 0)
+        )
+        beside = [each for each in ready if each.samples_beside(ready[0])]
+        return beside[:SAMPLED_TOGETHER] or ready[:1]
+
+    def finish(
+        self,
+        asked: Asked,
+        result: Result,
+        records: Mapping[tuple[str, str], Mapping[str, Any]],
+        *,
+        keeps_gradients: bool = False,
+        drops_gradients: bool = False,
+    ) -> None:
+        """Writes a result with the records that it has changed.
+
+        keeps_gradients: It has made some. drops_gradients: Those of its queue are used, or lost.
+        """
+        with self._transaction() as database:
+            if drops_gradients:
+                database.execute(
+                    "UPDATE request SET status = ?, arguments = NULL "
+                    "WHERE queue = ? AND status = ?",
+                    [DONE, asked.queue, AGAIN],
+                )
+            if not asked.is_again:
+                arguments = json.dumps(asked.arguments) if keeps_gradients else None
+                status = AGAIN if keeps_gradients else DONE
+                database.execute(
+                    "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, at = ? "
+                    "WHERE number = ?",
+                    [status, arguments, *result, time.time(), asked.number],
+                )
+            for (kind, name), body in records.items():
+                _put(database, kind, name, body)
+        with self._lock:
+            del self._waiting[asked.number]
+            if not asked.is_again and asked.operation != "sample":
+                self._next[asked.queue] = asked.seq + 1
+        self.on_change()
+
+    def result(self, name: object) -> Result | None:
+        """The answer to a request; None while it waits. Raises `UserError` for one that is
+        unknown.
+        """
+        with self._lock:
+            row = self._database.execute(
+                "SELECT status, media, result FROM request WHERE id = ?", [str(name)]
+            ).fetchone()
+        if row is None:
+            raise UserError(f"request {name!r}: is not known here")
+        return None if row[0] == WAITING else Result(row[1], row[2])
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._database.close()
+
+
+def _put(database: sqlite3.Connection, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    database.execute(
+        "INSERT OR REPLACE INTO record VALUES (?, ?, ?)", [kind, name, json.dumps(body)]
+    )

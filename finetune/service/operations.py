@@ -1,0 +1,243 @@
+"""What every rank does for an operation of a client, in the order in which rank 0 names them."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.config.pretrained import text_config_of
+from finetune.data.batches import MicroBatch
+from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.model_parts import unwrap
+from finetune.errors import UserError
+from finetune.rollout.embedded import EmbeddedEngine
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from finetune.service.adapters import AdapterForm, Adapters
+from finetune.service.datums import Limits, by_datum, make_batch
+from finetune.service.losses import LOSSES
+from finetune.session import Gradients, Session
+from finetune.training.objectives.user_loss import LossFunction
+
+Answer = dict[str, Any]
+
+
+class Operations:
+    """The operations on the model of a session. All ranks make the same calls with the same
+    arguments.
+    """
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        """`folder`: of the adapters' states."""
+        keys = session.recipe.optimization
+        session.recipe = replace(
+            session.recipe, optimization=replace(keys, on_nonfinite="skip", max_skipped_steps=2**31)
+        )
+        self.session = session
+        self._adapters = Adapters(session, folder)
+        self._gradients: dict[str, Gradients] = {}  # by model, since its last update
+        config = text_config_of(unwrap(session.model).config)
+        longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
+        self.limits = Limits(config.vocab_size, longest)
+
+    def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
+        """Does one of `OPERATIONS`. Raises `UserError` on all ranks."""
+        return OPERATIONS[operation](self, **arguments)
+
+    def create(self, state: str | None, form: Mapping[str, Any], target: str) -> Answer:
+        """Writes the first state of a model: a start of its own, or that of `state`."""
+        self._adapters.activate(state, AdapterForm(**form))
+        return {"bytes": self._adapters.store(target, AdapterForm(**form), with_optimizer=False)}
+
+    def load(
+        self, model: str, state: str, form: Mapping[str, Any], target: str, optimizer: bool
+    ) -> Answer:
+        """Writes `state` as the model's next one, with or without its optimizer's state."""
+        self._adapters.activate(state, AdapterForm(**form))
+        bytes_ = self._adapters.store(target, AdapterForm(**form), with_optimizer=optimizer)
+        self._gradients.pop(model, None)
+        return {"bytes": bytes_}
+
+    def forward(
+        self,
+        state: str | None,
+        form: Mapping[str, Any],
+        data: Sequence[Mapping[str, Any]],
+        loss: str,
+        options: Mapping[str, float],
+    ) -> Answer:
+        """The loss, and every datum's log-probabilities of its targets."""
+        self._adapters.activate(state, AdapterForm(**form))
+        session = self.session
+        batch = make_batch(data, session.recipe, session.world)
+        scored: dict[int, list[float]] = {}
+        total = torch.zeros((), device=session.world.device)
+        measure = _recorded(loss, options, scored)
+        for micro_batch, values in zip(
+            batch.micro_batches, session.log_probabilities(batch), strict=True
+        ):
+            if micro_batch.example_ids:
+                total += measure(values, micro_batch.to(session.world.device))
+        return self._describe(float(session.world.sum_over_groups(total)), scored, len(data))
+
+    def forward_backward(
+        self,
+        model: str,
+        state: str,
+        form: Mapping[str, Any],
+        data: Sequence[Mapping[str, Any]],
+        loss: str,
+        options: Mapping[str, float],
+    ) -> Answer:
+        """As `forward`, and adds the gradients to those of the model."""
+        before = self._gradients.pop(model, None)
+        self._adapters.activate(state, AdapterForm(**form))
+        session = self.session
+        if before is not None:
+            session.give_gradients(before)
+        batch = make_batch(data, session.recipe, session.world)
+        scored: dict[int, list[float]] = {}
+        measured = session.forward_backward(batch, _recorded(loss, options, scored))
+        self._gradients[model] = session.take_gradients()
+        return self._describe(measured.loss, scored, len(data))
+
+    def optim_step(
+        self,
+        model: str,
+        state: str,
+        form: Mapping[str, Any],
+        target: str,
+        params: Mapping[str, float],
+    ) -> Answer:
+        """Updates the model by its gradients and writes its next state."""
+        gradients = self._gradients.pop(model, None)
+        if gradients is None:
+            raise UserError("optim_step: no gradients; call forward_backward first")
+        self._adapters.activate(state, AdapterForm(**form))
+        session = self.session
+        session.give_gradients(gradients)
+        for group in session.optimizer.param_groups:
+            group["betas"] = (params["beta1"], params["beta2"])
+            group["eps"] = params["eps"]
+            group["weight_decay"] = params["weight_decay"]
+        keys = replace(session.recipe.optimization, max_grad_norm=params["grad_clip_norm"] or None)
+        session.recipe = replace(session.recipe, optimization=keys)
+        update = session.optim_step(params["learning_rate"])
+        if update.is_skipped:
+            raise UserError(
+                "optim_step: the loss or gradient is not finite; the parameters were not updated, "
+                "and the gradients were dropped"
+            )
+        self._adapters.count_step()
+        bytes_ = self._adapters.store(target, AdapterForm(**form))
+        return {"bytes": bytes_, "grad_norm": update.grad_norm}
+
+    def sample(
+        self,
+        state: str | None,
+        form: Mapping[str, Any],
+        requests: Sequence[Mapping[str, Any]],
+        temperature: float,
+        stop_ids: Sequence[int] | None,
+    ) -> Answer:
+        """Completions of all requests together, each of which has its own numbers, and the
+        log-probabilities of the prompts that ask for them.
+        """
+        self._adapters.activate(state, AdapterForm(**form))
+        session = self.session
+        recipe = session.recipe
+        if stop_ids is None:
+            stop_ids = end_of_answer_ids(session.tokenizer, recipe.model.eot_tokens)
+        rows = recipe.rollout.per_device_generation_batch_size
+        engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
+        asked = [
+            Request(tuple(each["prompt"]), (each["seed"], number), each["max_tokens"])
+            for each in requests
+            for number in range(each["samples"])
+        ]
+        mine = session.world.data_parallel
+        how = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
+        with session.computing():
+            sampled = engine.sample(asked[mine.rank :: mine.size], how)
+        by_rank = session.world.gather([each.as_json() for each in sampled])
+        step = len(by_rank) // mine.size  # ranks that sample the same
+        every = [by_rank[i % mine.size * step][i // mine.size] for i in range(len(asked))]
+        scores = self._score([each["prompt"] for each in requests if each["scores_prompt"]])
+        return {"sampled": every, "prompts": scores}
+
+    def _score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probabilities of each prompt's tokens after the first, by the adapter that is in
+        the model.
+        """
+        data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
+        if not data:
+            return [[] for _ in prompts]
+        session = self.session
+        batch = make_batch(data, session.recipe, session.world)
+        scored: dict[int, list[float]] = {}
+        for micro_batch, values in zip(
+            batch.micro_batches, session.log_probabilities(batch), strict=True
+        ):
+            scored |= by_datum(micro_batch, values.cpu())
+        scores = iter(self._gather(scored, len(data)))
+        return [next(scores) if len(prompt) > 1 else [] for prompt in prompts]
+
+    def _describe(self, loss: float, scored: Mapping[int, list[float]], count: int) -> Answer:
+        return {"loss": loss, "log_probabilities": self._gather(scored, count)}
+
+    def _gather(self, scored: Mapping[int, list[float]], count: int) -> list[list[float]]:
+        """Of all ranks, in the order of the datums."""
+        every: dict[int, list[float]] = {}
+        for of_rank in self.session.world.gather([*scored.items()]):
+            every |= dict(of_rank)
+        return [every[place] for place in range(count)]
+
+
+OPERATIONS: Mapping[str, Callable[..., Answer]] = {
+    "create": Operations.create,
+    "load": Operations.load,
+    "forward": Operations.forward,
+    "forward_backward": Operations.forward_backward,
+    "optim_step": Operations.optim_step,
+    "sample": Operations.sample,
+}
+
+
+def _recorded(
+    loss: str, options: Mapping[str, float], scored: dict[int, list[float]]
+) -> LossFunction:
+    """The loss as `Session.forward_backward` takes it, which notes the log-probabilities in
+    `scored`.
+    """
+    known = LOSSES[loss]
+    chosen = {**known.options, **options}
+
+    def measure(log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
+        documents = micro_batch.trained_documents
+        assert micro_batch.columns is not None and documents is not None
+        scored.update(by_datum(micro_batch, log_probabilities.detach()))
+        return known.compute(log_probabilities, micro_batch.columns, chosen, documents).sum()
+
+    return measure
+
+
+def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
+    return {"tokens": prompt[:-1], "inputs": {"target_tokens": prompt[1:]}}
+
+
+def cut_at(sampled: Sampled, texts: Sequence[str], decode: Callable[[list[int]], str]) -> Sampled:
+    """A completion up to the first token with which one of `texts` is in what was said."""
+    ids = sampled.token_ids
+
+    def has_ended(end: int) -> bool:
+        said = decode(ids[:end])
+        return any(text in said for text in texts)
+
+    if not texts or not has_ended(len(ids)):
+        return sampled
+    end = bisect_left(range(len(ids)), True, key=has_ended)
+    scores = sampled.log_probabilities[:end]
+    return replace(sampled, token_ids=ids[:end], log_probabilities=scores, ended=Ended.STOPPED)

@@ -1,0 +1,209 @@
+"""`finetune serve-training`: the command, and the script that it starts on every rank.
+
+Rank 0 speaks HTTP and names each operation to the others, which do it with it.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+SERVE = Path(__file__).resolve()
+if __name__ == "__main__":
+    sys.path[0] = str(SERVE.parents[2])  # as in run.py
+
+from finetune.cli import add_service_options
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_overrides, read_recipe
+from finetune.config.schema import Recipe
+from finetune.errors import UserError, end_process, exit_code, set_library_environment
+from finetune.run import launch_script
+from finetune.units import read_size
+
+if TYPE_CHECKING:
+    from finetune.distributed.world import World
+    from finetune.service.operations import Operations
+
+KEY = "FINETUNE_API_KEY"
+PACKAGES = ("starlette", "uvicorn", "google.protobuf")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+TURN_SECONDS = 2.0  # after which idle ranks hear from rank 0 that nothing is to be done
+NOTHING = ""
+STOP = "stop"
+
+
+def serve_training_command(options: argparse.Namespace) -> int:
+    """Starts the server on the ranks; returns its exit code. Raises `UserError`."""
+    recipe = prepare(read_recipe(options.recipe, options.overrides, needs_data=False))
+    _find_key(options.host)
+    if not all(map(_is_installed, PACKAGES)):
+        raise UserError(
+            "serve-training needs Starlette, uvicorn and protobuf: pip install "
+            "'finetune-exact[serve]'"
+        )
+    names = ("host", "port", "max_sessions", "max_body", "max_disk")
+    flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return launch_script(options, recipe, SERVE, flags)
+
+
+def prepare(recipe: Recipe) -> Recipe:
+    """The recipe without its data. Raises `UserError` for what a service cannot do."""
+    lora = recipe.lora
+    if not lora.use_peft:
+        raise UserError("serve-training: clients train adapters; set use_peft: true")
+    refused = {
+        "use_dora": lora.use_dora,
+        "modules_to_save": lora.modules_to_save,
+        "lora_target_parameters": lora.lora_target_parameters,
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": lora.alpha_pattern,
+        "lora_dropout": lora.lora_dropout,
+        "adapter_name_or_path": lora.adapter_name_or_path,
+        "optim_in_backward": recipe.optimization.optim_in_backward,
+    }
+    named = [name for name, value in refused.items() if value]
+    if recipe.optimization.optim_offload != "none":
+        named.append("optim_offload")
+    if named:
+        raise UserError(
+            f"serve-training: {', '.join(named)}: cannot be combined with it; leave them out"
+        )
+    data = replace(recipe.data, datasets=(), eval_datasets=(), eval_split_size=None)
+    return replace(recipe, data=data)
+
+
+def refuse_layout(sharding: Sharding) -> None:
+    """Raises `UserError` for a layout under which an adapter's matrices are not rows of shards."""
+    is_served = sharding.layout in ("single", "ddp", "fsdp2")
+    others = sharding.ranks_per_row * sharding.pipeline_parallel_size
+    if not is_served or others > 1 or sharding.mixed_precision == "fp16":
+        raise UserError(
+            "serve-training: one process, DDP and FSDP2 are served, in bf16 or float32; choose "
+            "such an Accelerate file"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _find_key(host: str) -> str | None:
+    key = os.environ.get(KEY)
+    if host not in LOOPBACK and not key:
+        raise UserError(
+            f"--host {host}: others can reach it; set {KEY} to a secret that clients send as their "
+            "TINKER_API_KEY"
+        )
+    return key
+
+
+def main() -> None:
+    """Serves on this rank until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog="finetune/service/serve.py", allow_abbrev=False)
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--config")
+    add_service_options(parser)
+    options, rest = parser.parse_known_args()
+    overrides = read_overrides(rest, vars(options))
+    recipe = prepare(read_recipe(options.recipe, overrides, needs_data=False))
+    sharding = read_sharding(options.config, recipe.run.accelerate_config, os.environ)
+    refuse_layout(sharding)
+    key = _find_key(options.host)
+    set_library_environment(deterministic=recipe.run.deterministic)
+    from finetune.service.operations import Operations
+    from finetune.session import Session
+
+    stopping = _listen()
+    with Session(recipe, sharding) as session:
+        folder = session.folder / "service"
+        operations = Operations(session, folder / "states")
+        if session.world.is_main:
+            _lead(operations, folder, options, key, stopping)
+        else:
+            _follow(operations)
+
+
+def _listen() -> list[int]:
+    """A list that gets the number of each signal to stop."""
+    asked: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return asked
+
+
+def _tell(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
+    """Names an operation to the other ranks."""
+    world.gather([operation, arguments])
+
+
+def _follow(operations: "Operations") -> None:
+    """Does what rank 0 names."""
+    while True:
+        operation, arguments = operations.session.world.gather(None)[0]
+        if operation == STOP:
+            return
+        if operation != NOTHING:
+            try:
+                operations.run(operation, arguments)
+            except UserError:
+                continue  # which rank 0 answers
+
+
+def _lead(
+    operations: "Operations",
+    folder: Path,
+    options: argparse.Namespace,
+    key: str | None,
+    stopping: list[int],
+) -> None:
+    from finetune.service.server import Border, start_server
+    from finetune.service.service import Service
+
+    world = operations.session.world
+
+    def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _tell(world, operation, arguments)
+        return operations.run(operation, arguments)
+
+    service = Service(
+        operations,
+        folder,
+        run,
+        most_sessions=options.max_sessions,
+        most_body_bytes=read_size(options.max_body),
+        most_disk_bytes=read_size(options.max_disk),
+    )
+    server, port = start_server(Border(service, key).make_app(), options.host, options.port)
+    print(f"serving {service.model_name} at http://{options.host}:{port}", flush=True)
+    nothing = partial(_tell, world, NOTHING)
+    while not stopping:
+        try:
+            if not service.work(TURN_SECONDS):
+                nothing()
+        except Exception:
+            if world.size > 1:  # the others may wait for this one
+                raise
+            traceback.print_exc()  # the client has its answer
+    server.should_exit = True
+    service.ledger.close()
+    _tell(world, STOP)
+
+
+if __name__ == "__main__":
+    end_process(exit_code(main))

@@ -1,0 +1,155 @@
+"""The service over HTTP: Starlette hands requests to `ENDPOINTS`, and uvicorn serves."""
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from finetune.errors import UserError
+from finetune.service.endpoints import ENDPOINTS, Handler
+from finetune.service.ledger import Result
+from finetune.service.service import Service
+from finetune.service.wire import PROTOBUF, read_forward_backward
+
+API = "/api/v1/"
+LONGEST_WAIT_SECONDS = 20.0  # for a result, before a client is to ask again
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class Border:
+    """Between HTTP and the service."""
+
+    def __init__(self, service: Service, key: str | None) -> None:
+        """`key`: what clients must send; None: none, and they must be on this machine."""
+        self._service = service
+        self._key = key
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        service.ledger.on_change = self._wake
+
+    def make_app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route(API + path, partial(self._serve, partial(self._call, handler)), methods=[method])
+            for (method, path), handler in ENDPOINTS.items()
+        ]
+        retrieve = partial(self._serve, self._retrieve)
+        routes.append(Route(f"{API}retrieve_future", retrieve, methods=["POST"]))
+        return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+
+    async def _serve(self, act: Any, request: Request) -> Response:
+        try:
+            self._check_sender(request)
+            body = await self._read_body(request)
+            answer: Response = await act({**_decode(body, request), **request.path_params})
+        except UserError as error:
+            return _refuse(404 if "is not known here" in str(error) else 422, str(error))
+        except PermissionError as error:
+            return _refuse(401, str(error))
+        return answer
+
+    def _check_sender(self, request: Request) -> None:
+        if self._key is None:
+            # a page in a browser reaches 127.0.0.1 under a name of its own
+            if request.url.hostname not in LOCAL:
+                raise PermissionError(f"host: {request.url.hostname!r} is not this machine")
+            return
+        given = request.headers.get("X-API-Key", "")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise PermissionError("X-API-Key: is not the server's key")
+
+    async def _read_body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._service.most_body_bytes:
+                raise UserError(f"the body is larger than {self._service.most_body_bytes} bytes")
+        return bytes(body)
+
+    async def _call(self, handler: Handler, sent: Mapping[str, Any]) -> Response:
+        return JSONResponse(await run_in_threadpool(handler, self._service, sent))
+
+    async def _retrieve(self, sent: Mapping[str, Any]) -> Response:
+        """A result once it is there, or word that it is not yet."""
+        name = sent.get("request_id")
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + LONGEST_WAIT_SECONDS
+        while True:
+            change = self._next_change()
+            result: Result | None = await run_in_threadpool(self._service.ledger.result, name)
+            if result is not None:
+                return Response(result.content, media_type=result.media)
+            if clock() >= deadline:
+                break
+            await asyncio.wait([change], timeout=deadline - clock())
+        waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        return JSONResponse(waiting, 408)
+
+    def _next_change(self) -> "asyncio.Future[None]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            self._waiting.append((loop, future))
+        return future
+
+    def _wake(self) -> None:
+        """Wakes whoever waits for a result; another thread has made one."""
+        with self._lock:
+            waiting = self._waiting
+            self._waiting = []
+        for loop, future in waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_set, future)
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _refuse(status: int, error: str) -> Response:
+    return JSONResponse({"error": error, "category": "user", "detail": error}, status)
+
+
+async def _unknown(request: Request, _: Exception) -> Response:
+    return _refuse(404, f"{request.method} {request.url.path}: is not served")
+
+
+def _decode(body: bytes, request: Request) -> dict[str, Any]:
+    """What was sent. Raises `UserError` for what is neither JSON nor a protocol buffer."""
+    if request.headers.get("content-type", "").startswith(PROTOBUF):
+        return read_forward_backward(body)
+    try:
+        sent = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise UserError("the body is not JSON") from None
+    if not isinstance(sent, dict):
+        raise UserError("the body is no JSON object")
+    return sent
+
+
+def start_server(app: Starlette, host: str, port: int) -> tuple[uvicorn.Server, int]:
+    """Serves in a thread; returns the server, and its port.
+
+    Raises `UserError` where nothing can listen there.
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise UserError(
+            f"{host}:{port}: cannot be listened at: {error.strerror}; choose another --port"
+        ) from None
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    threading.Thread(target=server.run, args=([listener],), daemon=True, name="http").start()
+    return server, listener.getsockname()[1]

@@ -1,0 +1,471 @@
+"""A service against plain torch and peft, against runs alone, and through restarts."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli import main
+from finetune.config.layout import Sharding
+from finetune.errors import UserError
+from finetune.service.serve import refuse_layout
+from finetune.service.service import Service
+from tests.service.served import Client, Model, datum, read_outputs, read_samples, serving
+
+TEXTS = (
+    "Once upon a time there was a little dog.",
+    "The sun was warm and the sky was blue.",
+    "Tom had a red ball.",
+)
+
+
+@pytest.fixture(scope="module")
+def base(shared: Path) -> Path:
+    return shared / "models" / "stories260k"
+
+
+@pytest.fixture(scope="module")
+def rows(base: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return [tokenizer.encode(text) for text in TEXTS]
+
+
+def weighted(rows: list[list[int]], draw: random.Random) -> list[dict[str, Any]]:
+    return [datum(ids, weights=[draw.random() for _ in ids[1:]]) for ids in rows]
+
+
+def state_of(service: Service, model: Model) -> Path:
+    return service._states / service.ledger.find("model", model.name)["state"]
+
+
+def plain_step(
+    model: Any, optimizer: Any, data: list[dict[str, Any]], loss: str, clip: float
+) -> tuple[float, list[list[float]]]:
+    """What a script in plain torch computes: the loss of all datums, and one update."""
+    total = torch.zeros(())
+    scored = []
+    for each in data:
+        logits = model(torch.tensor([each["tokens"]])).logits[0].float()
+        targets = torch.tensor(each["inputs"]["target_tokens"])
+        new = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        given = {
+            name: torch.tensor(values, dtype=torch.float32)
+            for name, values in each["inputs"].items()
+        }
+        if loss == "cross_entropy":
+            total = total - (new * given["weights"]).sum()
+        else:
+            total = total - ((new - given["logprobs"]).exp() * given["advantages"]).sum()
+        scored.append(new.tolist())
+    total.backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total.item(), scored
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(
+    base: Path, rows: list[list[int]], tmp_path: Path, loss: str, packing: bool
+) -> None:
+    draw = random.Random(loss)
+    # An eps well above a gradient's rounding, which Adam would else blow up to a whole step.
+    params = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 0.5}
+    with serving(tmp_path / "run", base, packing=packing) as service:
+        client = Client(service)
+        model = client.model(rank=4, seed=3)
+        plain = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), state_of(service, model), is_trainable=True
+        )
+        assert plain.peft_config["default"].r == 4
+        trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=0.02, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.1
+        )
+        for _ in range(4):
+            if loss == "cross_entropy":
+                data = weighted(rows, draw)
+            else:
+                data = [
+                    datum(
+                        ids,
+                        logprobs=[-draw.random() * 4 for _ in ids[1:]],
+                        advantages=[draw.uniform(-1, 1) for _ in ids[1:]],
+                    )
+                    for ids in rows
+                ]
+            passed = model.pass_data(data, loss)
+            stepped = model.step(0.02, **params)
+            found, scored = read_outputs(client.result(passed))
+            assert "error" not in client.result(stepped)
+            expected, plain_scored = plain_step(plain, optimizer, data, loss, 0.5)
+            assert found == pytest.approx(expected, abs=1e-5 * max(1.0, abs(expected)))
+            for one, other in zip(scored, plain_scored, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(one), torch.tensor(other), rtol=0, atol=2e-5
+                )
+        reopened = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), state_of(service, model)
+        )
+    values = dict(reopened.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(
+                values[name], parameter, rtol=0, atol=2e-5, check_device=False
+            )
+
+
+def train(client: Client, model: Model, data: list[list[dict[str, Any]]]) -> list[float]:
+    losses = []
+    for each in data:
+        passed = model.pass_data(each)
+        stepped = model.step()
+        losses.append(read_outputs(client.result(passed))[0])
+        client.result(stepped)
+    return losses
+
+
+def test_eight_adapters_that_take_turns_have_the_losses_of_eight_runs_alone(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    ranks = [1, 2, 3, 4, 5, 6, 7, 8]
+    data = {rank: [weighted(rows[rank % 3 :], draw) for _ in range(3)] for rank in ranks}
+    together: dict[int, list[float]] = {rank: [] for rank in ranks}
+    with serving(tmp_path / "together", base) as service:
+        clients = [Client(service), Client(service)]
+        models = {rank: clients[rank % 2].model(rank, seed=rank) for rank in ranks}
+        for step in range(3):
+            promised = [(rank, models[rank].pass_data(data[rank][step])) for rank in ranks]
+            steps = [models[rank].step() for rank in draw.sample(ranks, 8)]
+            for rank, promise in promised:
+                together[rank].append(read_outputs(clients[0].result(promise))[0])
+            for promise in steps:
+                assert "error" not in clients[0].result(promise)
+    for rank in ranks:
+        with serving(tmp_path / f"alone{rank}", base, lora_r=rank) as service:
+            client = Client(service)
+            alone = train(client, client.model(rank, seed=rank), data[rank])
+        assert together[rank] == pytest.approx(alone, abs=1e-6 * max(alone)), rank
+
+
+def test_a_restart_at_any_place_loses_nothing_that_was_promised(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    draw = random.Random(1)
+    data = [weighted(rows, draw) for _ in range(6)]
+
+    def send_all(model: Model) -> list[dict[str, Any]]:
+        return [
+            promise
+            for first, second in zip(data[::2], data[1::2], strict=True)
+            for promise in (model.pass_data(first), model.pass_data(second), model.step())
+        ]
+
+    def weights(service: Service, model: Model) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        return load_file(state_of(service, model) / "adapter_model.safetensors")
+
+    with serving(tmp_path / "calm", base) as service:
+        client = Client(service)
+        model = client.model(4, seed=1)
+        promised = send_all(model)
+        calm = [client.result(each) for each in promised]
+        expected = weights(service, model)
+    for cuts in ([0, 4], [1, 1, 1], [2, 5], [3, 3, 2]):
+        folder = tmp_path / "-".join(map(str, cuts))
+        with serving(folder, base) as service:
+            model = Client(service).model(4, seed=1)
+            promised = send_all(model)
+            for _ in range(cuts[0]):
+                service.work(0.0)
+        for cut in [*cuts[1:], 100]:
+            with serving(folder, base) as service:
+                model.client.service = service
+                for _ in range(cut):
+                    service.work(0.0)
+                if cut == 100:
+                    assert [model.client.result(each) for each in promised] == calm
+                    found = weights(service, model)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_requests_wait_for_those_before_them_and_are_done_once(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    with serving(tmp_path / "run", base) as service:
+        client = Client(service)
+        model = client.model()
+        model.seq = 1
+        later = model.step()
+        assert not service.work(0.0), "the first request has not come"
+        model.seq = 0
+        data = [datum(ids, weights=1.0) for ids in rows]
+        passed = model.pass_data(data)
+        again = client.post("optim_step", {"model_id": model.name, "seq_id": 2, "adam_params": {}})
+        assert again == later
+        first = read_outputs(client.result(passed))[0]
+        assert "grad_norm:mean" in client.result(later)["metrics"]
+        model.seq = 2
+        assert read_outputs(client.result(model.pass_data(data, forward_only=True)))[0] < first
+        assert client.result(model.step()) == {
+            "error": "optim_step: no gradients; call forward_backward first", "category": "user",
+        }  # fmt: skip
+
+
+def test_weights_come_back_with_and_without_the_optimizer(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    data = [datum(ids, weights=1.0) for ids in rows]
+    with serving(tmp_path / "run", base) as service:
+        client = Client(service)
+        model = client.model(4)
+        train(client, model, [data] * 2)
+        path = client.result(model.send("save_weights", path="here"))["path"]
+        assert path == f"tinker://{model.name}/weights/here"
+        assert "exists" in client.result(model.send("save_weights", path="here"))["error"]
+        expected = train(client, model, [data] * 2)
+        for optimizer in (True, False):
+            asked = {
+                "session_id": client.session,
+                "model_seq_id": client.models,
+                "path": path,
+                "optimizer": optimizer,
+            }
+            client.models += 1
+            other = Model(client, client.result(client.post("load_weights", asked))["model_id"])
+            found = train(client, other, [data] * 2)
+            assert found[0] == pytest.approx(expected[0], abs=1e-6)
+            assert (found[1] == pytest.approx(expected[1], abs=1e-6)) is optimizer
+        assert client.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
+        client.result(model.send("load_weights", path=path, optimizer=True))
+        assert train(client, model, [data] * 2) == pytest.approx(expected, abs=1e-6)
+
+
+def sample(client: Client, sampler: str, seq: int, prompt: list[int], **how: Any) -> dict[str, Any]:
+    more = {name: how.pop(name) for name in ("num_samples", "prompt_logprobs") if name in how}
+    chunks = [{"type": "encoded_text", "tokens": prompt}]
+    asked = {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "prompt": {"chunks": chunks},
+        "sampling_params": how,
+    }
+    return client.post("asample", asked | more)
+
+
+def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompt = rows[0][:6]
+    with serving(tmp_path / "run", base) as service:
+        client = Client(service)
+        model = client.model(4)
+        train(client, model, [[datum(ids, weights=1.0) for ids in rows]])
+        sampler = client.result(model.send("save_weights_for_sampler", sampling_session_seq_id=0))[
+            "sampling_session_id"
+        ]
+        train(
+            client, model, [[datum(ids, weights=1.0) for ids in rows]]
+        )  # the sampler stays what it was
+        plain = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base),
+            service._states / service.ledger.find("sampler", sampler)["state"],
+        )
+        greedy = plain.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0
+        )[0, 6:].tolist()
+        promised = sample(
+            client, sampler, 0, prompt, temperature=0.0, max_tokens=12, prompt_logprobs=True
+        )
+        (found,), scores = read_samples(client.result(promised))
+        assert found[0] == greedy
+        with torch.no_grad():
+            logits = torch.log_softmax(plain(torch.tensor([prompt + greedy])).logits[0].float(), -1)
+        every = logits[:-1].gather(1, torch.tensor((prompt + greedy)[1:])[:, None])[:, 0].tolist()
+        assert found[1] == pytest.approx(every[5:], abs=5e-5)
+        assert scores[1:] == pytest.approx(every[:5], abs=5e-5)
+        alone = read_samples(
+            client.result(sample(client, sampler, 1, prompt, seed=7, max_tokens=9, num_samples=3))
+        )[0]
+        asked = [
+            sample(client, sampler, 2 + n, rows[n][:4], seed=n, max_tokens=9) for n in range(3)
+        ]
+        beside = sample(client, sampler, 9, prompt, seed=7, max_tokens=9, num_samples=3)
+        for one, other in zip(read_samples(client.result(beside))[0], alone, strict=True):
+            assert one[0] == other[0]
+            assert one[1] == pytest.approx(other[1], abs=5e-5)
+        assert len({tuple(tokens) for tokens, _ in alone}) > 1
+        assert all(read_samples(client.result(each))[0] for each in asked)
+        word = tokenizer.decode(greedy).split()[1]
+        cut = read_samples(
+            client.result(
+                sample(client, sampler, 10, prompt, temperature=0.0, max_tokens=12, stop=[word])
+            )
+        )[0][0][0]
+        assert (
+            cut == greedy[: len(cut)]
+            and word in tokenizer.decode(cut)
+            and word not in tokenizer.decode(cut[:-1])
+        )
+        third = greedy[2]
+        assert (
+            read_samples(
+                client.result(
+                    sample(
+                        client, sampler, 11, prompt, temperature=0.0, max_tokens=12, stop=[third]
+                    )
+                )
+            )[0][0][0]
+            == greedy[:3]
+        )
+        asked = {
+            "session_id": client.session,
+            "sampling_session_seq_id": 1,
+            "base_model": service.model_name,
+        }
+        bare = client.post("create_sampling_session", asked)["sampling_session_id"]
+        untrained = (
+            AutoModelForCausalLM.from_pretrained(base)
+            .generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0)[
+                0, 6:
+            ]
+            .tolist()
+        )
+        assert (
+            read_samples(
+                client.result(
+                    sample(client, bare, 0, prompt, temperature=0.0, max_tokens=12, stop=[])
+                )
+            )[0][0][0]
+            == untrained
+        )
+
+
+REFUSED = {
+    "no target": (
+        {"inputs": {"weights": [1.0, 1.0]}},
+        "cross_entropy reads target_tokens, weights; given were weights",
+    ),
+    "a number too few": (
+        {"inputs": {"target_tokens": [1, 2], "weights": [1.0]}},
+        "weights has 1 numbers for 2 tokens",
+    ),
+    "not finite": (
+        {"inputs": {"target_tokens": [1, 2], "weights": [1.0, float("nan")]}},
+        "weights holds a value that is no number",
+    ),
+    "no id": (
+        {"inputs": {"target_tokens": [1, 512], "weights": [1.0, 1.0]}},
+        "512 is no id below 512",
+    ),
+    "too long": (
+        {"tokens": [1] * 200, "inputs": {"target_tokens": [1], "weights": [1.0]}},
+        "200 tokens, where 1 to 128 are expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_datum_that_cannot_be_used_is_refused_and_keeps_its_place(
+    base: Path, rows: list[list[int]], case: str, service: Service
+) -> None:
+    client = Client(service)
+    model = client.model()
+    changed, message = REFUSED[case]
+    wrong = {"tokens": [1, 2], "inputs": {}} | changed
+    refused = send_wrong(client, model, wrong)
+    right = model.pass_data([datum(rows[0], weights=1.0)])
+    answer = client.result(refused)
+    assert message in answer["error"] and answer["category"] == "user"
+    assert read_outputs(client.result(right))[0] > 0
+
+
+def send_wrong(client: Client, model: Model, wrong: dict[str, Any]) -> dict[str, Any]:
+    from finetune.service.endpoints import forward_backward
+
+    model.seq += 1
+    own = {
+        "model_id": model.name,
+        "seq_id": model.seq,
+        "forward_only": False,
+        "loss_fn": "cross_entropy",
+        "options": {},
+    }
+    return forward_backward(client.service, {**own, "problem": None, "data": [wrong]})
+
+
+@pytest.fixture(scope="module")
+def service(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with serving(tmp_path_factory.mktemp("service") / "run", base) as service:
+        yield service
+
+
+def test_what_is_not_served_is_a_sentence(service: Service, tmp_path: Path) -> None:
+    client = Client(service)
+    asked = {
+        "session_id": client.session,
+        "model_seq_id": 0,
+        "base_model": service.model_name,
+        "lora_config": {"rank": 9},
+    }
+    for path, sent, message in (
+        ("create_model", asked, "lora_config.rank: 9 is above 8"),
+        ("create_model", asked | {"base_model": "other"}, "'other' is not served here"),
+        ("create_model", asked | {"session_id": "x"}, "session 'x': is not known here"),
+        ("create_model", asked | {"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type"),
+        ("create_sampling_session", {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": "tinker://../../etc/weights/x"}, "is not known here"),
+        ("optim_step", {"model_id": "x", "seq_id": 1, "adam_params": {}}, "model 'x': is not known here"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            client.post(path, sent)
+        assert message in str(caught.value)
+    model = client.model()
+    assert "path" in client.result(model.send("save_weights", path="../up"))["error"]
+    assert "eps" in client.result(model.step(eps=0.0))["error"]
+    service.most_sessions = 0
+    with pytest.raises(UserError, match="sessions are open"):
+        Client(service)
+    service.most_sessions = 64
+    client.post("sessions/{id}/finish", {"id": client.session})
+    with pytest.raises(UserError, match="is finished"):
+        model.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it; set FINETUNE_API_KEY"),
+        (["lora_dropout=0.1", "use_dora=true"], "serve-training: use_dora, lora_dropout: cannot be combined with it"),
+        (["use_peft=false"], "serve-training: clients train adapters; set use_peft: true"),
+    ],
+)  # fmt: skip
+def test_what_the_command_cannot_serve_is_one_sentence(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("FINETUNE_API_KEY", raising=False)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model_name_or_path: {base}\nuse_peft: true\noutput_dir: {tmp_path}/run\n")
+    assert main(["serve-training", "--recipe", str(recipe), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_layout_that_cuts_an_adapters_matrices_is_refused() -> None:
+    refuse_layout(Sharding(layout="single"))
+    for sharding in (
+        Sharding(layout="single", tensor_parallel_size=2),
+        Sharding(layout="ddp", mixed_precision="fp16"),
+        Sharding(layout="fsdp1"),
+    ):
+        with pytest.raises(UserError, match="DDP and FSDP2 are served"):
+            refuse_layout(sharding)
