@@ -52,11 +52,16 @@ def name_given(keys: Mapping[str, Any]) -> dict[str, Any]:
     known = recipe_keys()
     named = dict(keys)
     for key, value in keys.items():
-        if isinstance(value, str | Mapping | None):
+        is_code = key in known and known[key].is_python_name
+        if is_code and isinstance(value, Mapping):
+            named[key] = {name: _name_code(key, each) for name, each in value.items()}
+        elif key == "environment":
+            named[key] = _name_code(key, value)
+        if key == "environment" or isinstance(value, str | Mapping | None):
             continue  # no list: the reader says what is wrong with it
         if key in NESTED:
             named[key] = [_name_source(key, each) for each in _listed(value)]
-        elif key in known and known[key].is_python_name:
+        elif is_code:
             codes = value if isinstance(value, list | tuple) else [value]
             named[key] = [_name_code(key, each) for each in codes]
     return named

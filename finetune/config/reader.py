@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from finetune.config.compatibility import find_recipe_problems
 from finetune.config.judge import is_judge, write_judge
 from finetune.config.keys import Key, keys_of
-from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
+from finetune.config.methods import DEFAULT_METHOD, METHODS, SERVED_ENVIRONMENTS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
 from finetune.config.other_names import (
     ACCELERATE_KEYS,
@@ -443,7 +443,8 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
     if key.is_python_name and value is not None:
         if key.is_file_or_name:
             return tuple(_locate_reward(name, folder) for name in value)
-        return _locate_functions(value, folder)
+        served = SERVED_ENVIRONMENTS if key.name == "environment" else ()
+        return _locate_functions(value, folder, served)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
     return value
@@ -455,12 +456,22 @@ def _check_patterns(patterns: Sequence[str]) -> None:
             raise _Unfit(problem)
 
 
-def _locate_functions(value: str | Sequence[str], folder: Path) -> str | tuple[str, ...]:
-    """Returns the functions' names, a file's from here or the recipe's folder."""
+def _locate_functions(
+    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: tuple[str, ...]
+) -> str | tuple[str, ...] | dict[str, str]:
+    """Returns the functions' names, a file's from here or the recipe's folder; those that begin
+    with one of `served` as they are.
+    """
+
+    def find(name: str) -> str:
+        return name if name.startswith(served) else locate(name, folder)
+
     try:
         if isinstance(value, str):
-            return locate(value, folder)
-        return tuple(locate(name, folder) for name in value)
+            return find(value)
+        if isinstance(value, Mapping):
+            return {key: find(name) for key, name in value.items()}
+        return tuple(map(find, value))
     except ValueError as error:
         raise _Unfit(str(error)) from None
 

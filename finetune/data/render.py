@@ -52,6 +52,7 @@ from finetune.data.tokenizer import (
     Tools,
     add_variables,
     apply_template,
+    choose_tools,
     keeps_border,
     read_parts,
 )
@@ -482,7 +483,7 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return RenderedText("", (), False, group_hash=identity, tokens=document)
         case Question(question, row):
             if isinstance(question, str):
-                if renderer.tools:
+                if renderer.tools or renderer.environments:
                     raise BadRow(
                         "a prompt as text has no chat template, which describes the tools; make it "
                         "messages"
@@ -490,9 +491,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
             messages = read_messages(question, renderer)
             own = add_variables(renderer, question.variables)
-            text = apply_template(
-                own, messages, question.tools or own.tools, add_generation_prompt=True
-            )
+            tools = question.tools or _find_tools(own, row)
+            text = apply_template(own, messages, tools, add_generation_prompt=True)
             return RenderedText(
                 text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row
             )
@@ -520,6 +520,11 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
+
+
+def _find_tools(renderer: Renderer, row: str) -> Tools:
+    """The tools that the prompt of a row without its own describes."""
+    return choose_tools(renderer, json.loads(row)) if renderer.environments else renderer.tools
 
 
 def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
