@@ -216,6 +216,16 @@ def _move(code: CodeType, first_line: int) -> CodeType:
     )
 
 
+def write_prompts(count: int) -> str:
+    """Writes as many empty prompts, for an environment that asks itself; returns the file's path.
+
+    Each has its number, so that none is another's duplicate.
+    """
+    empty = [{"role": "user", "content": ""}]
+    lines = [json.dumps({"prompt": empty, "row": number}) for number in range(count)]
+    return _keep("prompts", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
+
+
 def _keep(name: str, ending: str, content: bytes) -> str:
     """Writes a file of this content, unless it is there; returns its path."""
     folder = find_cache("given")

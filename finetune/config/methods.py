@@ -297,7 +297,7 @@ class RolloutKeys:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether something may answer the model, which then goes on."""
+        """Whether a completion may have several turns, or a world that begins it."""
         return bool(self.tools or self.environment)
 
     @property

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
+from finetune.config.given import write_prompts
 from finetune.config.judge import is_judge, write_judge
 from finetune.config.keys import Key, keys_of
 from finetune.config.methods import DEFAULT_METHOD, METHODS, SERVED_ENVIRONMENTS, SHIPPED_REWARDS
@@ -316,6 +317,8 @@ def read_recipe(
     checked.values.update(
         {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
     )
+    if "datasets" not in in_file:
+        checked.values.update(_find_prompts(checked.values))
     sections = {}
     for section, schema in SECTIONS.items():
         given = {
@@ -336,6 +339,16 @@ def read_recipe(
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
+
+
+def _find_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the data of a recipe that names none: empty prompts of a step, where an environment
+    asks itself.
+    """
+    if not values.get("environment"):
+        return {}
+    count = values.get("global_batch_size", recipe_keys()["global_batch_size"].default)
+    return {"datasets": (DatasetSource(path=write_prompts(count)),)}
 
 
 def _refuse_another_tools_file(path: Path) -> None:

@@ -74,7 +74,7 @@ class RenderedText:
     spans: tuple[Span, ...]  # what is trained on
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-    group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
+    group_hash: int | None = None  # xxh3 of what it is a duplicate by, where its text is not all
     # where the last token is scored and nothing else is trained on: what the score should be
     label: int | None = None
     step_labels: tuple[int, ...] = ()  # where each of `spans` is scored at its end
@@ -481,21 +481,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
-        case Question(question, row):
-            if isinstance(question, str):
-                if renderer.tools or renderer.environments:
-                    raise BadRow(
-                        "a prompt as text has no chat template, which describes the tools; make it "
-                        "messages"
-                    )
-                return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
-            messages = read_messages(question, renderer)
-            own = add_variables(renderer, question.variables)
-            tools = question.tools or _find_tools(own, row)
-            text = apply_template(own, messages, tools, add_generation_prompt=True)
-            return RenderedText(
-                text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row
-            )
+        case Question():
+            return _render_question(document, renderer)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             text = prompt + completion + renderer.eos
@@ -520,6 +507,26 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
+
+
+def _render_question(document: Question, renderer: Renderer) -> RenderedText:
+    """A prompt up to where the assistant answers. Raises `BadRow` as `render` does."""
+    question = document.asked
+    if isinstance(question, str):
+        if renderer.tools or renderer.environments:
+            raise BadRow(
+                "a prompt as text has no chat template, which describes the tools; make it messages"
+            )
+        return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
+    messages = read_messages(question, renderer)
+    own = add_variables(renderer, question.variables)
+    tools = question.tools or _find_tools(own, document.row)
+    text = apply_template(own, messages, tools, add_generation_prompt=True)
+    findings = tuple(check_prompt(document, text, renderer.has_template))
+    identity = None
+    if own.environments:  # rows of one prompt may begin different worlds
+        identity = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
+    return RenderedText(text, (), False, findings, row=document.row, group_hash=identity)
 
 
 def _find_tools(renderer: Renderer, row: str) -> Tools:

@@ -36,7 +36,7 @@ from finetune.rollout.completion_rows import (
     make_step_batch,
 )
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, find_advantages
-from finetune.rollout.environments import Episodes, list_own_rewards
+from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns

@@ -43,7 +43,9 @@ STATE_BYTES = 1 << 20  # of an attribute that reward functions may read
 
 Item = Mapping[str, Any]  # of a question: the `place` of a completion, and what is asked of it
 Answer = dict[str, Any]
-"""`problem`: a sentence, where the environment did something wrong; else what `Host` returns."""
+"""`problem`: a sentence, where the environment did something wrong; else what an
+`EnvironmentHost` answers.
+"""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class Living:
                 self.arrays = numpy.random.get_state()
 
 
-class Host:
+class EnvironmentHost:
     """The environments of one process, which answers what the others' process asks."""
 
     def __init__(
@@ -98,7 +100,7 @@ class Host:
                 pipe.send_bytes(json.dumps(answer).encode())
 
     def _reset(self, item: Item, seconds: float) -> Answer:
-        """`said`: what the environment tells the model first, or None."""
+        """`said`: what the model reads of the environment first, or None."""
         name = item["environment"]
         factory = self._factories[name]
         made = self._made[name]
@@ -208,7 +210,7 @@ class EnvironmentProcesses:
         counts: bool,
     ) -> None:
         factories = {name: load_environment(name) for name in names}
-        self._host = Host(factories, tools)
+        self._host = EnvironmentHost(factories, tools)
         self._most = most
         self._counts = counts
         self._processes: dict[int, Process] = {}

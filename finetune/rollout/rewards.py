@@ -297,16 +297,22 @@ class Rewards:
             raise UserError(f"{answer['error']}{hint}")
         return answer
 
+    def _describe_files(self, question: Mapping[str, Any]) -> str:
+        """The key that names what a question asks, and its files."""
+        key = "rewards"
+        named = self._keys.reward_files
+        if "calls" in question:
+            key = "tools"
+            named = self._keys.tools
+        elif "do" in question:
+            key = "environment"
+            named = self._keys.environment_files
+        return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in named))}"
+
     def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
         process = self._process
         assert process is not None
-        key, named = "rewards", self._keys.reward_files
-        if "calls" in question:
-            key, named = "tools", self._keys.tools
-        elif "do" in question:
-            key, named = "environment", self._keys.environment_files
-        files = dict.fromkeys(str(file_of(name)) for name in named)
-        where = f"{key}: {', '.join(files)}"
+        where = self._describe_files(question)
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
         try:

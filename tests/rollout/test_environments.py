@@ -341,7 +341,7 @@ def test_rows_choose_the_tools_that_their_prompts_describe(file: Path, tmp_path:
     assert '"increment"' in show(environment="count")
     for row in ({}, {"environment": "chess"}):
         with pytest.raises(
-            BadRow, match="environment: .* is none of the recipe's, which are count"
+            BadRow, match=r"environment: .* is none of the recipe's, which are count"
         ):
             show(**row)
     turns = make_tool_turns(recipe, tokenizer)

@@ -255,3 +255,50 @@ def test_a_dry_run_begins_an_environment(recipe: Path, folder: Path, capfd: Any)
         try_out(
             f"environment={folder / 'my_broken.py'}:Broken", "rewards=[]", "reward_weights=null"
         )
+
+
+def read_page() -> dict[str, str]:
+    """The files that docs/online.md shows for a game, by name."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text()
+    section = page.partition("\n## Environments\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", section, re.DOTALL))
+
+
+def test_the_game_of_the_page_is_played(recipe: Path, folder: Path, tmp_path: Path) -> None:
+    """In 30 lines, with nothing but the page."""
+    files = read_page()
+    assert sum(bool(line.strip()) for line in "".join(files.values()).splitlines()) <= 30
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    keys = [
+        f"model_name_or_path={folder / 'sft' / 'export'}",
+        f"output_dir={tmp_path / 'run'}",
+        f"dataset_cache_dir={tmp_path / 'cache'}",
+        "max_steps=2",
+        "global_batch_size=2",
+        "max_completion_length=40",
+        "max_length=110",
+        "per_device_train_batch_size=2",
+        "save_strategy=no",
+        "export_at_end=false",
+    ]
+    train_all(
+        folder, [(tmp_path / "my_recipe.yaml", write_config(folder, "single"), keys)], ranks=1
+    )
+    lines = lines_of(tmp_path / "run")
+    assert all(
+        "I think of a number between 1 and 100. Find it." in each["prompt"] for each in lines
+    )
+    assert {name for each in lines for name in each["rewards"]} == {"Guess"}
+    game: Any = {}
+    exec(files["my_game.py"], game)
+    world = game["Guess"]()
+    world.reset(prompt=[])
+    low, high, said = 1, 100, ""
+    while said != "Right.":
+        said = world.guess((low + high) // 2)
+        if said == "Higher.":
+            low = (low + high) // 2 + 1
+        else:
+            high = (low + high) // 2 - (said == "Lower.")
+    assert 1 / 7 <= world.get_reward() <= 1

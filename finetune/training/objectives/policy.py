@@ -31,7 +31,7 @@ from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
-from finetune.rollout.environments import Episodes, list_own_rewards
+from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_server
