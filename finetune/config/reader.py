@@ -317,8 +317,7 @@ def read_recipe(
     checked.values.update(
         {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
     )
-    if "datasets" not in in_file:
-        checked.values.update(_find_prompts(checked.values))
+    checked.values.update(_find_prompts(checked.values, in_file))
     sections = {}
     for section, schema in SECTIONS.items():
         given = {
@@ -341,11 +340,11 @@ def read_recipe(
     return recipe
 
 
-def _find_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _find_prompts(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Returns the data of a recipe that names none: empty prompts of a step, where an environment
     asks itself.
     """
-    if not values.get("environment"):
+    if not values.get("environment") or "datasets" in given:
         return {}
     count = values.get("global_batch_size", recipe_keys()["global_batch_size"].default)
     return {"datasets": (DatasetSource(path=write_prompts(count)),)}
