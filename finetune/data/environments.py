@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config.methods import SERVED_ENVIRONMENTS
 from finetune.config.user_code import explained, load, place_of
 from finetune.data.messages import BadRow, Tool, describe_tool, describe_value
+from finetune.data.openenv import OpenEnv, call_served, connect
 from finetune.errors import UserError
 
 RESERVED = ("reset", "get_reward")
@@ -29,8 +31,12 @@ class EnvironmentFacts:
 def load_environment(name: str) -> Callable[[], Any]:
     """Returns what makes an object of an environment.
 
-    Raises `UserError` where its file cannot be run, or lacks the name.
+    Raises `UserError` where its file cannot be run, or lacks the name, and for a package that is
+    missing.
     """
+    kind, _, address = name.partition(":")
+    if f"{kind}:" in SERVED_ENVIRONMENTS:
+        return connect(address)
     made: Callable[[], Any] = load(name)
     return made
 
@@ -39,6 +45,8 @@ def list_tools(environment: Any) -> dict[str, Callable[..., Any]]:
     """Returns the methods that the model may call, by name: as TRL, the public functions of its
     class.
     """
+    if isinstance(environment, OpenEnv):
+        return call_served(environment)
     return {
         name: getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
@@ -76,7 +84,11 @@ def _describe(name: str, tools: tuple[Tool, ...]) -> EnvironmentFacts:
             f"{place}: has no method reset, which begins a completion; write one that takes "
             "**row and returns what the model reads, or None"
         )
-    own = [describe_tool(method, called) for called, method in list_tools(probe).items()]
+    if isinstance(probe, OpenEnv):
+        own = list(probe.served_tools.values())
+        probe.close()
+    else:
+        own = [describe_tool(method, called) for called, method in list_tools(probe).items()]
     known = [each["function"]["name"] for each in (*tools, *own)]
     if twice := next((each for each in known if known.count(each) > 1), None):
         raise UserError(f"{place}: has a tool {twice}, as tools does; rename one of them")
