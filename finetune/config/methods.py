@@ -740,8 +740,12 @@ def _show(value: Any) -> str:
     >>> _show(["exact_answer", "/home/me/rewards.py:short"])
     'exact_answer + rewards.py:short'
     """
+    if isinstance(value, Mapping):
+        return " + ".join(f"{key}: {_show(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
         return " + ".join(_show_name(str(each)) for each in value)
+    if isinstance(value, str) and ".py:" in value:
+        return _show_name(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

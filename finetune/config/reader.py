@@ -408,6 +408,13 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
     return checked
 
 
+OF_VERIFIERS = (
+    "the package verifiers plays its episodes by agent programs that ask a server for text, so that "
+    "what was sampled would be encoded again; write a class with reset, tools and get_reward, "
+    "around its task"
+)
+
+
 class _Unfit(ValueError):
     """A value that its key cannot take; the message is the sentence after the key's name."""
 
@@ -476,6 +483,8 @@ def _locate_functions(
     """
 
     def find(name: str) -> str:
+        if served and name.startswith("verifiers:"):
+            raise _Unfit(f"{name}: {OF_VERIFIERS}")
         return name if name.startswith(served) else locate(name, folder)
 
     try:

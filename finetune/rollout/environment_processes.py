@@ -169,7 +169,8 @@ def thaw(state: str | None) -> Any:
     kind, kept = dill.loads(b64decode(state))  # noqa: S301 - of `freeze`, in a process beside
     environment = object.__new__(kind)
     for name, pickled in kept.items():
-        object.__setattr__(environment, name, pickle.loads(pickled))  # noqa: S301
+        with suppress(Exception):  # of what cannot be made again
+            object.__setattr__(environment, name, pickle.loads(pickled))  # noqa: S301
     return environment
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from finetune import load_recipe
 from finetune.config.methods import RolloutKeys
 from finetune.config.reader import read_recipe
 from finetune.data.environments import describe_environments
@@ -34,11 +35,22 @@ import time
 import numpy
 
 
+class Wrapper:
+    """Cannot be made again from its parts, as TextArena's wrappers."""
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __reduce__(self):
+        return object.__new__, (Wrapper,), {"inner": 1}
+
+
 class Counter:
     """Counts up to a number that it draws."""
 
     def __init__(self):
         self.made = threading.Lock()  # which no other process can have
+        self.wrapper = Wrapper()
 
     def reset(self, start=0, **row):
         self.count = start
@@ -123,7 +135,7 @@ def reads(environments, completions, **columns):
 
 
 def counts_locks(environments, **columns):
-    return [float(hasattr(each, "made")) for each in environments]
+    return [float(hasattr(each, "made") or hasattr(each, "wrapper")) for each in environments]
 '''
 
 
@@ -351,3 +363,44 @@ def test_rows_choose_the_tools_that_their_prompts_describe(file: Path, tmp_path:
         row,
     )
     assert message["tool_calls"][0]["function"]["name"] == "act"
+
+
+def test_what_verifiers_plays_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"environment: verifiers:wordle: .* write a class with reset"
+    ):
+        read_recipe(None, ["environment=verifiers:wordle", "method=grpo", "model_name_or_path=a/b"])
+
+
+def test_a_script_gives_a_class_or_several(file: Path) -> None:
+    class Local:
+        def reset(self, **row: Any) -> None:
+            self.count = 1
+
+        def add(self, number: int) -> int:
+            """Adds.
+
+            Args:
+                number: What to add.
+            """
+            self.count += number
+            return self.count
+
+        def get_reward(self) -> int:
+            return self.count
+
+    def load(environment: Any) -> RolloutKeys:
+        return load_recipe(method="grpo", model_name_or_path="a/b", environment=environment).rollout
+
+    one = load(Local)
+    several = load({"a": Local, "b": f"{file}:Counter"})
+    assert several.environments == {"a": one.environment, "b": f"{file}:Counter"}
+    name = one.environments[""]
+    assert describe_environments({"": name}, ())[""].reward == "Local"
+    rewards = Rewards(one)
+    try:
+        ask(rewards, {}, name=name)
+        assert call(rewards, (0, "add", {"number": 3})) == [("4", False)]
+        assert finish(rewards, 1)[0]["reward"] == 4
+    finally:
+        rewards.close()

@@ -39,8 +39,8 @@ __all__ = ["folder", "recipe"]  # the fixtures
 
 @pytest.fixture(autouse=True, scope="module")
 def packages() -> None:
-    if os.environ["FINETUNE_ENVIRONMENTS"] not in sys.path:
-        sys.path.append(os.environ["FINETUNE_ENVIRONMENTS"])  # behind our own
+    folders = os.environ["FINETUNE_ENVIRONMENTS"].split(os.pathsep)
+    sys.path += [each for each in folders if each not in sys.path]  # behind our own
 
 
 @contextmanager

@@ -302,3 +302,77 @@ def test_the_game_of_the_page_is_played(recipe: Path, folder: Path, tmp_path: Pa
         else:
             high = (low + high) // 2 - (said == "Lower.")
     assert 1 / 7 <= world.get_reward() <= 1
+
+
+SEVERAL = '''
+import random
+
+
+class Increment:
+    """As in TRL's documentation: it asks itself."""
+
+    def reset(self, **row):
+        assert "environment" not in row
+        self.counter = 0
+        self.target = random.randint(1, 6)
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self):
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """Increments the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+        """
+        self.counter += step
+        return self.counter
+
+
+class Quiet:
+    def reset(self, target, **row):
+        self.target = target
+
+    def shout(self, text: str) -> str:
+        """Shouts the given text.
+
+        Args:
+            text: Text to shout.
+        """
+        return text.upper()
+
+
+def reads(environments, **columns):
+    return [each.target / 10 if type(each).__name__ == "Quiet" else None for each in environments]
+'''
+
+
+def test_rows_choose_their_worlds(recipe: Path, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_several.py").write_text(SEVERAL)
+    rows: list[dict[str, Any]] = [{"environment": "count", "n": n} for n in range(6)]
+    said = [{"role": "user", "content": "Be quiet."}]
+    rows += [{"environment": "quiet", "prompt": said, "target": n} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file = tmp_path / "my_several.py"
+    keys = [
+        f"output_dir={tmp_path / 'run'}",
+        f"environment={{count: {file}:Increment, quiet: {file}:Quiet}}",
+        f"rewards=[{file}:reads]",
+        f"datasets=[{{path: {tmp_path / 'rows.jsonl'}}}]",
+        "eval_datasets=[]",
+        "max_length=120",
+        "max_completion_length=50",
+        "max_steps=2",
+    ]
+    train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
+    seen = set()
+    for line in lines_of(tmp_path / "run"):
+        is_quiet = "Be quiet." in line["prompt"]
+        assert ("shout: " in line["prompt"]) == is_quiet
+        assert ("increment: " in line["prompt"]) != is_quiet
+        assert ("Increment the counter by " in line["prompt"]) != is_quiet
+        assert (line["rewards"]["Increment"] is None) == is_quiet
+        assert (line["rewards"]["reads"] is None) != is_quiet
+        seen.add(is_quiet)
+    assert seen == {True, False}
