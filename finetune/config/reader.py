@@ -317,7 +317,7 @@ def read_recipe(
     checked.values.update(
         {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
     )
-    checked.values.update(_find_prompts(checked.values, in_file))
+    _add_prompts(checked, in_file)
     sections = {}
     for section, schema in SECTIONS.items():
         given = {
@@ -340,14 +340,19 @@ def read_recipe(
     return recipe
 
 
-def _find_prompts(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Returns the data of a recipe that names none: empty prompts of a step, where an environment
-    asks itself.
+def _add_prompts(checked: _Checked, given: Mapping[str, Entry]) -> None:
+    """Adds the data of a recipe that names none, where an environment asks itself: empty
+    prompts.
     """
-    if not values.get("environment") or "datasets" in given:
-        return {}
-    count = values.get("global_batch_size", recipe_keys()["global_batch_size"].default)
-    return {"datasets": (DatasetSource(path=write_prompts(count)),)}
+    if not checked.values.get("environment") or "datasets" in given:
+        return
+    count = checked.values.get("global_batch_size") or EMPTY_PROMPTS
+    checked.values["datasets"] = (DatasetSource(path=write_prompts(count)),)
+    if not checked.values.get("max_steps"):
+        where = given["environment"].where
+        checked.problems.append(
+            f"{where}: environment: without datasets nothing says how long to train; set max_steps"
+        )
 
 
 def _refuse_another_tools_file(path: Path) -> None:
@@ -408,6 +413,7 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
     return checked
 
 
+EMPTY_PROMPTS = 1024  # where the batch size is not known yet
 OF_VERIFIERS = (
     "the package verifiers plays its episodes by agent programs that ask a server for text, so that "
     "what was sampled would be encoded again; write a class with reset, tools and get_reward, "

@@ -372,6 +372,11 @@ def test_what_verifiers_plays_is_refused() -> None:
         read_recipe(None, ["environment=verifiers:wordle", "method=grpo", "model_name_or_path=a/b"])
 
 
+def test_a_world_that_asks_itself_needs_a_length(file: Path) -> None:
+    with pytest.raises(UserError, match=r"environment: without datasets .*; set max_steps"):
+        load_recipe(method="grpo", model_name_or_path="a/b", environment=f"{file}:Counter")
+
+
 def test_a_script_gives_a_class_or_several(file: Path) -> None:
     class Local:
         def reset(self, **row: Any) -> None:
@@ -390,7 +395,8 @@ def test_a_script_gives_a_class_or_several(file: Path) -> None:
             return self.count
 
     def load(environment: Any) -> RolloutKeys:
-        return load_recipe(method="grpo", model_name_or_path="a/b", environment=environment).rollout
+        model = {"method": "grpo", "model_name_or_path": "a/b", "max_steps": 3}
+        return load_recipe(**model, environment=environment).rollout
 
     one = load(Local)
     several = load({"a": Local, "b": f"{file}:Counter"})
