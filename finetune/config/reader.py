@@ -415,9 +415,9 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
 
 EMPTY_PROMPTS = 1024  # where the batch size is not known yet
 OF_VERIFIERS = (
-    "the package verifiers plays its episodes by agent programs that ask a server for text, so that "
-    "what was sampled would be encoded again; write a class with reset, tools and get_reward, "
-    "around its task"
+    "the package verifiers plays its episodes by agent programs that ask a server for text, so "
+    "that what was sampled would be encoded again; write a class with reset, tools and "
+    "get_reward, around its task"
 )
 
 
