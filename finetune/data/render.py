@@ -520,7 +520,8 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
         return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
     messages = read_messages(question, renderer)
     own = add_variables(renderer, question.variables)
-    tools = question.tools or _find_tools(own, document.row)
+    described = _find_tools(own, document.row)  # which refuses a row of no environment
+    tools = question.tools or described
     text = apply_template(own, messages, tools, add_generation_prompt=True)
     findings = tuple(check_prompt(document, text, renderer.has_template))
     identity = None

@@ -86,7 +86,10 @@ class Episodes:
             facts = self._facts[choose_environment(self._facts, self.rows[place]["columns"])]
             if facts.reward is not None:
                 own[facts.reward][place] = 0.0 if lost[place] else answer["reward"]
-        return Paid(own, [each.get("state") for each in answers], lost)
+        states = []
+        for answer, is_lost in zip(answers, lost, strict=True):
+            states.append(None if is_lost else answer["state"])
+        return Paid(own, states, lost)
 
     @property
     def _facts(self) -> Environments:

@@ -351,7 +351,8 @@ def test_rows_choose_the_tools_that_their_prompts_describe(file: Path, tmp_path:
 
     assert '"act"' in show(environment="act") and '"act"' not in show(environment="count")
     assert '"increment"' in show(environment="count")
-    for row in ({}, {"environment": "chess"}):
+    own = [{"name": "now", "parameters": {}}]
+    for row in ({}, {"environment": "chess"}, {"environment": "chess", "tools": own}):
         with pytest.raises(
             BadRow, match=r"environment: .* is none of the recipe's, which are count"
         ):

@@ -376,3 +376,74 @@ def test_rows_choose_their_worlds(recipe: Path, folder: Path, tmp_path: Path) ->
         assert (line["rewards"]["reads"] is None) != is_quiet
         seen.add(is_quiet)
     assert seen == {True, False}
+
+
+FRAGILE = '''
+import os
+import random
+
+
+class Fragile:
+    """Begins otherwise for each completion; some cannot begin, some end their process, one says too much."""
+
+    def reset(self, a, **row):
+        if a % 3 == 0:
+            raise RuntimeError("no world")
+        self.calls = 0
+        said = f"{a} times {random.SystemRandom().randint(2, 99)}?"
+        return said * 40 if a == 20 else said
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiplies two whole numbers.
+
+        Args:
+            a: A factor.
+            b: A factor.
+        """
+        if a % 2:
+            os._exit(3)
+        self.calls += 1
+        return a * b
+
+    def get_reward(self):
+        return 1.0
+
+
+def counts(environments, **columns):
+    return [-1.0 if each is None else each.calls for each in environments]
+'''
+
+
+def test_what_is_lost_is_counted_and_the_run_continues(
+    recipe: Path, folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "my_fragile.py"
+    file.write_text(FRAGILE)
+    keys = [
+        f"output_dir={tmp_path / 'run'}",
+        f"environment={file}:Fragile",
+        f"rewards=[{file}:counts]",
+        "environment_processes=30",
+        "on_bad_reward=zero",
+        "eval_datasets=[]",
+    ]
+    train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
+    lines = lines_of(tmp_path / "run")
+    kinds = set()
+    for line in lines:
+        asked = re.search(r"What is (\d+) times", line["prompt"])
+        parts = line.get("parts", [])
+        ended = any("its process ended with 3" in said for said in parts[1::2])
+        is_lost = asked is None or ended
+        assert line["rewards"]["Fragile"] == (0.0 if is_lost else 1.0)
+        assert (line["rewards"]["counts"] == -1.0) == is_lost
+        kinds.add((asked is None, ended))
+    assert kinds >= {(True, False), (False, False), (False, True)}
+    for number, step in enumerate(steps_of(tmp_path / "run")):
+        own = lines[number * PROMPTS * GENERATIONS :][: PROMPTS * GENERATIONS]
+        lost = sum(line["rewards"]["Fragile"] == 0.0 for line in own)
+        assert step["reward_failures"] == pytest.approx(lost / len(own))
+        # completions of a prompt that begin otherwise share none
+        assert step["log_ratio/mean"] < 5e-6 and step["log_ratio/max"] < 5e-5
+    begun = [line["prompt"] for line in lines if "times" in line["prompt"]]
+    assert len(set(begun)) > len(begun) / 2
