@@ -13,6 +13,7 @@ import xxhash
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Pooling, Turns
+from finetune.data.environments import choose_environment
 from finetune.data.formats import (
     Candidate,
     Completion,
@@ -520,19 +521,18 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
         return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
     messages = read_messages(question, renderer)
     own = add_variables(renderer, question.variables)
-    described = _find_tools(own, document.row)  # which refuses a row of no environment
-    tools = question.tools or described
+    if own.environments:
+        row = json.loads(document.row)
+        choose_environment(own.environments, row["columns"])  # or it says that there is none
+        tools = choose_tools(own, row)
+    else:
+        tools = question.tools or own.tools
     text = apply_template(own, messages, tools, add_generation_prompt=True)
     findings = tuple(check_prompt(document, text, renderer.has_template))
     identity = None
     if own.environments:  # rows of one prompt may begin different worlds
         identity = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
     return RenderedText(text, (), False, findings, row=document.row, group_hash=identity)
-
-
-def _find_tools(renderer: Renderer, row: str) -> Tools:
-    """The tools that the prompt of a row without its own describes."""
-    return choose_tools(renderer, json.loads(row)) if renderer.environments else renderer.tools
 
 
 def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
