@@ -83,9 +83,9 @@ def prepare(recipe: Recipe | str | Path) -> "PreparedData":
     from finetune.distributed.world import alone
 
     recipe = expect_recipe(recipe)
-    return prepare_data(
-        recipe, load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools), alone()
-    )
+    keys = recipe.rollout
+    tokenizer = load_tokenizer(recipe.model, recipe.data, keys.tools, keys.environments)
+    return prepare_data(recipe, tokenizer, alone())
 
 
 @dataclass(frozen=True, slots=True)

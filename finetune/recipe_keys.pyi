@@ -51,6 +51,8 @@ class RecipeKeys(TypedDict, total=False):
     rewards: str | Callable[..., Any] | Mapping[str, Any] | Sequence[str | Callable[..., Any] | Mapping[str, Any]] | None
     tools: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
     max_tool_calling_iterations: int | None
+    environment: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
+    environment_processes: int
     reward_weights: Sequence[float] | None
     num_generations: int
     max_completion_length: int

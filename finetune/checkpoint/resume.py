@@ -105,6 +105,10 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "rewards: the same models are named, but their files have changed",
     ),
     "tools": (("tools",), "tools: the same functions are named, but their files have changed"),
+    "environment": (
+        ("environment",),
+        "environment: the same classes are named, but their files have changed",
+    ),
     "callbacks": (
         ("callbacks",),
         "callbacks: the same classes are named, but their files have changed",
@@ -229,6 +233,7 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
         "callbacks": recipe.run.callbacks,
         "rewards": recipe.rollout.reward_files,
         "tools": [name for name in recipe.rollout.tools if name not in SHIPPED_REWARDS],
+        "environment": recipe.rollout.environment_files,
     }
     hashes = {}
     for key, names in named.items():

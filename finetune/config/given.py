@@ -52,11 +52,16 @@ def name_given(keys: Mapping[str, Any]) -> dict[str, Any]:
     known = recipe_keys()
     named = dict(keys)
     for key, value in keys.items():
-        if isinstance(value, str | Mapping | None):
+        is_code = key in known and known[key].is_python_name
+        if is_code and isinstance(value, Mapping):
+            named[key] = {name: _name_code(key, each) for name, each in value.items()}
+        elif key == "environment":
+            named[key] = _name_code(key, value)
+        if key == "environment" or isinstance(value, str | Mapping | None):
             continue  # no list: the reader says what is wrong with it
         if key in NESTED:
             named[key] = [_name_source(key, each) for each in _listed(value)]
-        elif key in known and known[key].is_python_name:
+        elif is_code:
             codes = value if isinstance(value, list | tuple) else [value]
             named[key] = [_name_code(key, each) for each in codes]
     return named
@@ -209,6 +214,16 @@ def _move(code: CodeType, first_line: int) -> CodeType:
             for each in code.co_consts
         ),
     )
+
+
+def write_prompts(count: int) -> str:
+    """Writes as many empty prompts, for an environment that asks itself; returns the file's path.
+
+    Each has its number, so that none is another's duplicate.
+    """
+    empty = [{"role": "user", "content": ""}]
+    lines = [json.dumps({"prompt": empty, "row": number}) for number in range(count)]
+    return _keep("prompts", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
 def _keep(name: str, ending: str, content: bytes) -> str:

@@ -72,6 +72,11 @@ def _averages_sums(case: Case) -> bool:
     return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].average == "sums"
 
 
+def _is_paid(case: Case) -> bool:
+    """Whether something may say what a completion is worth."""
+    return bool(case["rewards"] or case["environment"])
+
+
 def _names_apart(key: str) -> Rule:
     """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
 
@@ -282,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="no rewards",
         keys=("rewards", "method"),
-        when=lambda c: samples(c) and not c["rewards"] and not c.recipe.method_facts.needs_teacher,
+        when=lambda c: samples(c) and not _is_paid(c) and not c.recipe.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
         advice=(
             "set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a "
@@ -293,7 +298,7 @@ RULES: tuple[Rule, ...] = (
         name="held-out prompts without rewards",
         keys=("rewards", "eval_datasets", "eval_split_size"),
         when=lambda c: (
-            samples(c) and not c["rewards"] and (c["eval_datasets"] or c["eval_split_size"])
+            samples(c) and not _is_paid(c) and (c["eval_datasets"] or c["eval_split_size"])
         ),
         message="held-out prompts are answered and rewarded, but there are no rewards",
         advice=(
@@ -334,7 +339,18 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set beta: 0, or another loss_type",
     ),
-    no_effect("max_tool_calling_iterations", "without tools", lambda c: not c["tools"], "tools"),
+    no_effect(
+        "max_tool_calling_iterations",
+        "without tools or an environment",
+        lambda c: not c["tools"] and not c["environment"],
+        "tools",
+    ),
+    no_effect(
+        "environment_processes",
+        "without environment",
+        lambda c: not c["environment"],
+        "environment",
+    ),
     Rule(
         name="a weight for each reward",
         keys=("reward_weights", "rewards"),

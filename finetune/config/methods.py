@@ -30,6 +30,9 @@ SHIPPED_REWARDS: Mapping[str, str] = {
 }
 
 
+# how an environment is named that is no file's
+SERVED_ENVIRONMENTS = ("openenv:",)
+
 # what a reward that ships imports
 REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}
 
@@ -135,6 +138,20 @@ class RolloutKeys:
             "room for."
         ),
     ] = None
+    environment: Annotated[
+        dict[str, str] | str | None,
+        PythonName,
+        SameOnResume,
+        "The world that a completion acts in: a class of a file of yours, such as "
+        "my_game.py:Game, with TRL's methods: reset gets the row, the other public ones are "
+        "tools, and get_reward says what the completion is worth; or openenv:http://HOST:PORT, an "
+        "OpenEnv server. A mapping has one for each value of the rows' column `environment`.",
+    ] = None
+    environment_processes: Annotated[
+        Positive,
+        "The processes among which the environments of a step are dealt. Each answers one call at "
+        "a time, and what ends one ends its environments.",
+    ] = 8
     reward_weights: Annotated[
         tuple[float, ...] | None,
         SameOnResume,
@@ -253,16 +270,35 @@ class RolloutKeys:
     reward_timeout_seconds: Annotated[
         float,
         Gt(0),
-        "How long each reward may take for what is sampled together, and the tools of a turn; "
-        "they run in a process of their own.",
+        "How long each reward may take for what is sampled together, and the tools of a turn or "
+        "the resets of a step; they run in processes of their own.",
     ] = 60.0
     on_bad_reward: Annotated[
         Literal["error", "zero"],
         SameOnResume,
         "What is done where a reward raises, takes too long, ends its process or is no finite "
-        "number: the run ends, or it is 0 and counted. Where a tool takes too long or ends its "
-        "process: the run ends, or the model reads so in place of a result.",
+        "number: the run ends, or it is 0 and counted. Where a tool or an environment takes too "
+        "long, ends its process or says too much: the run ends, or the model reads so in place of "
+        "a result.",
     ] = "error"
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """Value of the rows' column `environment` -> name; one for all rows is under ""."""
+        if isinstance(self.environment, str):
+            return {"": self.environment}
+        return self.environment or {}
+
+    @property
+    def environment_files(self) -> tuple[str, ...]:
+        """Those of `environment` that are of files."""
+        names = dict.fromkeys(self.environments.values())
+        return tuple(name for name in names if not name.startswith(SERVED_ENVIRONMENTS))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a completion may have several turns, or a world that begins it."""
+        return bool(self.tools or self.environment)
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -704,8 +740,12 @@ def _show(value: Any) -> str:
     >>> _show(["exact_answer", "/home/me/rewards.py:short"])
     'exact_answer + rewards.py:short'
     """
+    if isinstance(value, Mapping):
+        return " + ".join(f"{key}: {_show(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
         return " + ".join(_show_name(str(each)) for each in value)
+    if isinstance(value, str) and ".py:" in value:
+        return _show_name(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

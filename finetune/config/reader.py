@@ -16,9 +16,10 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
+from finetune.config.given import write_prompts
 from finetune.config.judge import is_judge, write_judge
 from finetune.config.keys import Key, keys_of
-from finetune.config.methods import DEFAULT_METHOD, METHODS, SHIPPED_REWARDS
+from finetune.config.methods import DEFAULT_METHOD, METHODS, SERVED_ENVIRONMENTS, SHIPPED_REWARDS
 from finetune.config.module_names import find_problem
 from finetune.config.other_names import (
     ACCELERATE_KEYS,
@@ -316,6 +317,7 @@ def read_recipe(
     checked.values.update(
         {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
     )
+    _add_prompts(checked, in_file)
     sections = {}
     for section, schema in SECTIONS.items():
         given = {
@@ -336,6 +338,21 @@ def read_recipe(
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
+
+
+def _add_prompts(checked: _Checked, given: Mapping[str, Entry]) -> None:
+    """Adds the data of a recipe that names none, where an environment asks itself: empty
+    prompts.
+    """
+    if not checked.values.get("environment") or "datasets" in given:
+        return
+    count = checked.values.get("global_batch_size") or EMPTY_PROMPTS
+    checked.values["datasets"] = (DatasetSource(path=write_prompts(count)),)
+    if not checked.values.get("max_steps"):
+        where = given["environment"].where
+        checked.problems.append(
+            f"{where}: environment: without datasets nothing says how long to train; set max_steps"
+        )
 
 
 def _refuse_another_tools_file(path: Path) -> None:
@@ -396,6 +413,14 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
     return checked
 
 
+EMPTY_PROMPTS = 1024  # where the batch size is not known yet
+OF_VERIFIERS = (
+    "the package verifiers plays its episodes by agent programs that ask a server for text, so "
+    "that what was sampled would be encoded again; write a class with reset, tools and "
+    "get_reward, around its task"
+)
+
+
 class _Unfit(ValueError):
     """A value that its key cannot take; the message is the sentence after the key's name."""
 
@@ -443,7 +468,8 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
     if key.is_python_name and value is not None:
         if key.is_file_or_name:
             return tuple(_locate_reward(name, folder) for name in value)
-        return _locate_functions(value, folder)
+        served = SERVED_ENVIRONMENTS if key.name == "environment" else ()
+        return _locate_functions(value, folder, served)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
     return value
@@ -455,12 +481,24 @@ def _check_patterns(patterns: Sequence[str]) -> None:
             raise _Unfit(problem)
 
 
-def _locate_functions(value: str | Sequence[str], folder: Path) -> str | tuple[str, ...]:
-    """Returns the functions' names, a file's from here or the recipe's folder."""
+def _locate_functions(
+    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: tuple[str, ...]
+) -> str | tuple[str, ...] | dict[str, str]:
+    """Returns the functions' names, a file's from here or the recipe's folder; those that begin
+    with one of `served` as they are.
+    """
+
+    def find(name: str) -> str:
+        if served and name.startswith("verifiers:"):
+            raise _Unfit(f"{name}: {OF_VERIFIERS}")
+        return name if name.startswith(served) else locate(name, folder)
+
     try:
         if isinstance(value, str):
-            return locate(value, folder)
-        return tuple(locate(name, folder) for name in value)
+            return find(value)
+        if isinstance(value, Mapping):
+            return {key: find(name) for key, name in value.items()}
+        return tuple(map(find, value))
     except ValueError as error:
         raise _Unfit(str(error)) from None
 

@@ -70,7 +70,9 @@ def inspect_command(options: argparse.Namespace) -> int:
             "page.html"
         )
     recipe = _build_recipe(options)
-    tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    tokenizer = load_tokenizer(
+        recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
+    )
     train, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
     names_model = options.recipe or options.model or not options.file

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -166,15 +166,18 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     )
 
 
-def describe_tool(name: str) -> Tool:
-    """The JSON schema of the function `FILE.py:NAME`.
+def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> Tool:
+    """The JSON schema of the function `FILE.py:NAME`, or of one that is `called` so.
 
     Raises `UserError` for one without type hints or a docstring.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
-    function = load(name)
-    called = name.rpartition(":")[2]
+    if isinstance(tool, str):
+        function = load(tool)
+        called = tool.rpartition(":")[2]
+    else:
+        function = tool
     try:
         schema = get_json_schema(function)
     except Exception as error:  # its own kinds, and what type hints raise

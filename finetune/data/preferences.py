@@ -526,6 +526,7 @@ def _split(conversation: Conversation) -> tuple[Turns, Turns]:
     return turns[:first], turns[first:]
 
 
+ENVIRONMENT = "environment"  # the column by which rows choose theirs
 ANSWER = "answer"  # the argument of reward functions that has the row's own answer
 # columns that TRL does not hand to reward functions
 OF_COMPLETION = ("prompt", "completion", "completion_ids")
@@ -544,6 +545,8 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     >>> parsed.document.asked, parsed.document.row
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """
+    if ENVIRONMENT in row and not _find_question(row, source):  # which asks itself, as TRL's
+        row = {**row, "prompt": [make_message("user", "")]}
     columns = Columns(row)
     name = _name_prompt(row, source)
     is_named = source.completion_column is not None
@@ -591,11 +594,15 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
 
 
-def _name_prompt(row: Row, source: DatasetSource) -> str:
+def _find_question(row: Row, source: DatasetSource) -> str | None:
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    name = _named_prompt(row, source) or next(
+    return _named_prompt(row, source) or next(
         (name for name in usual if row.get(name) is not None), None
     )
+
+
+def _name_prompt(row: Row, source: DatasetSource) -> str:
+    name = _find_question(row, source)
     if name is None:
         raise BadRow(
             f"no prompt: its columns are {list_columns(row) or 'none'}; name the one that holds "

@@ -32,6 +32,7 @@ from finetune.data.data_report import (
     make_report,
     select_examples,
 )
+from finetune.data.environments import has_tools
 from finetune.data.examples import (
     Examples,
     Prompt,
@@ -343,7 +344,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     A tokenizer without a chat template gets the plain one where conversations need it. Raises
     `UserError` for data that cannot be read, and for fatal findings.
     """
-    if recipe.rollout.tools:
+    if recipe.rollout.takes_turns and has_tools(tokenizer):
         make_tool_turns(recipe, tokenizer)  # or it says why no tool can be called
     if recipe.data.streaming:
         data = _prepare_stream(recipe, tokenizer, world)

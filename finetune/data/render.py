@@ -13,6 +13,7 @@ import xxhash
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Pooling, Turns
+from finetune.data.environments import choose_environment
 from finetune.data.formats import (
     Candidate,
     Completion,
@@ -52,6 +53,7 @@ from finetune.data.tokenizer import (
     Tools,
     add_variables,
     apply_template,
+    choose_tools,
     keeps_border,
     read_parts,
 )
@@ -73,7 +75,7 @@ class RenderedText:
     spans: tuple[Span, ...]  # what is trained on
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-    group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
+    group_hash: int | None = None  # xxh3 of what it is a duplicate by, where its text is not all
     # where the last token is scored and nothing else is trained on: what the score should be
     label: int | None = None
     step_labels: tuple[int, ...] = ()  # where each of `spans` is scored at its end
@@ -480,22 +482,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
-        case Question(question, row):
-            if isinstance(question, str):
-                if renderer.tools:
-                    raise BadRow(
-                        "a prompt as text has no chat template, which describes the tools; make it "
-                        "messages"
-                    )
-                return RenderedText(question.removeprefix(renderer.bos), (), True, row=row)
-            messages = read_messages(question, renderer)
-            own = add_variables(renderer, question.variables)
-            text = apply_template(
-                own, messages, question.tools or own.tools, add_generation_prompt=True
-            )
-            return RenderedText(
-                text, (), False, tuple(check_prompt(document, text, renderer.has_template)), row=row
-            )
+        case Question():
+            return _render_question(document, renderer)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             text = prompt + completion + renderer.eos
@@ -520,6 +508,31 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, asked, renderer)
             return _render_whole(document, asked, renderer)
+
+
+def _render_question(document: Question, renderer: Renderer) -> RenderedText:
+    """A prompt up to where the assistant answers. Raises `BadRow` as `render` does."""
+    question = document.asked
+    if isinstance(question, str):
+        if renderer.tools or renderer.environments:
+            raise BadRow(
+                "a prompt as text has no chat template, which describes the tools; make it messages"
+            )
+        return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
+    messages = read_messages(question, renderer)
+    own = add_variables(renderer, question.variables)
+    if own.environments:
+        row = json.loads(document.row)
+        choose_environment(own.environments, row["columns"])  # or it says that there is none
+        tools = choose_tools(own, row)
+    else:
+        tools = question.tools or own.tools
+    text = apply_template(own, messages, tools, add_generation_prompt=True)
+    findings = tuple(check_prompt(document, text, renderer.has_template))
+    identity = None
+    if own.environments:  # rows of one prompt may begin different worlds
+        identity = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
+    return RenderedText(text, (), False, findings, row=document.row, group_hash=identity)
 
 
 def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:

@@ -317,6 +317,8 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     options |= {} if kind == "answers" else {"kind": kind}
     options |= {key: getattr(data, key) for key in ROWS[kind].keys}
     options |= {"tools": tokenizer.tools} if getattr(tokenizer, "tools", ()) else {}
+    if environments := getattr(tokenizer, "environments", {}):
+        options["environments"] = {name: facts.tools for name, facts in environments.items()}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())

@@ -2,6 +2,7 @@
 the next are read.
 """
 
+import json
 import os
 import re
 from collections import deque
@@ -30,6 +31,7 @@ from finetune.data.formats import (
     Document,
     Group,
     ParsedRow,
+    Question,
     Row,
     Text,
     parse_row,
@@ -670,6 +672,23 @@ def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> It
         runs += [(piece.trained, next(encoded)) for piece in own_pieces]
         runs += document.tokens.runs() if document.tokens else ()
         yield runs
+
+
+def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) -> list[int]:
+    """The ids of a prompt of messages, as those of the data.
+
+    `row`: as rewards read it. Raises `BadRow` where the chat template rejects it.
+    """
+    messages = tuple(row["prompt"])
+    asked = Conversation(
+        messages,
+        (False,) * len(messages),
+        tuple(row.get("tools") or ()),
+        row.get("variables") or {},
+    )
+    text = render(Question(asked, json.dumps(row, default=str)), renderer)
+    [runs] = _encode_documents([text], encoder)
+    return [token for _, ids in runs for token in ids]
 
 
 def _make_labels(

@@ -5,11 +5,12 @@ conversations.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -24,6 +25,7 @@ from finetune.constants import (
     TOKENIZER_FILE,
     grow_rows,
 )
+from finetune.data.environments import Environments, choose_environment, describe_environments
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
 from finetune.data.template_sandbox import compile_template
@@ -88,19 +90,26 @@ def read_template(name: str) -> str:
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
-def load_tokenizer(model: Model, data: Data, tools: Sequence[str] = ()) -> Any:
+def load_tokenizer(
+    model: Model,
+    data: Data,
+    tools: Sequence[str] = (),
+    environments: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and
     template.
 
-    `tools`: functions that prompts describe. Raises `UserError` if there is no tokenizer, none with
-    a fast (Rust) implementation, if the tokens do not fit it, or for a function without type hints
-    or a docstring.
+    `tools`: functions that prompts describe; `environments`: those of the rows' column, whose
+    methods they describe. Raises `UserError` if there is no tokenizer, none with a fast (Rust)
+    implementation, if the tokens do not fit it, or for a function without type hints or a
+    docstring.
     """
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
     tokenizer.stop_tokens = (*model.eot_tokens, *_read_stop_tokens(model, tokenizer))
     tokenizer.images = ImageProcessor(model, tokenizer)
     tokenizer.tools = tuple(map(describe_tool, tools))
+    tokenizer.environments = describe_environments(environments, tokenizer.tools)
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     return tokenizer
@@ -408,6 +417,7 @@ class Renderer:
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
     tools: Tools = ()  # of the recipe, which prompts without tools of their own describe
+    environments: Environments = field(default_factory=dict)  # whose tools they describe too
     images: ImageProcessor | None = None  # None: the tokenizer is of no recipe's model
     answers_apart: bool = False  # prompt and answer are encoded as two texts
     # the template gets each content as a list of parts, as beside an image
@@ -451,6 +461,7 @@ def make_renderer(
         train_on_reasoning=train_on_reasoning,
         response_template=getattr(tokenizer, "response_template", None),
         tools=getattr(tokenizer, "tools", ()),
+        environments=getattr(tokenizer, "environments", {}),
         images=getattr(tokenizer, "images", None),
     )
     return _probe_turn(renderer)
@@ -486,6 +497,20 @@ def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
     if source.answers_apart:
         return replace(renderer, answers_apart=True)
     return renderer
+
+
+def choose_tools(renderer: Renderer, row: Mapping[str, Any]) -> Tools:
+    """The tools that the prompt of a row describes: its own, or the recipe's with those of its
+    environment.
+
+    `row`: as rewards read it. Raises `BadRow` for a row of no environment.
+    """
+    if own := row.get("tools"):
+        return tuple(own)
+    if not renderer.environments:
+        return renderer.tools
+    chosen = choose_environment(renderer.environments, row.get("columns", {}))
+    return renderer.environments[chosen].tools
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from finetune.data.tokenizer import (
     Tools,
     add_variables,
     apply_template,
+    choose_tools,
     end_of_answer_ids,
     make_encoder,
     make_renderer_of,
@@ -150,9 +151,7 @@ class ToolTurns:
         return encode_after(text[boundary.end() :], boundary[0], self.encoder)
 
     def _of_row(self, row: Mapping[str, Any]) -> tuple[Renderer, Tools]:
-        return add_variables(self.renderer, row.get("variables")), row.get(
-            "tools"
-        ) or self.renderer.tools
+        return add_variables(self.renderer, row.get("variables")), choose_tools(self.renderer, row)
 
 
 def make_tool_turns(recipe: Recipe, tokenizer: Any) -> ToolTurns:

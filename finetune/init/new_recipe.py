@@ -616,6 +616,7 @@ def _method(fit: Fit) -> Iterator[str]:
         yield (
             "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
         )
+        yield "# environment: my_game.py:Game  # a world with a state, whose methods are tools"
         yield _line("num_generations", 8, "completions of each prompt, which are compared")
         yield _line(
             "max_completion_length",

@@ -517,7 +517,7 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     prompts = -(-rows // keys.num_generations)
     tokens = length - keys.max_completion_length
     # a turn reads all before it as a prompt of its own, of any length beside that of the others
-    if keys.tools:
+    if keys.takes_turns:
         prompts = rows
         tokens = length
         length = length + keys.max_completion_length

@@ -137,7 +137,7 @@ def _describe_method(spec: RunSpec) -> list[str]:
             "at once on a rank; as if each filled a row",
             *(
                 ["           tools answer in between, whose time is not planned"]
-                if keys.tools
+                if keys.takes_turns
                 else []
             ),
             *(

@@ -36,6 +36,7 @@ from finetune.rollout.completion_rows import (
     make_step_batch,
 )
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, find_advantages
+from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
@@ -66,7 +67,13 @@ class Sampler:
     @property
     def reward_names(self) -> list[str]:
         """What metrics call each of the recipe's rewards."""
-        return [name_of_reward(name) for name in self.recipe.rollout.rewards]
+        named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
+        return named + self.own_rewards
+
+    @property
+    def own_rewards(self) -> list[str]:
+        """What metrics call the rewards that environments give themselves."""
+        return list_own_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
         self,
@@ -105,21 +112,31 @@ class Sampler:
         else:
             rows = []
         messages = [list[Message]() for _ in rows]
+        episodes = None
+        if keys.environment:
+            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, rows)
+            prompts = ranks.on_main(partial(episodes.begin, requests))
+            requests = [
+                request._replace(prompt_ids=tuple(ids))
+                for request, ids in zip(requests, prompts, strict=True)
+            ]
         sample = partial(self._sample, sampling)
         if self.tools is None:
             sampled = sample(requests)
         else:
             talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
             sampled = take_turns(requests, sample, talks, keys.max_tool_calling_iterations, ranks)
-        scored = ranks.on_main(lambda: asdict(self.score(rows, sampled, messages, step)))
-        by_name = dict(zip(self.rewards.names, scored["by_function"], strict=True))
+        scored = ranks.on_main(lambda: asdict(self.score(rows, sampled, messages, step, episodes)))
+        scoring = self.rewards.names + self.own_rewards
+        by_name = dict(zip(scoring, scored["by_function"], strict=True))
         failures = scored["failures"]
         for model in self.reward_models:
             by_name[model.name], failed = self._score_by(model, rows, sampled, messages)
             failures += failed
         ordered = [by_name[name] for name in self.reward_names]
-        scores = np.array(ordered, np.float64).T.reshape(len(sampled), len(keys.rewards))
-        weights = np.array(keys.reward_weights or [1.0] * len(keys.rewards))
+        scores = np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered))
+        given = keys.reward_weights or (1.0,) * len(keys.rewards)
+        weights = np.array([*given, *(1.0 for _ in self.own_rewards)])
         weighted = np.nansum(scores * weights, 1)
         rollout = Rollout(
             example_ids=completion_ids,
@@ -161,13 +178,17 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
         step: int,
+        episodes: Episodes | None = None,
     ) -> Scores:
-        """What the functions give each completion.
+        """What the functions and the environments give each completion.
 
-        `messages`: of each, where tools were there to be called.
+        `messages`: of each, where tools were there to be called. `episodes`: their environments.
         """
+        paid = None if episodes is None else episodes.end()
+        own = [] if paid is None else list(paid.own.values())
+        lost = [] if paid is None else paid.lost
         if not self.rewards.names:
-            return Scores([], 0)
+            return Scores(own, sum(lost))
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -177,10 +198,12 @@ class Sampler:
             "max_completion_length": self.recipe.rollout.max_completion_length,
             "soft_punish_cache": self.recipe.rollout.soft_punish_cache,
         }
+        if paid is not None:
+            columns["environments"] = paid.states
         token_ids = [s.token_ids for s in sampled]
-        return self.rewards.score(
-            [row["prompt"] for row in rows], completions, token_ids, columns, state
-        )
+        prompts = [row["prompt"] for row in rows]
+        scores = self.rewards.score(prompts, completions, token_ids, columns, state, lost)
+        return replace(scores, by_function=scores.by_function + own)
 
     def read_completions(
         self,

@@ -129,17 +129,19 @@ def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
     their prompt once.
     """
     for group in range(0, len(rollout.sampled), rollout.generations):
-        prompt = len(rollout.prompts[group])
         together: list[int] = []
         tokens = 0
         for place in range(group, group + rollout.generations):
+            prompt = rollout.prompts[place]
+            # environments may say something else to each
+            is_shared = len(prompt) > 1 and rollout.prompts[(*together, place)[0]] == prompt
             # with the prompt's last token, which predicts the first
             own = 1 + len(rollout.sampled[place].token_ids)
-            if together and (prompt == 1 or tokens + own > most):
+            if together and (not is_shared or tokens + own > most):
                 yield together
                 together = []
             if not together:
-                tokens = prompt - 1
+                tokens = len(prompt) - 1
             tokens += own
             together.append(place)
         yield together

@@ -3,28 +3,25 @@
 No torch here.
 
 The first line says which functions; every other line is a step's completions, one function's turn,
-or calls of tools. Each line has a word that its answer repeats. What the functions print goes to
-stderr.
+calls of tools, or what environments are asked. Each line has a word that its answer repeats. What
+the functions print goes to stderr.
 
 Answers go through a pipe that user code is not given: no standard stream, closed in its children,
 and whoever finds it does not know the word. The process leads a group, and ends it with itself once
 the run is gone.
 """
 
-import asyncio
 import fcntl
 import inspect
 import json
-import math
 import os
 import secrets
 import select
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,20 +32,21 @@ from finetune.config.judge import is_judge, read_judge
 from finetune.config.methods import name_of_reward
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
+from finetune.rollout.environment_processes import EnvironmentProcesses, thaw
 from finetune.rollout.judge_reward import Fault, JudgeReward
 from finetune.rollout.shipped_rewards import FUNCTIONS, load_shipped
+from finetune.rollout.user_calls import (
+    call_tools,
+    describe_score,
+    is_score,
+    limit_of_one,
+    settle,
+    time_limit,
+)
 
 Scores = list[float | None]
-SECONDS_TO_REPEAT = 0.5  # after which a function that has swallowed its time limit meets it again
 FIRST_FILE = 256  # the lowest number that the pipe gets
 FILES = 512  # it is one of so many
-
-
-class TimeLimit(BaseException):
-    """A function took too long.
-
-    No `Exception`, so that a function that catches these does not catch it.
-    """
 
 
 class NoScores(UserError):
@@ -78,10 +76,8 @@ def score(
             for key, value in arguments.items()
             if key in {each.name for each in accepted}
         }
-    with explained(f"{name}, a reward", function, is_isolated=True), _time_limit(seconds):
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_wait_for(returned))
+    with explained(f"{name}, a reward", function, is_isolated=True), time_limit(seconds):
+        returned = settle(function(**arguments))
         is_list = hasattr(returned, "__iter__") and not isinstance(
             returned, str | bytes | Mapping | set | frozenset
         )
@@ -98,6 +94,7 @@ def score(
     return scores
 
 
+ENVIRONMENTS = "environments"  # the argument with them, beside the columns
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -127,36 +124,9 @@ def check_scores(
     for given, completion in zip(returned, step["completions"], strict=True):
         if not is_score(given):
             text = json.dumps(completion, ensure_ascii=False)
-            said = given if isinstance(given, Fault) else f"returned {_describe(given)}"
+            said = given if isinstance(given, Fault) else f"returned {describe_score(given)}"
             raise UserError(f"{place_of(function)}{name}: {said} for the completion {text[:200]}")
     return [None if given is None else float(given) for given in returned]
-
-
-def is_score(given: Any) -> bool:
-    """Whether this is a finite number or None. A text is no number, whatever it says.
-
-    >>> (
-    ...     is_score(True),
-    ...     is_score(None),
-    ...     is_score("1"),
-    ...     is_score(float("nan")),
-    ...     is_score({"score": 1}),
-    ... )
-    (True, True, False, False, False)
-    """
-    if given is None:
-        return True
-    if not hasattr(given, "__float__") and not hasattr(given, "__index__"):
-        return False
-    try:
-        return math.isfinite(float(given))
-    except Exception:  # an array of several numbers, or a number that is too large
-        return False
-
-
-def _describe(given: Any) -> str:
-    is_plain = isinstance(given, str | bytes | int | float)
-    return repr(given)[:100] if is_plain else type(given).__name__
 
 
 def score_each(
@@ -201,84 +171,11 @@ def _with_zeros(
     return [None if given is None else float(given) for given in zeros], failed
 
 
-def limit_of_one(seconds: float, completions: int) -> float:
-    """The seconds of one completion by itself, where all of a step's together have `seconds`."""
-    return max(1.0, seconds / completions)
-
-
-def call_tools(
-    tools: Mapping[str, Callable[..., Any]],
-    calls: Sequence[Mapping[str, Any]],
-    seconds: float,
-    *,
-    counts: bool,
-) -> list[tuple[str, bool]]:
-    """(what the model reads of its result, whether it failed) of each call: of one that raises,
-    what it has raised.
-
-    Raises `UserError` if they take longer than `seconds` together. If a slow call `counts` as
-    failed, each may take `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    results = []
-    for each in calls:
-        if counts:
-            left = seconds
-        else:
-            left = max(1e-3, deadline - time.monotonic())
-        function = tools.get(each["name"])
-        with explained(f"{each['name']}, a tool", function, is_isolated=True):
-            try:
-                if function is None:
-                    raise ValueError(f"Tool {each['name']} not found.")
-                with _time_limit(left):
-                    result = function(**each["arguments"])
-                    text = str(
-                        asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
-                    )
-                    failed = False
-            except BaseException as error:
-                if isinstance(error, TimeLimit) and not counts:
-                    raise
-                text = str({"error": str(error)})
-                failed = True  # as TRL
-        results.append((text.encode(errors="replace").decode(), failed))
-    return results
-
-
 def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
     """A step with the completion at `place` alone."""
     lists = ("prompts", "completions", "completion_ids")
     columns = {name: [values[place]] for name, values in step["columns"].items()}
     return {**step, **{name: [step[name][place]] for name in lists}, "columns": columns}
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it
-    continues.
-
-    A block that has swallowed it and ends later than that meets it at its end.
-    """
-    deadline = time.monotonic() + seconds
-    said = f"took more than reward_timeout_seconds: {seconds:g}"
-
-    def stop(*_: Any) -> None:
-        raise TimeLimit(said)
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, SECONDS_TO_REPEAT)
-    try:
-        yield
-        if time.monotonic() > deadline:
-            raise TimeLimit(said)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Functions:
@@ -293,12 +190,21 @@ class Functions:
         self._names = [name_of_reward(name) for name in names]
         self._functions = [_load(name, self._seconds) for name in names]
         self._tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
+        own = [
+            each
+            for name, each in zip(names, self._functions, strict=True)
+            if name not in FUNCTIONS and not is_judge(name)
+        ]
+        self._reads_states = any(map(_takes_environments, own))
+        self._processes = EnvironmentProcesses(
+            asked["environments"], self._tools, asked["processes"], counts=self._counts
+        )
         self._step: dict[str, Any] = {}
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: `calls` of tools, or the scores of a `function` for the last `step`, or
-        for one `place` of it; or, before the first of these, whether the functions take the `known`
-        columns.
+        """What is asked: `calls` of tools, what environments are to `do`, or the scores of a
+        `function` for the last `step`, or for one `place` of it; or, before the first of these,
+        whether the functions take the `known` columns.
 
         Raises `UserError` for what a function does wrong, unless that counts as failed.
         """
@@ -312,7 +218,14 @@ class Functions:
                     self._tools, asked["calls"], asked["seconds"], counts=self._counts
                 )
             }
-        self._step = asked.get("step", self._step)
+        if "do" in asked:
+            items = [each | {"keeps_state": self._reads_states} for each in asked["items"]]
+            return {"answers": self._processes.ask(asked["do"], items, asked["seconds"])}
+        if "step" in asked:
+            self._step = asked["step"]
+            columns = self._step["columns"]
+            if ENVIRONMENTS in columns:
+                columns[ENVIRONMENTS] = list(map(thaw, columns[ENVIRONMENTS]))
         step = self._step
         seconds = self._seconds
         if "place" in asked:
@@ -324,6 +237,11 @@ class Functions:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}
         return {"scores": check_scores(name, function, step, score(name, function, step, seconds))}
+
+
+def _takes_environments(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == ENVIRONMENTS or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _load(name: str, seconds: float) -> Callable[..., Any]:

@@ -22,10 +22,9 @@ import psutil
 from finetune.config.methods import RolloutKeys, name_of_reward
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
-from finetune.rollout.reward_process import limit_of_one
+from finetune.rollout.user_calls import SECONDS_TO_STOP, limit_of_one
 
 SECONDS_TO_START = 60.0
-SECONDS_TO_STOP = 5.0  # after the time limit, in which the process itself says where it was
 STDERR = 2
 
 
@@ -126,6 +125,7 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
         state: dict[str, Any],
+        lost: Sequence[bool] = (),
     ) -> Scores:
         """Scores completions, in one call of each function.
 
@@ -134,6 +134,7 @@ class Rewards:
             completion_ids: The tokens of each.
             columns: Of the rows, by name, a value for each completion.
             state: Attributes of the functions' `trainer_state`.
+            lost: Of each completion, whether its environment has failed, which counts too.
 
         Raises:
             UserError: A function raised, took too long or returned what is no reward, and
@@ -147,7 +148,7 @@ class Rewards:
         self._step |= {"columns": columns, "state": state}
         self._knows_step = False
         by_function: list[list[float | None]] = []
-        failed = [False] * len(completions)
+        failed = list(lost) or [False] * len(completions)
         for number in range(len(self.names)):
             answer = self._score_by(number)
             by_function.append(answer["scores"])
@@ -166,11 +167,14 @@ class Rewards:
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         """(what the model reads of the result, whether the call failed) of each call, a name with
-        arguments.
+        arguments and the completion's place.
 
         Raises `UserError` where they take too long together, or end their process, and
         `on_bad_reward` is error.
         """
+        if self._keys.environment:
+            answers = self.ask_environments("call", calls)
+            return [_read_result(each) for each in answers]
         if not self._counts:
             return self._call(calls, self._keys.reward_timeout_seconds)
         results: list[tuple[str, bool]] = []
@@ -182,6 +186,27 @@ class Rewards:
                 print(error, file=sys.stderr)
                 results.append((str({"error": f"{each['name']} did not end as it should"}), True))
         return results
+
+    def ask_environments(self, do: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What the environments of completions answer, as `EnvironmentProcesses.ask` does.
+
+        Raises `UserError` for the first that does something wrong, and `on_bad_reward` is error.
+        """
+        seconds = self._keys.reward_timeout_seconds
+        count = max(1, len(items))
+        most = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)  # if one process has all
+        self._start()
+        try:
+            question = {"do": do, "items": items, "seconds": seconds}
+            answers: list[dict[str, Any]] = self._exchange(question, most + SECONDS_TO_STOP)[
+                "answers"
+            ]
+        except ProcessLost as error:
+            if not self._counts:
+                raise
+            print(error, file=sys.stderr)
+            return [{"problem": str(error)} for _ in items]
+        return answers
 
     def close(self) -> None:
         """Ends the process."""
@@ -239,6 +264,8 @@ class Rewards:
         named = {
             "names": self._keys.reward_functions,
             "tools": self._keys.tools,
+            "environments": list(dict.fromkeys(self._keys.environments.values())),
+            "processes": self._keys.environment_processes,
             "counts_failures": self._counts,
         }
         try:
@@ -263,20 +290,29 @@ class Rewards:
             raise
         if "error" in answer:
             hint = ""
-            if "calls" in question:
+            if "calls" in question or question.get("do") == "call":
                 hint = " (on_bad_reward: zero counts such calls and continues)"
-            elif "function" in question:
+            elif "do" in question or "function" in question:
                 hint = " (on_bad_reward: zero counts such completions and continues)"
             raise UserError(f"{answer['error']}{hint}")
         return answer
 
+    def _describe_files(self, question: Mapping[str, Any]) -> str:
+        """The key that names what a question asks, and its files."""
+        key = "rewards"
+        named = self._keys.reward_files
+        if "calls" in question:
+            key = "tools"
+            named = self._keys.tools
+        elif "do" in question:
+            key = "environment"
+            named = self._keys.environment_files
+        return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in named))}"
+
     def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
         process = self._process
         assert process is not None
-        key = "tools" if "calls" in question else "rewards"
-        named = self._keys.tools if "calls" in question else self._keys.reward_files
-        files = dict.fromkeys(str(file_of(name)) for name in named)
-        where = f"{key}: {', '.join(files)}"
+        where = self._describe_files(question)
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
         try:
@@ -309,6 +345,12 @@ class Rewards:
                 "files that it has opened, or print"
             )
         return answer
+
+
+def _read_result(answer: Mapping[str, Any]) -> tuple[str, bool]:
+    if "problem" in answer:
+        return str({"error": answer["problem"]}), True
+    return answer["said"], answer["failed"]
 
 
 def _write(file: int, content: bytes, deadline: float) -> None:

@@ -46,7 +46,7 @@ class Conversations:
             if may_call and made[i].ended is Ended.STOPPED:
                 called += [(i, call["function"]) for call in message.get("tool_calls", ())]
         if called:
-            results = self.process.call_tools([function for _, function in called])
+            results = self.process.call_tools([{**function, "place": i} for i, function in called])
         else:
             results = []
         of_completion: dict[int, list[tuple[Message, bool]]] = {}

@@ -85,7 +85,9 @@ def open_run(
             or a folder that cannot be written or is in use.
     """
     folder = open_run_folder(recipe, world) if saves else None
-    tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    tokenizer = load_tokenizer(
+        recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
+    )
     if recipe.method_facts.reads_queries and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # whoever embeds or ranks texts together pads
     if recipe.method_facts.ranks:
@@ -136,6 +138,6 @@ def _read_data(
     with phases.timed("data"):
         data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)
-    if recipe.rollout.reward_functions or recipe.rollout.tools:
+    if recipe.rollout.reward_functions or recipe.rollout.takes_turns:
         check_rewards(recipe, world, data)
     return data, recipe

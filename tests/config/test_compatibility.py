@@ -419,6 +419,10 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "max_tool_calling_iterations has no effect without tools",
                 ),
                 (
+                    ["environment_processes=2"],
+                    "environment_processes has no effect without environment",
+                ),
+                (
                     ["reward_weights=[1, 2]"],
                     "reward_weights: 2 numbers for 1 rewards; give one for each",
                 ),

@@ -21,6 +21,15 @@ pytestmark = pytest.mark.slow
 __all__ = ["recipe", "runs"]  # the fixtures
 
 
+def pad(rows: list[list[int]], fill: int = 0, *, left: bool = False) -> torch.Tensor:
+    longest = max(map(len, rows))
+    filled = []
+    for row in rows:
+        rest = [fill] * (longest - len(row))
+        filled.append(rest + row if left else row + rest)
+    return torch.tensor(filled)
+
+
 def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     recipe: Path, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -86,15 +95,6 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     first = steps_of(run)[0]
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length"):
         assert metrics[name] == [pytest.approx(first[name])], name
-
-    def pad(rows: list[list[int]], fill: int = 0, *, left: bool = False) -> torch.Tensor:
-        longest = max(map(len, rows))
-        return torch.tensor(
-            [
-                [fill] * (longest - len(r)) + r if left else r + [fill] * (longest - len(r))
-                for r in rows
-            ]
-        )
 
     whole = pad([[1] * len(ids) for ids in completion_ids])
     inputs = {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.environments import has_tools
 from finetune.data.packing import StoredBatches
 from finetune.data.paid_text import read_reward_texts
 from finetune.data.prepare import PreparedData
@@ -29,7 +30,8 @@ from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Ended, Engine, Sampled
+from finetune.rollout.engine import Ended, Engine, Request, Sampled
+from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_server
@@ -214,7 +216,7 @@ class PolicyObjective(Objective):
         metrics = {}
         if keys.max_num_gen_batches > 1:
             metrics["sampled_groups"] = mean(rollout["groups"])
-        if keys.tools:  # as TRL names them
+        if keys.takes_turns:  # as TRL names them
             metrics["tools/call_frequency"] = mean(rollout["calls"])
             metrics["tools/failure_frequency"] = torch.stack(
                 [rollout["failed_calls"].sum(), rollout["calls"].sum()]
@@ -374,7 +376,7 @@ def make_policy_objectives(
     models = [model] if teacher is None else [model, teacher.model]
     can_share = all(can_continue(unwrap(each)) for each in models)
     shares_prompts = recipe.data.packing and not world.any(not can_share)
-    if recipe.rollout.tools:
+    if recipe.rollout.takes_turns and has_tools(data.tokenizer):
         tools = make_tool_turns(recipe, data.tokenizer)
     else:
         tools = None
@@ -466,10 +468,20 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
     rewards = Rewards(recipe.rollout)
+    if (
+        not recipe.rollout.rewards
+        and not recipe.method_facts.needs_teacher
+        and not list_own_rewards(data.tokenizer.environments)
+    ):
+        raise UserError(
+            "environment: says nothing of what a completion is worth; give it a method get_reward, "
+            "or set rewards"
+        )
 
     def check() -> None:
         rows = read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples))))
-        rewards.check_arguments(sorted({name for row in rows for name in row["columns"]}))
+        given = {"environments"} if recipe.rollout.environment else set[str]()
+        rewards.check_arguments(sorted(given.union(*(row["columns"] for row in rows))))
 
     try:
         RankGroup(world).on_main(check)
@@ -498,7 +510,11 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
             check_server(recipe)
         rows = read_rows(examples, np.arange(2) % len(examples))
         sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
-        sampler.score(rows, sampled, [[], []], 0)
+        episodes = None
+        if recipe.rollout.environment:
+            episodes = Episodes(recipe, tokenizer, rewards, rows)
+            episodes.begin([Request((0,), (recipe.run.seed, 0, place)) for place in range(2)])
+        sampler.score(rows, sampled, [[], []], 0, episodes)
         completions = sampler.read_completions(rows, sampled, [[], []])
         for text in read_reward_texts(recipe):
             text.encode(rows[0]["prompt"], completions[0])
