@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 
 from finetune.config.optimization import OPTIMIZERS
-from finetune.config.quantization import QLORA
+from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import is_factory_v1
-from finetune.convert.model_names import report_turn_end
+from finetune.convert.model_names import guess_family, report_turn_end
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
 DIONS_MUON = (
@@ -35,6 +35,32 @@ JOINED = (
 SWIFT_TURNS = (
     "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: "
     "compare them"
+)
+# Axolotl's names for attention that keeps packed documents apart, and its older switches for the
+# same.
+ISOLATING = re.compile(
+    r"sdpa|eager|(flash_attention_([234]|torch)|flex_attention|xformers|sage|"
+    r"kernels-community/(flash-attn[23]|sage-attention))([@:].*)?"
+)
+ISOLATING_SWITCHES = (
+    "xformers_attention",
+    "sage_attention",
+    "flex_attention",
+    "flash_attention",
+    "sdp_attention",
+    "eager_attention",
+    "gemma4_hybrid_attn_impl",
+)
+NOT_ISOLATED = (
+    "documents in a packed row attend to those before under this attention there; each is apart "
+    "here"
+)
+NO_SCALING = (
+    "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
+    "scaling; under mixed precision with both here"
+)
+OUT_PROJECTION = (
+    "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 SHARED_CUT = (
@@ -88,6 +114,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
     report_turn_end(settings, conversion)
+    _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
         conversion.add_remark(
             "loss_watchdog_threshold", settings["loss_watchdog_threshold"], WATCHED
@@ -101,6 +128,18 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
+    attention = settings.get("attn_implementation")
+    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    if settings.get("sample_packing") and not isolates:
+        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
+        conversion.add_difference("float16", True, NO_SCALING)
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if load_key and guess_family(str(settings.get("base_model"))) == "falcon_h1":
+        conversion.add_difference(load_key, True, OUT_PROJECTION)
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

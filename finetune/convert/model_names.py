@@ -54,7 +54,7 @@ FAMILIES = (
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
     # the first generation's, which is not transformers'
-    (r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)", None),
+    (r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)", None),
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4", "gemma4_text"),
@@ -162,7 +162,7 @@ MIXTURE = re.compile(
     r"qwen3(\.\d-flash)?-next|"
     r"trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
-FIRST_QWEN = re.compile(r"(?<![\w.])qwen-(1[._]8b|7b|14b|72b)")
+FIRST_QWEN = re.compile(r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read; of these it must be a kind that is.

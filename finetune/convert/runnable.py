@@ -67,6 +67,7 @@ SAME_LOSS = (
     "optim_in_backward",
 )
 NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
+BESIDE_TEXT = "no layer of the language model, which alone gets adapters here"
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
@@ -248,7 +249,8 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         return
     conversion.recipe["lora_target_modules"] = others or targets
     if missing:
-        conversion.remarks.append(f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}")
+        reason = BESIDE_TEXT if conversion.images else NO_LAYER
+        conversion.remarks.append(f"lora_target_modules: {', '.join(missing)}: {reason}")
 
 
 def _name_fused_layers(

@@ -1404,6 +1404,56 @@ def test_a_model_that_only_its_name_tells_apart_is_refused(
     assert cause in refused(f"base_model: {model}\ntrust_remote_code: true\n{rows}", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_apart"),
+    [
+        ("", False),
+        ("attn_implementation: kernels-community/vllm-flash-attn3\n", False),
+        ("attn_implementation: kernels-community/flash-attn3@v1\n", True),
+        ("attn_implementation: sdpa\n", True),
+        ("flash_attention: true\n", True),
+        ("flash_attention:\n", False),
+    ],
+)
+def test_packed_documents_that_see_each_other_in_axolotl_are_said(
+    lines: str, is_apart: bool, converted: Convert
+) -> None:
+    """As its own `attn_decontaminates_packing` decides."""
+    assert ("those before under this attention" in converted(AXOLOTL + lines)[1]) != is_apart
+    unpacked = AXOLOTL.replace("sample_packing: true", "sample_packing: false")
+    assert "under this attention" not in converted(unpacked + lines)[1]
+
+
+def test_axolotls_float16_alone_is_without_loss_scaling(converted: Convert) -> None:
+    alone = AXOLOTL.replace("bf16: auto", "float16: true\nbf16: false")
+    assert "neither autocast nor loss scaling" in converted(alone)[1]
+    assert "autocast" not in converted(alone + "fp16: true\n")[1]
+    assert "autocast" not in converted(AXOLOTL + "float16: true\n")[1]
+
+
+def test_axolotl_leaves_a_projection_of_falcon_h1_unquantized(converted: Convert) -> None:
+    falcon = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "tiiuae/Falcon-H1-1.5B-Instruct")
+    four = falcon.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true")
+    assert "out_proj stays in 16 bits there" in converted(four)[1]
+    assert "out_proj stays" not in converted(falcon)[1]
+
+
+def test_targets_beside_the_language_model_are_not_said_to_be_missing(converted: Convert) -> None:
+    scout = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E")
+    scout = scout.replace("lora_target_linear: true", "lora_target_modules: [q_proj, adapter.fc1]")
+    assert "no such layer in this family" in converted(scout)[1]
+    said = converted(scout + "processor_type: Llama4Processor\n")[1]
+    assert "adapter.fc1: no layer of the language model" in said and "no such layer" not in said
+
+
+def test_a_model_named_after_qwens_size_is_not_qwens_first(converted: Convert) -> None:
+    cogito = "deepcogito/cogito-v1-preview-qwen-14B"
+    rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\n"
+    recipe, _, _ = converted(f"base_model: {cogito}\n{rows}")
+    facts = find_facts(recipe)
+    assert facts is not None and facts.model_type == "qwen2"
+
+
 def test_a_later_qwen_converts_and_a_super_of_nemotrons_is_a_mixture(converted: Convert) -> None:
     rows = "datasets: [{path: a/b, type: alpaca}]\nsequence_len: 64\nexpert_parallel_size: 2\n"
     assert (
