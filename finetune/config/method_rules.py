@@ -5,6 +5,7 @@ from pathlib import Path
 
 from finetune.config.methods import (
     COLUMN_KEYS,
+    CORRECTIONS,
     LABEL_KEYS,
     METHODS,
     MOST_LABELS,
@@ -70,6 +71,21 @@ def _baseline(case: Case) -> str:
 
 def _averages_sums(case: Case) -> bool:
     return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].average == "sums"
+
+
+def _has_bound(case: Case, bound: str) -> bool:
+    return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].bound == bound
+
+
+def _corrects_tokens(case: Case) -> bool:
+    correction = CORRECTIONS.get(case["importance_sampling_correction"])
+    return correction is not None and correction.level == "token"
+
+
+def _follows_every_ratio(case: Case) -> bool:
+    """Whether no ratio of training to sampling is beyond a bound."""
+    correction = CORRECTIONS.get(case["importance_sampling_correction"])
+    return correction is None or correction.beyond == "ratio"
 
 
 def _names_apart(key: str) -> Rule:
@@ -378,12 +394,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="the largest ratio",
         keys=("epsilon_high", "loss_type"),
-        when=lambda c: (
-            samples(c)
-            and c["loss_type"] in POLICY_LOSSES
-            and POLICY_LOSSES[c["loss_type"]].bound == "weight"
-            and (c["epsilon_high"] or 0) < 1
-        ),
+        when=lambda c: samples(c) and _has_bound(c, "weight") and (c["epsilon_high"] or 0) < 1,
         message=(
             "loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is "
             "to be above 1"
@@ -403,16 +414,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a correction of tokens in sums",
         keys=("importance_sampling_correction", "loss_type"),
-        when=lambda c: (
-            samples(c)
-            and c["importance_sampling_correction"].startswith("token")
-            and _averages_sums(c)
-        ),
+        when=lambda c: samples(c) and _corrects_tokens(c) and _averages_sums(c),
         message=(
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
             "combined with loss_type: {loss_type}, which has one ratio for a completion"
         ),
-        advice=lambda c: f"set {c['importance_sampling_correction'].replace('token', 'sequence')}",
+        advice="set sequence_truncate or sequence_mask",
     ),
     Rule(
         name="bounds of a correction",
@@ -431,15 +438,15 @@ RULES: tuple[Rule, ...] = (
         keys=("importance_sampling_clip_max", "importance_sampling_correction"),
         when=lambda c: (
             samples(c)
-            and c["importance_sampling_correction"] == "none"
+            and _follows_every_ratio(c)
             and (
                 is_set("importance_sampling_clip_max")(c)
                 or is_set("importance_sampling_clip_min")(c)
             )
         ),
         message=(
-            "importance_sampling_clip_max and importance_sampling_clip_min have no effect without "
-            "a correction"
+            "importance_sampling_clip_max and importance_sampling_clip_min have no effect with "
+            "importance_sampling_correction: {importance_sampling_correction}"
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
@@ -475,10 +482,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="importance_sampling_level of sums",
         keys=("importance_sampling_level", "loss_type"),
-        when=lambda c: samples(c) and is_set("importance_sampling_level")(c) and _averages_sums(c),
-        message=(
-            "importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is "
-            "the sequence's"
+        when=lambda c: (
+            samples(c)
+            and is_set("importance_sampling_level")(c)
+            and (_averages_sums(c) or _has_bound(c, "difference"))
+        ),
+        message=lambda c: (
+            f"importance_sampling_level has no effect with loss_type: {c['loss_type']}, whose "
+            f"ratio is {'the sequence' if _averages_sums(c) else 'each token'}'s"
         ),
         advice="remove it",
     ),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch
@@ -44,6 +45,7 @@ from finetune.training.objectives.policy_losses import (
     estimate_kl,
     find_clipped,
     find_completions,
+    find_corrected,
     is_outside,
     loss_level,
     policy_loss,
@@ -130,7 +132,7 @@ class PolicyObjective(Objective):
         """
         recipe = self.recipe
         level = loss_level(recipe)
-        corrects = recipe.rollout.importance_sampling_correction != "none"
+        corrects = recipe.rollout.importance_sampling_correction != NO_CORRECTION
         sampled = rollout["sampled"].double()
         old = self._choose_old(log_probabilities, sampled, rollout)
         advantages = rollout["advantages"].double()
@@ -147,7 +149,7 @@ class PolicyObjective(Objective):
 
         ratios = compute_ratios(log_probabilities - old, completions, recipe)
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
-        is_clipped = find_clipped(ratios.detach(), advantages, recipe)
+        is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
         metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), level)}
         if corrects:
             sampling_ratios = compute_sampling_ratios(old - sampled, completions, recipe)
@@ -155,7 +157,7 @@ class PolicyObjective(Objective):
             losses = losses * weights
             metrics[SAMPLING_RATIO] = completions.make_mean(sampling_ratios, level)
             metrics[SAMPLING_CORRECTED] = completions.make_mean(
-                (weights != sampling_ratios).double(), level
+                find_corrected(sampling_ratios, recipe).double(), level
             )
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
@@ -173,7 +175,7 @@ class PolicyObjective(Objective):
         """
         if "old" in rollout:
             return rollout["old"].double()
-        if self.recipe.rollout.importance_sampling_correction != "none":
+        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
             return log_probabilities.detach()
         return sampled
 
@@ -202,7 +204,7 @@ class PolicyObjective(Objective):
         names = ["clip_ratio"]
         if self.other_model is not None:
             names.append("kl")
-        if self.recipe.rollout.importance_sampling_correction != "none":
+        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
@@ -442,7 +444,7 @@ def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:
     Only a correction of the sampler needs them, once the weights have moved since it sampled.
     """
     keys = recipe.rollout
-    if keys.importance_sampling_correction == "none" or keys.updates_per_generation == 1:
+    if keys.importance_sampling_correction == NO_CORRECTION or keys.updates_per_generation == 1:
         return None
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 
