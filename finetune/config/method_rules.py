@@ -531,4 +531,11 @@ RULES: tuple[Rule, ...] = (
             "http://localhost:8000"
         ),
     ),
+    Rule(
+        name="in_flight without sampling ahead",
+        keys=("in_flight", "max_staleness"),
+        when=lambda c: samples(c) and is_set("in_flight")(c) and not c["max_staleness"],
+        message="in_flight has no effect with max_staleness: 0: weights change between requests",
+        advice="set max_staleness: 1, or remove in_flight",
+    ),
 )

@@ -234,6 +234,19 @@ class RolloutKeys:
     vllm_server_timeout: Annotated[
         float, Gt(0), "How many seconds the server may take for a completion, or to load weights."
     ] = 600.0
+    max_staleness: Annotated[
+        int,
+        Ge(0),
+        SameOnResume,
+        "How many generations ahead of training the server samples: the completions of step n come "
+        "from the weights after step n - max_staleness, or later ones. 0: from those of the step.",
+    ] = 0
+    in_flight: Annotated[
+        Literal["keep", "restart"],
+        SameOnResume,
+        "What becomes of completions that are being sampled when the weights change: they go on "
+        "from where they are under the new ones, or begin again.",
+    ] = "keep"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
         SameOnResume,
@@ -714,6 +727,7 @@ UNSHOWN = (
     "per_device_generation_batch_size",
     "vllm_server_base_url",
     "vllm_server_timeout",
+    "in_flight",
     "log_completions",
     "reward_timeout_seconds",
     "on_bad_reward",

@@ -292,7 +292,7 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "above 0": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [0.5] * MOST})}, "token_logprobs.0: Input should be less than or equal to 0"),
     "infinite": ([], {"/v1/completions": (200, json.dumps({"choices": [CHOICE]}).replace("-1.0", "-Infinity"))}, "token_logprobs.0: Input should be a finite number"),
     "too few": ([], {"/v1/completions": choose(logprobs={"token_logprobs": [-1.0]})}, "12 tokens with 1 log-probabilities"),
-    "no tokens": ([], {"/v1/completions": choose(token_ids=[], logprobs={"token_logprobs": []})}, "choices.0.token_ids: List should have at least 1 item"),
+    "no tokens": ([], {"/v1/completions": choose(token_ids=[], logprobs={"token_logprobs": []})}, "a completion without a token"),
     "a negative token": ([], {"/v1/completions": choose(token_ids=[-1] * MOST)}, "token_ids.0: Input should be greater than or equal to 0"),
     "no such token": ([], {"/v1/completions": choose(token_ids=[512] * MOST)}, "a completion has the token 512, but there are 512"),
     "tokens as text": ([], {"/v1/completions": choose(token_ids=["5"] * MOST)}, "token_ids.0: Input should be a valid integer"),
@@ -310,7 +310,8 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "a length of text": ([], {"/v1/models": (200, {"data": [{"id": "a", "root": "b/c", "max_model_len": "480"}]})}, "data.0.max_model_len: Input should be a valid integer"),
     "a version that is no text": ([], {"/weight_info": (200, {"weight_version": ["default"]})}, "weight_version: Input should be a valid string"),
     "success as text": ([], {"/reset_prefix_cache": (200, {"success": "no"})}, "success: Input should be a valid boolean"),
-    "aborted": ([], {"/v1/completions": choose(finish_reason="abort")}, "choices.0.finish_reason: Input should be 'stop' or 'length'"),
+    "aborted": ([], {"/v1/completions": choose(finish_reason="abort")}, "a completion was aborted; does another run use it"),
+    "another end": ([], {"/v1/completions": choose(finish_reason="error")}, "choices.0.finish_reason: Input should be 'stop', 'length' or 'abort'"),
     "cut early": ([], {"/v1/completions": choose(token_ids=[5], logprobs={"token_logprobs": [-1.0]})}, "a completion is cut after 1 of 12 tokens"),
     "a token cut": ([], {"/v1/completions": choose(finish_reason="stop")}, "a completion without its last token: it stopped after 5"),
 }  # fmt: skip

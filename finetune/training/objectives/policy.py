@@ -60,6 +60,9 @@ SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sa
 SAMPLING_CORRECTED = "importance_sampling/corrected"
 
 
+SQUARE = "ratio/square"  # their mean square, which the effective sample size is computed from
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
     """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
@@ -106,6 +109,13 @@ class PolicyObjective(Objective):
         head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
         log_probabilities = model(**inputs, head_function=head).double()
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
+        if self.recipe.rollout.max_staleness:
+            log_ratios = log_probabilities.detach() - rollout["sampled"].double()
+            own, oldest = _describe_staleness(
+                log_ratios, batch.step - rollout["versions"].double(), completions, self.recipe
+            )
+            metrics |= own
+            maxima["staleness/max"] = oldest
         if completions.count:
             loss, own_metrics = self._compute_loss(log_probabilities, other, completions, rollout)
             metrics |= own_metrics
@@ -214,6 +224,11 @@ class PolicyObjective(Objective):
         """
         keys = self.recipe.rollout
         metrics = {}
+        if keys.vllm_server_base_url is not None:
+            metrics["hand_over_seconds"] = mean(rollout["hand_over"])
+        if keys.max_staleness:
+            metrics["in_flight/cuts"] = mean(rollout["cuts"])
+            metrics["in_flight/dropped_tokens"] = mean(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
             metrics["sampled_groups"] = mean(rollout["groups"])
         if keys.tools:  # as TRL names them
@@ -228,16 +243,14 @@ class PolicyObjective(Objective):
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the effective sample size, as a share of the tokens: 1 where all ratios are
-        alike.
-        """
-        square = means.pop("ratio/mean_square", 0.0)
-        # sums in fp32 may round above 1
-        if square:
-            share = min(1.0, means["ratio/mean"] ** 2 / square)
-        else:
-            share = None
-        return means | ({} if share is None else {"ratio/effective_sample_size": share})
+        """With the effective sample sizes, as shares of the tokens: 1 where ratios are alike."""
+        for name in [name for name in means if name.endswith(SQUARE)]:
+            square = means.pop(name)
+            ratio = name.removesuffix("/square")
+            if square:  # sums in fp32 may round above 1
+                share = min(1.0, means[f"{ratio}/mean"] ** 2 / square)
+                means[f"{ratio}/effective_sample_size"] = share
+        return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
         """The completions that are still to be trained on."""
@@ -333,17 +346,48 @@ def _describe_ratios(
     is_trained = completions.is_trained
     distances = torch.where(is_trained, log_ratios, 0.0).abs()
     ratios = log_ratios.exp()
-    metrics = {
+    return {
         "log_ratio/mean": mean(distances, is_trained),
         "log_ratio/mean_square": mean(distances.square(), is_trained),
-        "ratio/mean": mean(ratios, is_trained),
-        "ratio/mean_square": mean((2 * log_ratios).exp(), is_trained),
         "ratio/outside": mean(is_outside(ratios, bounds).double(), is_trained),
+        **_describe_spread(log_ratios, is_trained),
     }
+
+
+def _describe_spread(log_ratios: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Mean, mean square and histogram of the ratios that count; `counts`: bool[positions]."""
+    ratios = log_ratios.exp()
+    metrics = {"ratio/mean": mean(ratios, counts), SQUARE: mean((2 * log_ratios).exp(), counts)}
     borders_below = torch.stack([ratios > border for border in RATIO_BORDERS]).sum(0)
     for place, name in enumerate(RATIO_SHARES):
-        metrics[name] = mean((borders_below == place).double(), is_trained)
+        metrics[name] = mean((borders_below == place).double(), counts)
     return metrics
+
+
+def _describe_staleness(
+    log_ratios: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(metrics of how old the weights are that sampled, and of the ratios by that; the oldest,
+    0-dim).
+
+    Args:
+        log_ratios: fp64[positions].
+        staleness: fp64[positions]: the steps from the weights that sampled to those of the step.
+        completions: Of the positions.
+        recipe: With `max_staleness`.
+    """
+    keys = recipe.rollout
+    is_trained = completions.is_trained
+    metrics = {"staleness/mean": mean(staleness, is_trained)}
+    # steps of a generation are trained on in turn, the last one after updates of its own
+    generations = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
+    for age in range(keys.max_staleness + 1):
+        is_own = is_trained & (generations == age)
+        metrics[f"staleness/{age}/share"] = mean(is_own.double(), is_trained)
+        for name, pair in _describe_spread(log_ratios, is_own).items():
+            metrics[f"staleness/{age}/{name}"] = pair
+    ages = torch.where(is_trained, staleness, 0.0)
+    return metrics, (ages.max() if len(ages) else ages.new_zeros(())).float()
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
