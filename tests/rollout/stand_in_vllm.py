@@ -27,6 +27,7 @@ class StandInVllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.root, self.lock, self.heeds_seeds = str(model), threading.RLock(), heeds_seeds
+        self.generating = threading.Lock()
         self.seconds_a_token = 0.0
         self.versions: list[str] = []  # of the weights at each of `asked`
         self.is_paused, self.aborts = False, 0
@@ -47,7 +48,7 @@ class StandInVllm(ThreadingHTTPServer):
             with self.running:
                 body = body | {"aborts": self.aborts}
                 self.running.wait_for(lambda: not self.is_paused or self.aborts > body["aborts"])
-        with self.lock:
+        with self.generating if path == "/v1/completions" else self.lock:
             if path in self.changes:
                 return self.changes[path]
             return getattr(self, "at_" + path.strip("/").replace("/", "_").partition("?")[0])(
@@ -69,6 +70,8 @@ class StandInVllm(ThreadingHTTPServer):
 
     def at_collective_rpc(self, method: str, kwargs: dict[str, str]) -> Any:
         assert method == "reload_weights"
+        if self.generating.locked():
+            return 500, {"error": {"message": "the weights change under a request"}}
         self.model = AutoModelForCausalLM.from_pretrained(
             kwargs["weights_path"], dtype=torch.float32
         ).eval()
