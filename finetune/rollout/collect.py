@@ -393,7 +393,7 @@ class Rollouts:
         generations = recipe.rollout.num_generations
         example_ids = np.concatenate(self.prompts.rows_of(number))
         examples = self.prompts.examples
-        ahead = {} if taken is None else {"taken": taken}
+        ahead: dict[str, Any] = {} if taken is None else {"taken": taken}
         rollout = self.sampler.roll_out(examples, example_ids, step, generations, **ahead)
         drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
         others = iter(drawn[~np.isin(drawn, example_ids)])
