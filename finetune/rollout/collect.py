@@ -330,27 +330,20 @@ class Rollouts:
         engine = self._engine
         engine.version = step
         generation = list(self._list_generation(step))
-        is_begun = engine.is_in_flight(generation[0][0])
-        if not is_begun:
-            self._begin(step, is_start=True)
+        if not engine.is_in_flight(generation[0][0]):  # at the start of a run
+            engine.hand_over()
+            for number, later in generation:
+                self._submit(number, later)
         taken = {number: engine.take(number) for number, _ in generation}
-        if is_begun:
-            self._begin(step, is_start=False)
-        return taken
-
-    def _begin(self, step: int, *, is_start: bool) -> None:
-        """Hands over the weights before `step`, and begins all generations that they may sample:
-        also that of `step` at the start of a run.
-        """
-        engine = self._engine
         engine.hand_over()
         keys = self.sampler.recipe.rollout
         every = keys.updates_per_generation
-        last = min(step + keys.max_staleness * every, self.prompts.steps - 1)
-        for first in range(step if is_start else step + every, last + 1, every):
+        end = min(step + (keys.max_staleness + 1) * every, self.prompts.steps)
+        for first in range(step + every, end, every):
             for number, later in self._list_generation(first):
                 if not engine.is_in_flight(number):
                     self._submit(number, later)
+        return taken
 
     def _submit(self, number: int, step: int) -> None:
         sampler = self.sampler

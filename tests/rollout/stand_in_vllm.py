@@ -27,7 +27,7 @@ class StandInVllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.root, self.lock, self.heeds_seeds = str(model), threading.RLock(), heeds_seeds
-        self.generating = threading.Lock()
+        self.generating, self.answering = threading.Lock(), 0
         self.seconds_a_token = 0.0
         self.versions: list[str] = []  # of the weights at each of `asked`
         self.is_paused, self.aborts = False, 0
@@ -180,8 +180,14 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def _reply(self, body: dict[str, Any]) -> None:
-        with torch.no_grad():
-            status, found = self.server.answer(self.path, body)
+        with self.server.running:
+            self.server.answering += 1
+        try:
+            with torch.no_grad():
+                status, found = self.server.answer(self.path, body)
+        finally:
+            with self.server.running:
+                self.server.answering -= 1
         content = found if isinstance(found, str) else json.dumps(found)
         self.send_response(status)
         self.end_headers()

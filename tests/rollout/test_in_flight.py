@@ -169,10 +169,9 @@ def test_a_killed_run_learns_from_what_was_sampled_ahead(
         saved = [json.loads(x) for x in (checkpoint / "in_flight.jsonl").read_text().splitlines()]
         assert len(saved) == ahead * PROMPTS * GENERATIONS
         assert {line["prompts_step"] for line in saved} == set(range(2, 2 + ahead))
-        kept, asked = len(read_answers(run)), -1
-        while asked < len(server.asked):  # what nobody waits for any more
-            asked = len(server.asked)
-            time.sleep(1)
+        while server.answering:  # what nobody waits for any more
+            time.sleep(0.1)
+        kept, asked = len(read_answers(run)), len(server.asked)
         assert kept > 2 * PROMPTS * GENERATIONS
         assert live("nowhere,1") == 0
         again = [choice for _, choice in server.asked[asked:] if choice["finish_reason"] != "abort"]

@@ -541,8 +541,13 @@ def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
             "restart": ["max_staleness=2", "in_flight=restart"],
         }.items():
             run = tmp_path / case
-            given = [f"vllm_server_base_url={url}", f"output_dir={run}", "learning_rate=1e-8"]
-            given += ["max_completion_length=300", "max_length=400", "max_steps=5", *keys]
+            given = [
+                f"vllm_server_base_url={url}",
+                f"output_dir={run}",
+                "learning_rate=1e-8",
+                "num_generations=6",
+            ]
+            given += ["max_completion_length=200", "max_length=300", "max_steps=5", *keys]
             train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
             steps = steps_of(run)
             assert len(steps) == 5
