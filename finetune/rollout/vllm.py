@@ -7,7 +7,6 @@ completions: a server's depend on what else it computes beside them.
 """
 
 import json
-import math
 import shutil
 import threading
 import time
@@ -38,7 +37,7 @@ from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
-from finetune.rollout.in_flight import SILENT_SECONDS, InFlight, read_lines, start, wait_for
+from finetune.rollout.in_flight import InFlight, read_lines, start, wait_for
 from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
@@ -65,6 +64,7 @@ ENDS = {
     "length": Ended.CUT,
     "abort": Ended.ABORTED,
 }  # the protocol's finish_reason
+GONE_SECONDS = 15.0  # in which a server says at least what it serves
 CLOSED_SECONDS = 20.0  # in which a server ends what it computes
 UNCHANGED = "default"  # the version of the weights that a server has started with
 # A server takes what a request does not say from the model's generation_config.json.
@@ -87,11 +87,16 @@ def _url_of(recipe: Recipe) -> str:
     return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
 
 
-def _send(
-    recipe: Recipe, path: str, body: dict[str, Any] | None = None, seconds: float = math.inf
-) -> bytes:
-    seconds = min(seconds, recipe.rollout.vllm_server_timeout)
-    return send(_url_of(recipe) + path, body, seconds)
+def _find_server(recipe: Recipe) -> None:
+    """Raises `UserError` where the server does not even say what it serves."""
+    send(_url_of(recipe) + PATHS[ServedModels], None, GONE_SECONDS)
+
+
+def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """The server's answer. One that is gone meanwhile, or hangs, is noticed before the timeout."""
+    seconds = recipe.rollout.vllm_server_timeout
+    answer = start(lambda: send(_url_of(recipe) + path, body, seconds))
+    return bytes(wait_for(answer, partial(_find_server, recipe)))
 
 
 def _ask(
@@ -226,7 +231,7 @@ class VllmEngine:
         """The completions of the prompts of step `number`, on every rank, once all are there."""
 
         def take() -> list[dict[str, Any]]:
-            taken = self._in_flight.take(number, self._find_server)
+            taken = self._in_flight.take(number, partial(_find_server, self._recipe))
             self._refuse_stale()
             return [each.as_json() for each in taken]
 
@@ -256,14 +261,8 @@ class VllmEngine:
         self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Asks for what is answered with nothing that is read; a server that is gone meanwhile is
-        noticed.
-        """
-        wait_for(start(lambda: _send(self._recipe, path, body)), self._find_server)
-
-    def _find_server(self) -> None:
-        """Raises `UserError` where the server does not even say what it serves."""
-        _send(self._recipe, PATHS[ServedModels], seconds=SILENT_SECONDS)
+        """Asks for what is answered with nothing that is read."""
+        _send(self._recipe, path, body)
 
     def hand_over(self) -> None:
         """Gives the server the weights as they are now, by the stream of an export, unless it has
@@ -413,7 +412,9 @@ class VllmEngine:
             **how,
         }
         body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        choice = _ask(self._recipe, ServedCompletion, body=body).choices[0]
+        url = self._url + PATHS[ServedCompletion]
+        answer = send(url, body, self._recipe.rollout.vllm_server_timeout)
+        choice = read_answer(ServedCompletion, answer, url).choices[0]
         ids = choice.token_ids
         logs = choice.logprobs.token_logprobs
         ended = ENDS[choice.finish_reason]

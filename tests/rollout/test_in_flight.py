@@ -17,7 +17,14 @@ from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.rollout.in_flight import LOST, InFlight, read_lines
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
-from tests.rollout.test_vllm import GENERATIONS, KILLED, PROMPTS, lines_of, write_recipe
+from tests.rollout.test_vllm import (
+    GENERATIONS,
+    KILLED,
+    PROMPTS,
+    lines_of,
+    open_engine,
+    write_recipe,
+)
 from tests.training.layouts import steps_of, train_all, write_config
 
 STEPS = 5
@@ -262,3 +269,60 @@ def test_a_server_that_does_not_cut_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"1 completions were not cut within 0\.5 s of a change"):
         flights.close(lambda: None, 0.5)
     hangs.set()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "ends", "refuses"])
+def test_a_failed_hand_over_is_a_sentence(
+    fault: str, recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that hangs while it loads weights is noticed long before its timeout of 600 s; one that only takes long is not."""
+    monkeypatch.setattr("finetune.rollout.in_flight.SILENT_SECONDS", 0.3)
+    monkeypatch.setattr("finetune.rollout.vllm.GONE_SECONDS", 0.3)
+    loads = threading.Event()
+    with serving(model) as server:
+        served = server.answer
+
+        def answer(path: str, body: dict[str, Any]) -> Any:
+            if path == "/collective_rpc":
+                loads.set()
+                time.sleep(1.5)
+                if fault == "refuses":
+                    return 500, {"error": {"message": "no room"}}
+            if loads.is_set() and fault == "hangs":
+                time.sleep(5)
+            return served(path, body)
+
+        engine = open_engine(recipe, model, tmp_path, f"vllm_server_base_url={server.url}")
+        server.answer = answer  # type: ignore[method-assign]
+        sentences = {
+            "hangs": r"/v1/models: no answer: timed out after 0\.3 s",
+            "refuses": "/collective_rpc: answered 500: no room",
+            "ends": "no answer: ",
+        }
+        if fault == "ends":
+            server.shutdown()
+            server.server_close()
+        started = time.monotonic()
+        with pytest.raises(UserError, match=sentences[fault]) as error:
+            engine.hand_over()
+        assert time.monotonic() - started < 4 and server.url in str(error.value)
+
+
+def test_a_server_that_ends_with_requests_in_flight_is_a_sentence(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    with serving(model) as server:
+        server.seconds_a_token = 0.05
+        keys = [f"vllm_server_base_url={server.url}", "max_staleness=1"]
+        engine = open_engine(recipe, model, tmp_path, *keys)
+        engine.hand_over()
+        requests = [Request((1, 403), (0, i)) for i in range(6)]
+        engine.submit(0, requests, Sampling(max_tokens=12, temperature=1.3))
+        assert len(engine.take(0)) == 6
+        engine.submit(1, requests, Sampling(max_tokens=11, temperature=1.3))
+        time.sleep(0.2)
+        server.shutdown()
+        server.server_close()
+        server.changes["/v1/completions"] = (500, {"error": {"message": "it ends"}})
+    with pytest.raises(UserError, match=f"{server.url}/(v1/completions|weight_info): "):
+        engine.take(1)
