@@ -10,6 +10,7 @@ from finetune.config.methods import (
     METHODS,
     MOST_LABELS,
     MULTI_LABEL,
+    NO_CORRECTION,
     PAIRED,
     POINTWISE,
     POLICY_LOSSES,
@@ -80,6 +81,18 @@ def _has_bound(case: Case, bound: str) -> bool:
 def _corrects_tokens(case: Case) -> bool:
     correction = CORRECTIONS.get(case["importance_sampling_correction"])
     return correction is not None and correction.level == "token"
+
+
+# a correction of tokens -> that of a sequence
+SEQUENCES = {
+    "token_truncate": "sequence_truncate",
+    "token_mask": "sequence_mask",
+    "decoupled": "sequence_truncate",
+}
+
+
+def _say_correction(name: str) -> str:
+    return "without a correction" if name == NO_CORRECTION else f"with {name}, which has no bounds"
 
 
 def _follows_every_ratio(case: Case) -> bool:
@@ -419,7 +432,7 @@ RULES: tuple[Rule, ...] = (
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
             "combined with loss_type: {loss_type}, which has one ratio for a completion"
         ),
-        advice="set sequence_truncate or sequence_mask",
+        advice=lambda c: "set " + SEQUENCES.get(c["importance_sampling_correction"], "none"),
     ),
     Rule(
         name="bounds of a correction",
@@ -444,9 +457,9 @@ RULES: tuple[Rule, ...] = (
                 or is_set("importance_sampling_clip_min")(c)
             )
         ),
-        message=(
-            "importance_sampling_clip_max and importance_sampling_clip_min have no effect with "
-            "importance_sampling_correction: {importance_sampling_correction}"
+        message=lambda c: (
+            "importance_sampling_clip_max and importance_sampling_clip_min have no effect "
+            + _say_correction(c["importance_sampling_correction"])
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
@@ -531,11 +544,10 @@ RULES: tuple[Rule, ...] = (
             "http://localhost:8000"
         ),
     ),
-    Rule(
-        name="in_flight without sampling ahead",
-        keys=("in_flight", "max_staleness"),
-        when=lambda c: samples(c) and is_set("in_flight")(c) and not c["max_staleness"],
-        message="in_flight has no effect with max_staleness: 0: weights change between requests",
-        advice="set max_staleness: 1, or remove in_flight",
+    no_effect(
+        "in_flight",
+        "without max_staleness",
+        lambda c: samples(c) and not c["max_staleness"],
+        "max_staleness",
     ),
 )

@@ -244,8 +244,8 @@ class RolloutKeys:
     in_flight: Annotated[
         Literal["keep", "restart"],
         SameOnResume,
-        "What becomes of completions that are being sampled when the weights change: they go on "
-        "from where they are under the new ones, or begin again.",
+        "What becomes of completions that are being sampled when the weights change: they "
+        "continue from where they are under the new ones, or begin again.",
     ] = "keep"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],

@@ -1,7 +1,8 @@
-"""Requests that a server answers while the model trains: threads of the main rank hold them, a
-change of weights cuts them, and they are asked on from where they were cut, or anew.
+"""Requests that a server answers while the model trains, and what a change of weights does to them.
 
-Each token knows the weights that sampled it: no request is on its way while the weights change.
+Threads of the main rank hold them. A change of weights cuts them; then they are continued from
+where they were cut, or begin again. Each token knows the weights that sampled it: no request is on
+its way while the weights change.
 """
 
 import threading
@@ -65,7 +66,7 @@ class InFlight:
 
     ask: Ask
     threads: int
-    keeps: bool  # whether a request that was cut goes on from there; else it begins again
+    keeps: bool  # whether a request that was cut continues from there; else it begins again
     flights: dict[int, Flight] = field(default_factory=dict)
     _gate: threading.Condition = field(default_factory=threading.Condition)
     _version: int | None = None  # of the weights that the server has; None: the gate is closed

@@ -347,7 +347,7 @@ class VllmEngine:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _cut_requests(self) -> bool:
-        """Has the server end what it computes, and compute nothing until it is told to; returns
+        """Has the server end what it computes, and compute nothing until it resumes; returns
         whether there was anything.
         """
         paused: list[str] = []

@@ -13,6 +13,7 @@ import pytest
 
 from finetune.checkpoint.folders import list_checkpoints
 from finetune.errors import UserError
+from finetune.report.run_data import _ratio_histogram, read_run
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.rollout.in_flight import LOST, InFlight, read_lines
 from tests.ranks import launch_ranks
@@ -80,6 +81,11 @@ def test_a_step_ahead_is_sampled_by_the_weights_of_the_step_before(
                 line["ratio/effective_sample_size"]
             )
         assert steps[0]["log_ratio/mean"] < 5e-6 < 1e-5 < steps[2]["log_ratio/mean"]
+        histogram = _ratio_histogram(read_run(run))
+        heads = ["First tenth", "Last tenth", "Whole run", "0 behind", "1 behind"]
+        assert [head for head, _ in histogram[0][1]] == heads and len(histogram) == 12
+        for column in range(len(heads)):
+            assert sum(row[column][1] for _, row in histogram[1:]) == pytest.approx(100, abs=0.1)
         drawn = [
             (name, choice)
             for name, (body, choice) in zip(server.versions, server.asked, strict=True)
