@@ -21,6 +21,7 @@ from tests.rollout.stand_in_vllm import StandInVllm, serving
 from tests.rollout.test_vllm import (
     GENERATIONS,
     KILLED,
+    LORA,
     PROMPTS,
     lines_of,
     open_engine,
@@ -197,6 +198,36 @@ def test_a_killed_run_learns_from_what_was_sampled_ahead(
             for line, truth in zip(steps_of(run), steps_of(whole), strict=True):
                 for name in ("loss", "grad_norm", "reward", "staleness/mean", "log_ratio/mean"):
                     assert line[name] == truth[name], name
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+def test_several_updates_of_a_generation_that_was_sampled_ahead(
+    kind: str, folder: Path, recipe: Path, model: Path
+) -> None:
+    """Staleness counts steps, the ages of ratios generations; a run that stops within a generation continues with the same numbers."""
+    run = folder / f"updates-{kind}"
+    keys = ["max_staleness=1", "num_iterations=2", "importance_sampling_correction=decoupled"]
+    keys += ["eval_datasets=[]", "max_steps=6", *(LORA if kind == "lora" else [])]
+    with serving(model) as server:
+        given = [*KEYS, f"vllm_server_base_url={server.url}", f"output_dir={run}", *keys]
+        given += ["save_steps=3"]
+        config = write_config(folder, "single")
+        arguments = [str(recipe), str(config), *given]
+        assert launch_ranks(KILLED, ["step,5", *arguments], ranks=1).returncodes == (-9,)
+        [(_, checkpoint)] = list_checkpoints(run)
+        assert {path.name for path in checkpoint.glob("*.jsonl")} >= {
+            "in_flight.jsonl",
+            "rollouts.jsonl",
+        }
+        assert launch_ranks(KILLED, ["nowhere,1", *arguments], ranks=1).returncodes == (0,)
+        steps = steps_of(run)
+        assert [line["staleness/max"] for line in steps] == [0, 1, 2, 3, 2, 3]
+        assert [line["staleness/1/share"] for line in steps] == [0, 0, 1, 1, 1, 1]
+        assert all(0.5 < line["importance_sampling/ratio"] < 2 for line in steps)
+        whole = train(folder, recipe, server, f"whole-{kind}", *keys)
+    for line, truth in zip(steps, steps_of(whole), strict=True):
+        for name in ("loss", "grad_norm", "reward", "importance_sampling/ratio", "ratio/mean"):
+            assert line[name] == truth[name], name
 
 
 def test_a_checkpoint_has_what_was_there_and_counts_what_was_not() -> None:
