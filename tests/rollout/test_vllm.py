@@ -538,7 +538,8 @@ def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
             "0": ["max_staleness=0"],
             "1": ["max_staleness=1"],
             "2": ["max_staleness=2"],
-            "restart": ["max_staleness=2", "in_flight=restart"],
+            "keep": ["max_staleness=3"],
+            "restart": ["max_staleness=3", "in_flight=restart"],
         }.items():
             run = tmp_path / case
             given = [
@@ -547,7 +548,7 @@ def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
                 "learning_rate=1e-8",
                 "num_generations=6",
             ]
-            given += ["max_completion_length=200", "max_length=300", "max_steps=5", *keys]
+            given += ["max_completion_length=150", "max_length=300", "max_steps=5", *keys]
             train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
             steps = steps_of(run)
             assert len(steps) == 5
@@ -557,6 +558,7 @@ def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
             if case != "0":
                 ages = [line["staleness/max"] for line in steps]
                 assert ages == [min(step, int(keys[0][-1])) for step in range(5)]
-                assert sum(line["in_flight/cuts"] for line in steps) > 0 or case == "1"
+                if case in ("keep", "restart"):  # the first hand-over finds two generations in flight
+                    assert sum(line["in_flight/cuts"] for line in steps) > 0
                 dropped = sum(line["in_flight/dropped_tokens"] for line in steps)
                 assert (dropped > 0) is (case == "restart")
