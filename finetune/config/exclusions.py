@@ -184,6 +184,13 @@ FEATURES: Mapping[str, Feature] = {
         "set export_formats: [safetensors]",
         name="export_formats",
     ),
+    "max_staleness": _value(
+        "max_staleness",
+        lambda c: samples(c) and c["max_staleness"],
+        "set max_staleness: 0",
+        0,
+        name="max_staleness",
+    ),
     "model_config": _value(
         "model_config",
         is_set("model_config"),
@@ -313,6 +320,11 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "expert_parallel_size": "ranks sample completions of different lengths, and would wait for "
         "each other's tokens",
         "mixed_precision: fp8": "one token at a time has too few rows for FP8's products",
+        "max_staleness": "it cannot sample while it trains",
+    },
+    "max_staleness": {
+        "tools": "all ranks answer their calls together, between steps",
+        "environment": "its worlds are asked by all ranks together, between steps",
     },
     "vllm_server_base_url": {
         "model_config": "it starts from a model's files",

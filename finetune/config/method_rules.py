@@ -5,10 +5,12 @@ from pathlib import Path
 
 from finetune.config.methods import (
     COLUMN_KEYS,
+    CORRECTIONS,
     LABEL_KEYS,
     METHODS,
     MOST_LABELS,
     MULTI_LABEL,
+    NO_CORRECTION,
     PAIRED,
     POINTWISE,
     POLICY_LOSSES,
@@ -75,6 +77,33 @@ def _averages_sums(case: Case) -> bool:
 def _is_paid(case: Case) -> bool:
     """Whether something may say what a completion is worth."""
     return bool(case["rewards"] or case["environment"])
+
+
+def _has_bound(case: Case, bound: str) -> bool:
+    return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].bound == bound
+
+
+def _corrects_tokens(case: Case) -> bool:
+    correction = CORRECTIONS.get(case["importance_sampling_correction"])
+    return correction is not None and correction.level == "token"
+
+
+# a correction of tokens -> that of a sequence
+SEQUENCES = {
+    "token_truncate": "sequence_truncate",
+    "token_mask": "sequence_mask",
+    "decoupled": "sequence_truncate",
+}
+
+
+def _say_correction(name: str) -> str:
+    return "without a correction" if name == NO_CORRECTION else f"with {name}, which has no bounds"
+
+
+def _follows_every_ratio(case: Case) -> bool:
+    """Whether no ratio of training to sampling is beyond a bound."""
+    correction = CORRECTIONS.get(case["importance_sampling_correction"])
+    return correction is None or correction.beyond == "ratio"
 
 
 def _names_apart(key: str) -> Rule:
@@ -394,12 +423,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="the largest ratio",
         keys=("epsilon_high", "loss_type"),
-        when=lambda c: (
-            samples(c)
-            and c["loss_type"] in POLICY_LOSSES
-            and POLICY_LOSSES[c["loss_type"]].bound == "weight"
-            and (c["epsilon_high"] or 0) < 1
-        ),
+        when=lambda c: samples(c) and _has_bound(c, "weight") and (c["epsilon_high"] or 0) < 1,
         message=(
             "loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is "
             "to be above 1"
@@ -419,16 +443,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a correction of tokens in sums",
         keys=("importance_sampling_correction", "loss_type"),
-        when=lambda c: (
-            samples(c)
-            and c["importance_sampling_correction"].startswith("token")
-            and _averages_sums(c)
-        ),
+        when=lambda c: samples(c) and _corrects_tokens(c) and _averages_sums(c),
         message=(
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
             "combined with loss_type: {loss_type}, which has one ratio for a completion"
         ),
-        advice=lambda c: f"set {c['importance_sampling_correction'].replace('token', 'sequence')}",
+        advice=lambda c: "set " + SEQUENCES.get(c["importance_sampling_correction"], "none"),
     ),
     Rule(
         name="bounds of a correction",
@@ -447,15 +467,15 @@ RULES: tuple[Rule, ...] = (
         keys=("importance_sampling_clip_max", "importance_sampling_correction"),
         when=lambda c: (
             samples(c)
-            and c["importance_sampling_correction"] == "none"
+            and _follows_every_ratio(c)
             and (
                 is_set("importance_sampling_clip_max")(c)
                 or is_set("importance_sampling_clip_min")(c)
             )
         ),
-        message=(
-            "importance_sampling_clip_max and importance_sampling_clip_min have no effect without "
-            "a correction"
+        message=lambda c: (
+            "importance_sampling_clip_max and importance_sampling_clip_min have no effect "
+            + _say_correction(c["importance_sampling_correction"])
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
@@ -491,10 +511,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="importance_sampling_level of sums",
         keys=("importance_sampling_level", "loss_type"),
-        when=lambda c: samples(c) and is_set("importance_sampling_level")(c) and _averages_sums(c),
-        message=(
-            "importance_sampling_level has no effect with loss_type: {loss_type}, whose ratio is "
-            "the sequence's"
+        when=lambda c: (
+            samples(c)
+            and is_set("importance_sampling_level")(c)
+            and (_averages_sums(c) or _has_bound(c, "difference"))
+        ),
+        message=lambda c: (
+            f"importance_sampling_level has no effect with loss_type: {c['loss_type']}, whose "
+            f"ratio is {'the sequence' if _averages_sums(c) else 'each token'}'s"
         ),
         advice="remove it",
     ),
@@ -535,5 +559,11 @@ RULES: tuple[Rule, ...] = (
             "vllm_server_base_url: {vllm_server_base_url} is no address; write it as "
             "http://localhost:8000"
         ),
+    ),
+    no_effect(
+        "in_flight",
+        "without max_staleness",
+        lambda c: samples(c) and not c["max_staleness"],
+        "max_staleness",
     ),
 )

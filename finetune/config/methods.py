@@ -49,8 +49,9 @@ class PolicyLoss:
     # What a reward is compared with: the mean of its group; that of the others in its group; or of
     # the whole step.
     baseline: Literal["group", "others", "step"] = "group"
-    # How the probability ratio is bounded: as PPO's surrogate, or as a weight without a gradient.
-    bound: Literal["surrogate", "weight"] = "surrogate"
+    # How the probability ratio is bounded: as PPO's surrogate, as a weight without a gradient, or
+    # by the difference of the two probabilities, beyond which a token has no loss.
+    bound: Literal["surrogate", "weight", "difference"] = "surrogate"
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
@@ -66,9 +67,53 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "reinforce++": PolicyLoss(
         paper="Hu et al. 2025, arXiv:2501.03262", average="tokens", baseline="step"
     ),
+    "dppo": PolicyLoss(
+        paper="Qi et al. 2026, arXiv:2602.04879, binary total variation",
+        average="tokens",
+        bound="difference",
+    ),
 }
 DEFAULT_POLICY_LOSS = "dapo"
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What distinguishes a correction of losses by the ratio of training to sampling."""
+
+    paper: str
+    # What has a ratio: each token; a completion, as the product of its tokens' or their geometric
+    # mean.
+    level: Literal["token", "sequence", "mean"]
+    # What the weight of a loss is beyond the bounds: the bound, 0, or the ratio all the same.
+    beyond: Literal["bound", "zero", "ratio"]
+    is_weighted: bool = True  # whether the weight within the bounds is the ratio; else it is 1
+
+
+SPEED_KILLS = "Liu et al. 2025, When Speed Kills Stability"
+CORRECTIONS: Mapping[str, Correction] = {
+    "token_truncate": Correction(  # TIS
+        paper="Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL "
+        "Training",
+        level="token",
+        beyond="bound",
+    ),
+    "token_mask": Correction(  # IcePop
+        paper="Ling Team 2025, arXiv:2510.18855", level="token", beyond="zero"
+    ),
+    "sequence_truncate": Correction(paper=SPEED_KILLS, level="sequence", beyond="bound"),
+    "sequence_mask": Correction(paper=SPEED_KILLS, level="sequence", beyond="zero"),
+    "geometric_mask": Correction(paper=SPEED_KILLS, level="mean", beyond="zero", is_weighted=False),
+    "decoupled": Correction(
+        paper="Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5",
+        level="token",
+        beyond="ratio",
+    ),
+}
+NO_CORRECTION = "none"
+if TYPE_CHECKING:
+    CorrectionName = str
+else:
+    CorrectionName = Literal[(NO_CORRECTION, *CORRECTIONS)]
 
 
 def is_reward_model(name: str) -> bool:
@@ -206,6 +251,19 @@ class RolloutKeys:
     vllm_server_timeout: Annotated[
         float, Gt(0), "How many seconds the server may take for a completion, or to load weights."
     ] = 600.0
+    max_staleness: Annotated[
+        int,
+        Ge(0),
+        SameOnResume,
+        "How many generations ahead of training the server samples: the completions of step n come "
+        "from the weights after step n - max_staleness, or later ones. 0: from those of the step.",
+    ] = 0
+    in_flight: Annotated[
+        Literal["keep", "restart"],
+        SameOnResume,
+        "What becomes of completions that are being sampled when the weights change: they "
+        "continue from where they are under the new ones, or begin again.",
+    ] = "keep"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
         SameOnResume,
@@ -216,7 +274,8 @@ class RolloutKeys:
         float,
         Gt(0),
         SameOnResume,
-        "How far below 1 the probability ratio is followed, and above where epsilon_high is null.",
+        "How far below 1 the probability ratio is followed, and above where epsilon_high is null; "
+        "with loss_type: dppo how far the probability itself may have moved.",
     ] = 0.2
     epsilon_high: Annotated[
         float | None,
@@ -233,11 +292,12 @@ class RolloutKeys:
         ),
     ] = "token"
     importance_sampling_correction: Annotated[
-        Correction,
+        CorrectionName,
         SameOnResume,
         "How the loss is corrected where sampling and training compute different probabilities: "
         "it is multiplied by their ratio, of each token or of the sequence, truncated at "
-        "importance_sampling_clip_max, or 0 beyond it.",
+        "importance_sampling_clip_max, or 0 beyond it; geometric_mask drops completions whose mean "
+        "ratio is beyond it, and decoupled has no bound.",
     ] = "none"
     importance_sampling_clip_max: Annotated[
         float, Gt(0), SameOnResume, "The largest ratio that importance_sampling_correction follows."
@@ -703,6 +763,7 @@ UNSHOWN = (
     "per_device_generation_batch_size",
     "vllm_server_base_url",
     "vllm_server_timeout",
+    "in_flight",
     "log_completions",
     "reward_timeout_seconds",
     "on_bad_reward",

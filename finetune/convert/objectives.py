@@ -438,8 +438,9 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
             f"max_tool_calling_iterations: {iterations}"
         )
         conversion.to_do.append(f"tools: they have no key there; {what}")
-    if settings.get("use_vllm") and settings.get("vllm_mode") == "server":
-        recipe |= _read_server(settings)
+    is_ahead = "max_staleness" in settings  # of AsyncGRPOTrainer, which has no other sampler
+    if is_ahead or (settings.get("use_vllm") and settings.get("vllm_mode") == "server"):
+        recipe |= _read_server(settings, is_corrected=not is_ahead)
         address = recipe["vllm_server_base_url"]
         conversion.to_do.append(
             f"vllm_server_base_url: start the server of {address} as docs/online.md says"
@@ -507,8 +508,10 @@ def _read_count(settings: ToolFile, key: str, default: int) -> int:
     return int(read_number(key, settings.get(key, default), str(default), 1))
 
 
-def _read_server(settings: ToolFile) -> dict[str, Any]:
-    """Reads our keys of a server that samples, and of TRL's correction of its numerics."""
+def _read_server(settings: ToolFile, *, is_corrected: bool) -> dict[str, Any]:
+    """Reads our keys of a server that samples, and of TRL's correction of its numerics, where the
+    trainer has one.
+    """
     host = str(settings.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
     address = (
         settings.get("vllm_server_base_url")
@@ -519,7 +522,7 @@ def _read_server(settings: ToolFile) -> dict[str, Any]:
         keys["vllm_server_timeout"] = float(
             read_number("vllm_server_timeout", settings["vllm_server_timeout"], "240")
         )
-    if not settings.get("vllm_importance_sampling_correction", True):
+    if not (is_corrected and settings.get("vllm_importance_sampling_correction", True)):
         return keys
     keys["importance_sampling_correction"] = settings.get(
         "vllm_importance_sampling_mode", "sequence_mask"

@@ -249,6 +249,7 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
         _make_chart("tool_calls", "Calls of tools", "a completion", _make_lines(runs, "tools/call_frequency"), zero=True),
         _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
+        _make_chart("staleness", "Staleness", "steps from the weights that sampled a token to those that learn from it", _make_lines(runs, "staleness/mean"), zero=True),
         _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", lambda v: 100 * v), zero=True),
         _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", lambda v: 100 * v), zero=True),
         _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v), zero=True),

@@ -570,20 +570,50 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     return shown, "; ".join(notes)
 
 
+SHOWN_AGES = 6  # the generations that a token's weights may be behind
+
+
 def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(a range of probability ratios, the % of tokens in it in the first and last tenth of the run
-    and in all of it, each as a text and as the length of a bar); empty where the method samples
-    nothing.
+    """The head, then a row for each range of probability ratios: the % of tokens in it, each as a
+    text and as the length of a bar; empty where the method samples nothing.
+
+    The columns are the first and last tenth of the run, all of it, and the tokens whose weights
+    were so many generations behind.
     """
-    series = [[value for _, value in run.series(name)] for name in RATIO_SHARES]
-    count = min(map(len, series))
-    tenth = max(1, count // 10)
-    histogram = []
-    for name, values in zip(RATIO_SHARES, series, strict=True) if count else ():
-        means = [100 * sum(part) / len(part) for part in (values[:tenth], values[-tenth:], values)]
+    columns = _list_ratio_columns(run)
+    if not columns:
+        return []
+    rows = []
+    for place, name in enumerate(RATIO_SHARES):
+        means = [100 * sum(values[place]) / len(values[place]) for _, values in columns]
         said = name.rpartition("/")[2].replace("-", " to ")
-        histogram.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
-    return histogram
+        rows.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
+    return [("Ratio", [(head, 0.0) for head, _ in columns]), *rows]
+
+
+def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
+    """(the head of a column, the shares of each range in its steps); none without such shares."""
+    whole = _read_shares(run, "")
+    if not whole:
+        return []
+    tenth = max(1, len(whole[0]) // 10)
+    columns = [
+        ("First tenth", [values[:tenth] for values in whole]),
+        ("Last tenth", [values[-tenth:] for values in whole]),
+        ("Whole run", whole),
+    ]
+    for age in range(SHOWN_AGES):
+        shares = _read_shares(run, f"staleness/{age}/")
+        if shares:
+            columns.append((f"{age} behind", shares))
+    return columns
+
+
+def _read_shares(run: RunRecord, prefix: str) -> list[list[float]]:
+    """[ranges][steps]; empty where a range is missing."""
+    series = [[value for _, value in run.series(prefix + name)] for name in RATIO_SHARES]
+    count = min(map(len, series))
+    return [values[:count] for values in series] if count else []
 
 
 SHOWN_STARTS = 3  # the newest

@@ -8,13 +8,13 @@ two updates on the same rollouts holds them.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,15 @@ from finetune.rollout.completion_rows import (
     lay_out,
     make_step_batch,
 )
-from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, find_advantages
+from finetune.rollout.engine import (
+    Engine,
+    Request,
+    Rollout,
+    Sampled,
+    Sampling,
+    ServedEngine,
+    find_advantages,
+)
 from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
@@ -48,6 +56,7 @@ Score = Callable[[StepBatch], list[Tensor]]
 training.
 """
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
+IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +93,19 @@ class Sampler:
         *,
         greedy: bool = False,
         first_place: int = 0,
+        taken: list[Sampled] | None = None,
     ) -> Rollout:
         """Completions of the prompts `example_ids`, sampled by all ranks, each a share.
 
         All ranks call it.
 
         `first_place`: of the prompts in the step, which is part of their completions' seeds.
+        `taken`: the completions, where they have been sampled.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
         keys = self.recipe.rollout
-        sampling = Sampling(
-            max_tokens=keys.max_completion_length,
-            temperature=self.recipe.method.temperature,
-            greedy=greedy,
-        )
-        requests = []
-        for place, example_id in enumerate(example_ids.tolist(), first_place):
-            prompt = tuple(examples[example_id].input_ids.tolist())
-            seeds = (
-                (self.recipe.run.seed, step, place, generation) for generation in range(generations)
-            )
-            requests += [Request(prompt, seed) for seed in seeds]
+        sampling = self.choose_sampling(greedy=greedy)
+        requests = self.make_requests(examples, example_ids, step, generations, first_place)
         completion_ids = np.repeat(example_ids, generations)
         ranks = RankGroup(self.world)
         if self.world.is_main:
@@ -121,7 +122,9 @@ class Sampler:
                 for request, ids in zip(requests, prompts, strict=True)
             ]
         sample = partial(self._sample, sampling)
-        if self.tools is None:
+        if taken is not None:
+            sampled = taken
+        elif self.tools is None:
             sampled = sample(requests)
         else:
             talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
@@ -150,6 +153,34 @@ class Sampler:
             flat_groups=0,
         )
         return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
+
+    def choose_sampling(self, *, greedy: bool = False) -> Sampling:
+        """How the recipe samples, or `greedy`."""
+        return Sampling(
+            max_tokens=self.recipe.rollout.max_completion_length,
+            temperature=self.recipe.method.temperature,
+            greedy=greedy,
+        )
+
+    def make_requests(
+        self,
+        examples: Examples,
+        example_ids: NDArray[np.int64],
+        step: int,
+        generations: int,
+        first_place: int = 0,
+    ) -> list[Request]:
+        """The requests for completions of the prompts `example_ids`, by the seed, the step and
+        their places.
+        """
+        requests = []
+        for place, example_id in enumerate(example_ids.tolist(), first_place):
+            prompt = tuple(examples[example_id].input_ids.tolist())
+            seeds = (
+                (self.recipe.run.seed, step, place, generation) for generation in range(generations)
+            )
+            requests += [Request(prompt, seed) for seed in seeds]
+        return requests
 
     @property
     def row_options(self) -> RowOptions:
@@ -292,16 +323,67 @@ class Rollouts:
         number, iteration = self._place_of(step)
         if self._is_sampled_at(step):
             self._held.clear()
-            for later in range(step, self.prompts.steps):
-                prompts_step, earlier_iterations = self._place_of(later)
-                if earlier_iterations or (later > step and self._is_sampled_at(later)):
-                    break
-                self._held[prompts_step] = self._sample(prompts_step, later)
+            taken = self._take(step) if self._is_ahead else {}
+            for prompts_step, later in self._list_generation(step):
+                rollout = self._sample(prompts_step, later, taken.get(prompts_step))
+                if self.sampler.recipe.rollout.vllm_server_base_url is not None:
+                    seconds = self._engine.hand_over_seconds
+                    rollout = replace(rollout, hand_over_seconds=seconds)
+                self._held[prompts_step] = rollout
         rollout = self._held[number]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
+        if self._is_ahead:  # what is sampled next has the weights after this step
+            self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self.sampler.row_options), step=step, epoch=epoch)
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self.sampler.recipe.rollout.max_staleness > 0
+
+    @property
+    def _engine(self) -> ServedEngine:
+        return cast(ServedEngine, self.sampler.engine)  # rules ask for a server
+
+    def _take(self, step: int) -> dict[int, list[Sampled]]:
+        """The completions of the generation that begins with `step`, by the steps of their prompts;
+        the server begins the next ones before these are rewarded.
+        """
+        engine = self._engine
+        engine.version = step
+        generation = list(self._list_generation(step))
+        if not engine.is_in_flight(generation[0][0]):  # at the start of a run
+            engine.hand_over()
+            for number, later in generation:
+                self._submit(number, later)
+        taken = {number: engine.take(number) for number, _ in generation}
+        engine.hand_over()
+        keys = self.sampler.recipe.rollout
+        every = keys.updates_per_generation
+        end = min(step + (keys.max_staleness + 1) * every, self.prompts.steps)
+        for first in range(step + every, end, every):
+            for number, later in self._list_generation(first):
+                if not engine.is_in_flight(number):
+                    self._submit(number, later)
+        return taken
+
+    def _submit(self, number: int, step: int) -> None:
+        sampler = self.sampler
+        example_ids = np.concatenate(self.prompts.rows_of(number))
+        generations = sampler.recipe.rollout.num_generations
+        requests = sampler.make_requests(self.prompts.examples, example_ids, step, generations)
+        self._engine.submit(number, requests, sampler.choose_sampling())
+
+    def _list_generation(self, first: int) -> Iterator[tuple[int, int]]:
+        """(the step of the prompts, the step that first trains on them) of what is sampled together
+        for the steps from `first` on.
+        """
+        for step in range(first, self.prompts.steps):
+            number, earlier_iterations = self._place_of(step)
+            if earlier_iterations or (step > first and self._is_sampled_at(step)):
+                break
+            yield number, step
 
     def _is_sampled_at(self, step: int) -> bool:
         return step % self.sampler.recipe.rollout.updates_per_generation == 0
@@ -317,15 +399,18 @@ class Rollouts:
         iteration, number = divmod(within, min(keys.steps_per_generation, left))
         return before * keys.steps_per_generation + number, iteration
 
-    def _sample(self, number: int, step: int) -> Rollout:
+    def _sample(self, number: int, step: int, taken: list[Sampled] | None = None) -> Rollout:
         """The completions of the prompts of step `number`; groups without signal are replaced as
         the recipe says.
+
+        `taken`: those that have been sampled before the step.
         """
         recipe = self.sampler.recipe
         generations = recipe.rollout.num_generations
         example_ids = np.concatenate(self.prompts.rows_of(number))
         examples = self.prompts.examples
-        rollout = self.sampler.roll_out(examples, example_ids, step, generations)
+        ahead: dict[str, Any] = {} if taken is None else {"taken": taken}
+        rollout = self.sampler.roll_out(examples, example_ids, step, generations, **ahead)
         drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
         others = iter(drawn[~np.isin(drawn, example_ids)])
         for _ in range(1, recipe.rollout.max_num_gen_batches):
@@ -366,13 +451,18 @@ class Rollouts:
         """
         assert self.sampler.engine is not None
         self.sampler.engine.forget()
-        if self._is_sampled_at(step) or step >= self.prompts.steps:
+        if step >= self.prompts.steps:
             return {}
-        lines = []
-        for number, rollout in self._held.items():
-            for line in rollout.describe_lines(self.sampler.tokenizer):
-                lines.append(json.dumps(line | {"prompts_step": number}) + "\n")
-        return {ROLLOUTS: "".join(lines).encode()}
+        files = {}
+        if self._is_ahead:
+            files[IN_FLIGHT] = _write_lines(self._engine.describe_lines())
+        if not self._is_sampled_at(step):
+            files[ROLLOUTS] = _write_lines(
+                line | {"prompts_step": number}
+                for number, rollout in self._held.items()
+                for line in rollout.describe_lines(self.sampler.tokenizer)
+            )
+        return files
 
     def resume(self, checkpoint: Path, step: int) -> None:
         """Takes the rollouts of a verified checkpoint of `step` steps.
@@ -380,13 +470,12 @@ class Rollouts:
         Raises `UserError` where it lacks them.
         """
         self._held.clear()
+        if self._is_ahead:
+            self._engine.version = step
+            self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return
-        path = checkpoint / ROLLOUTS
-        if path.is_file():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-        else:
-            lines = []
+        lines = _read_lines(checkpoint / ROLLOUTS)
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in lines:
             by_step.setdefault(line["prompts_step"], []).append(line)
@@ -428,6 +517,17 @@ class Rollouts:
                 "rewards": dict(zip(names, scores, strict=True)),
                 "advantage": float(advantages[i]),
             }
+
+
+def _write_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of a checkpoint; none where it has no such file."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _split(completion: Sampled, tokenizer: Any) -> list[str]:

@@ -65,8 +65,10 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
     """This rank's share of the completions, with what the loss and the metrics read of them."""
     batch = lay_out(rollout, options)
     columns = _describe(rollout, options.recipe)
+    is_ahead = options.recipe.rollout.max_staleness > 0
     micro_batches = tuple(
-        _attach(micro_batch, rollout, columns) for micro_batch in batch.micro_batches
+        _attach(micro_batch, rollout, columns, is_ahead=is_ahead)
+        for micro_batch in batch.micro_batches
     )
     return replace(batch, micro_batches=micro_batches)
 
@@ -239,6 +241,9 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
         "calls": [each.calls for each in rollout.sampled],
         "failed_calls": [each.failed_calls for each in rollout.sampled],
         "entropies": [each.entropy for each in rollout.sampled],
+        "hand_over": [rollout.hand_over_seconds] * count,
+        "cuts": [each.cuts for each in rollout.sampled],
+        "dropped": [each.dropped for each in rollout.sampled],
         "is_cut": [each.ended is Ended.CUT for each in rollout.sampled],
         "failed": [rollout.failures / (rollout.sampled_groups * rollout.generations)] * count,
     }
@@ -246,17 +251,24 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
 
 
 def _attach(
-    micro_batch: MicroBatch, rollout: Rollout, columns: Mapping[str, NDArray[np.float32]]
+    micro_batch: MicroBatch,
+    rollout: Rollout,
+    columns: Mapping[str, NDArray[np.float32]],
+    *,
+    is_ahead: bool,
 ) -> MicroBatch:
     """A micro-batch of `lay_out` with its columns, and prompts as its examples.
 
-    They are fp32[positions] "sampled", each token's log-probability under the sampler, and
-    "old", that in training, where it is known; and `columns` of its completions.
+    They are fp32[positions] "sampled", each token's log-probability under the sampler, "versions",
+    the steps after which its weights were taken, where sampling `is_ahead`, and "old", the
+    log-probability in training, where it is known; and `columns` of its completions.
     """
     places = list(micro_batch.example_ids)
     tensors = {
         "sampled": _spread(micro_batch, [each.log_probabilities for each in rollout.sampled])
     }
+    if is_ahead:
+        tensors["versions"] = _spread(micro_batch, [each.versions for each in rollout.sampled])
     if rollout.old:
         tensors["old"] = _spread(micro_batch, rollout.old)
     tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
@@ -273,7 +285,9 @@ def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -
     values: list[float] = []
     for place, count in zip(micro_batch.example_ids, counts, strict=True):
         values += by_completion[place][:count]  # none of a completion that is not learned from
-    return torch.zeros(len(has_label)).masked_scatter(has_label, torch.tensor(values))
+    return torch.zeros(len(has_label)).masked_scatter(
+        has_label, torch.tensor(values, dtype=torch.float32)
+    )
 
 
 def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, list[float]]:

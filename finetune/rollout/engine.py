@@ -20,6 +20,7 @@ class Ended(Enum):
 
     STOPPED = "stopped"  # at a token that ends a turn, which is its last
     CUT = "cut"  # at max_completion_length
+    ABORTED = "aborted"  # by a change of weights: a part of a completion, which is not whole yet
 
 
 class Request(NamedTuple):
@@ -71,6 +72,11 @@ class Sampled:
     tool_mask: list[int] = field(default_factory=list)
     calls: int = 0  # of tools
     failed_calls: int = 0  # that got an error
+    # Of each sampled token, after how many optimizer steps the weights that sampled it were taken;
+    # empty: they are those of the step.
+    versions: list[int] = field(default_factory=list)
+    cuts: int = 0  # how often a change of weights, or the end of a run, has cut it
+    dropped: int = 0  # tokens that were sampled, then cut, and are not part of it
 
     def labels(self, *, is_learned: bool) -> list[int]:
         """What is trained on of its tokens: those that were sampled; of one that is not learned
@@ -98,6 +104,18 @@ class Sampled:
             entropy=self.entropy + more.entropy,
             ended=more.ended,
             tool_mask=mask + [0] * len(given) + [1] * len(more.token_ids),
+            versions=self.versions + more.versions,
+        )
+
+    def join(self, more: "Sampled") -> "Sampled":
+        """It, and what was sampled on after it was cut."""
+        return replace(
+            self,
+            token_ids=self.token_ids + more.token_ids,
+            log_probabilities=self.log_probabilities + more.log_probabilities,
+            entropy=self.entropy + more.entropy,
+            ended=more.ended,
+            versions=self.versions + more.versions,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -126,6 +144,31 @@ class Engine(Protocol):
         """
 
 
+class ServedEngine(Engine, Protocol):
+    """An engine that hands its weights over, and can sample from them while the model trains."""
+
+    hand_over_seconds: float  # that this took the last time
+    version: int  # the optimizer steps after which the weights are as they are now
+
+    def hand_over(self) -> None:
+        """Gives the sampler the weights as they are now, unless it has them. All ranks call it."""
+
+    def submit(self, number: int, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begins to sample completions of the prompts of step `number` from these weights."""
+
+    def is_in_flight(self, number: int) -> bool:
+        """Whether completions of the prompts of step `number` have been begun."""
+
+    def take(self, number: int) -> list[Sampled]:
+        """Those completions, once all are there, on every rank. All ranks call it."""
+
+    def describe_lines(self) -> Iterator[dict[str, Any]]:
+        """A line of JSON for each completion that was begun, on the main rank."""
+
+    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Takes those lines of a checkpoint back: what was there is not sampled again."""
+
+
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
 # what is one number of a rollout
 OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")
@@ -145,6 +188,7 @@ class Rollout:
     generations: int
     sampled_groups: int  # also those that were dropped
     flat_groups: int  # of those, without a difference between their rewards
+    hand_over_seconds: float = 0.0  # in which a server got the weights, the last time before
     # the trained tokens' log-probabilities in training
     old: list[list[float]] = field(default_factory=list)
 

@@ -8,10 +8,13 @@ completions: a server's depend on what else it computes beside them.
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from finetune.rollout.in_flight import InFlight, read_lines, start, wait_for
 from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
@@ -55,7 +59,13 @@ PATHS: Mapping[type[ServerAnswer], str] = {
     CacheReset: "/reset_prefix_cache",
     ServedCompletion: "/v1/completions",
 }
-ENDS = {"stop": Ended.STOPPED, "length": Ended.CUT}  # the protocol's finish_reason
+ENDS = {
+    "stop": Ended.STOPPED,
+    "length": Ended.CUT,
+    "abort": Ended.ABORTED,
+}  # the protocol's finish_reason
+GONE_SECONDS = 15.0  # in which a server says at least what it serves
+CLOSED_SECONDS = 20.0  # in which a server ends what it computes
 UNCHANGED = "default"  # the version of the weights that a server has started with
 # A server takes what a request does not say from the model's generation_config.json.
 WHOLE_DISTRIBUTION = {
@@ -77,8 +87,16 @@ def _url_of(recipe: Recipe) -> str:
     return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
 
 
+def _find_server(recipe: Recipe) -> None:
+    """Raises `UserError` where the server does not even say what it serves."""
+    send(_url_of(recipe) + PATHS[ServedModels], None, GONE_SECONDS)
+
+
 def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> bytes:
-    return send(_url_of(recipe) + path, body, recipe.rollout.vllm_server_timeout)
+    """The server's answer. One that is gone meanwhile, or hangs, is noticed before the timeout."""
+    seconds = recipe.rollout.vllm_server_timeout
+    answer = start(lambda: send(_url_of(recipe) + path, body, seconds))
+    return bytes(wait_for(answer, partial(_find_server, recipe)))
 
 
 def _ask(
@@ -162,6 +180,14 @@ class VllmEngine:
         else:
             self._descriptions = {}
         self._name = ""  # of the weights handed over last
+        self.version = 0  # the optimizer steps after which the weights are as they are now
+        self._handed_over: int | None = None  # the version that the server has
+        self.hand_over_seconds = 0.0  # of the last time
+        threads = recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
+        keeps = recipe.rollout.in_flight == "keep"
+        self._in_flight = InFlight(self._complete, threads, keeps)
+        self._recalled: dict[str, Sampled] = {}  # by the names of requests
+        self._noting = threading.Lock()
         self._older = set[Path]()  # folders of before the last save
         self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
@@ -171,7 +197,7 @@ class VllmEngine:
 
         All ranks call it: together they hand over the weights where they are new.
         """
-        self._hand_over()
+        self.hand_over()
         world = self._world
         ranks = RankGroup(self._world)
         of_group = world.stage_size // world.tensor_group_count
@@ -180,7 +206,50 @@ class VllmEngine:
         samples: list[Sampled] = []
         ranks.on_all(lambda: samples.extend(self._answer(requests, sampling)) if is_first else None)
         ranks.on_main(self._refuse_stale)
-        return samples
+        if not self._recipe.rollout.max_staleness:
+            return samples
+        return [replace(each, versions=[self.version] * len(each.token_ids)) for each in samples]
+
+    def submit(self, number: int, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begins to sample completions of `requests` from the weights handed over last, on the main
+        rank.
+        """
+        if not self._world.is_main:
+            return
+        by_name = {_name_request(each, sampling): each for each in requests}
+        known = self._recalled | self._read_answers(self._name)
+        note = partial(self._note, self._folder / self._name)
+        self._in_flight.submit(number, self._name, by_name, sampling, known, note)
+
+    def is_in_flight(self, number: int) -> bool:
+        """Whether completions of the prompts of step `number` have been begun; asked of all
+        ranks.
+        """
+        return bool(RankGroup(self._world).on_main(lambda: number in self._in_flight.flights))
+
+    def take(self, number: int) -> list[Sampled]:
+        """The completions of the prompts of step `number`, on every rank, once all are there."""
+
+        def take() -> list[dict[str, Any]]:
+            taken = self._in_flight.take(number, partial(_find_server, self._recipe))
+            self._refuse_stale()
+            return [each.as_json() for each in taken]
+
+        return [Sampled.of_json(each) for each in RankGroup(self._world).on_main(take)]
+
+    def describe_lines(self) -> Iterator[dict[str, Any]]:
+        """A line for each completion that was begun, with its weights, on the main rank."""
+        return self._in_flight.describe_lines()
+
+    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the lines of a checkpoint back, with what was answered to them after it."""
+        answered: dict[str, Sampled] = {}
+        for weights in sorted({line["weights"] for line in lines}):
+            answered |= self._read_answers(weights)
+        self._recalled = read_lines(lines)
+        for name, sampled in self._recalled.items():
+            if not sampled.token_ids and name in answered:
+                self._recalled[name] = answered[name]
 
     def forget(self) -> None:
         """Removes what was answered before the checkpoint before the one that is about to be
@@ -188,16 +257,20 @@ class VllmEngine:
         """
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
-        self._older = {folder for folder in self._folder.glob("*") if folder.name != self._name}
+        needed = {self._name, *(each.weights for each in self._in_flight.flights.values())}
+        self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
     def _tell(self, path: str, body: dict[str, Any]) -> None:
         """Asks for what is answered with nothing that is read."""
         _send(self._recipe, path, body)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Gives the server the weights as they are now, by the stream of an export, unless it has
         them.
         """
+        if self._recipe.rollout.max_staleness and self._handed_over == self.version:
+            return
+        started = time.perf_counter()
         model = self._model
         world = self._world
         ranks = RankGroup(self._world)
@@ -212,19 +285,22 @@ class VllmEngine:
             }
         )
         described = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
-        self._name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
-        if ranks.on_main(self._is_served):
-            return
-        folder = self._folder / self._name
-        ranks.on_main(lambda: empty_folder(folder / MODEL))
-        ranks.on_all(lambda: write_shards(folder, shards, world))
-        ranks.on_main(lambda: self._load(folder))
+        name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
+        if not ranks.on_main(lambda: self._is_served(name)):
+            folder = self._folder / name
+            ranks.on_main(lambda: empty_folder(folder / MODEL))
+            ranks.on_all(lambda: write_shards(folder, shards, world))
+            ranks.on_main(lambda: self._load(folder))
+        self._name = name
+        self._handed_over = self.version
+        self._in_flight.open(self.version)
+        self.hand_over_seconds = time.perf_counter() - started
 
-    def _is_served(self) -> bool:
+    def _is_served(self, name: str) -> bool:
         version = _ask(self._recipe, WeightInfo).weight_version
         if not self._recipe.lora.use_peft:
-            return version == self._name
-        return version == UNCHANGED and self._name in [
+            return version == name
+        return version == UNCHANGED and name in [
             each.id for each in _ask(self._recipe, ServedModels).data
         ]
 
@@ -248,11 +324,12 @@ class VllmEngine:
         )
         weights = str(export_source(source, folder / WEIGHTS, options, _silent))
         shutil.rmtree(folder / MODEL)
+        is_cut = self._cut_requests()
         if is_adapter:
             for each in _ask(self._recipe, ServedModels).data:
                 if Path(each.root).is_relative_to(self._folder):  # an earlier one of this run
                     self._tell("/v1/unload_lora_adapter", {"lora_name": each.id})
-            self._tell("/v1/load_lora_adapter", {"lora_name": self._name, "lora_path": weights})
+            self._tell("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": weights})
         else:
             self._tell(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
@@ -262,14 +339,29 @@ class VllmEngine:
                     f"{self._url}: kept the keys and values of other weights; does another run use "
                     "it?"
                 )
-            self._tell("/update_weight_version", {"new_version": self._name})
+            self._tell("/update_weight_version", {"new_version": folder.name})
+        if is_cut:
+            self._tell("/resume", {})
         for other in self._folder.glob(f"*/{WEIGHTS}"):
             if other.parent != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
+    def _cut_requests(self) -> bool:
+        """Has the server end what it computes, and compute nothing until it resumes; returns
+        whether there was anything.
+        """
+        paused: list[str] = []
+
+        def cut() -> None:
+            self._tell("/pause?mode=abort", {})
+            paused.append(self._name)
+
+        self._in_flight.close(cut, CLOSED_SECONDS)
+        return bool(paused)
+
     def _refuse_stale(self) -> None:
         """Raises `UserError` where the server has other weights than it was given."""
-        if not self._is_served():
+        if not self._is_served(self._name):
             raise UserError(
                 f"{self._url}: has other weights than {self._name}, which it was given for this "
                 "step; was it started again, or does another run use it?"
@@ -279,25 +371,34 @@ class VllmEngine:
         """A completion of each request: as it was answered before under these weights, else by the
         server.
         """
-        folder = self._folder / self._name
         said = [_name_request(each, sampling) for each in requests]
-        known: dict[str, Sampled] = {}
-        for path in sorted(folder.glob("*.jsonl")):
-            for line in read_json_lines(path):
-                # a line that was damaged is asked for again
-                with suppress(KeyError, TypeError, ValueError):
-                    known[line["request"]] = Sampled.of_json(line["sampled"])  # type: ignore[index]
+        known = self._read_answers(self._name)
         asked = {
             name: request for name, request in zip(said, requests, strict=True) if name not in known
         }
-        make_folder(folder)
         with ThreadPoolExecutor(self._recipe.rollout.per_device_generation_batch_size) as pool:
             answers = pool.map(lambda request: self._complete(request, sampling), asked.values())
             for name, sampled in zip(asked, answers, strict=True):
                 known[name] = sampled
-                line = {"request": name, "sampled": sampled.as_json()}
-                append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
+                self._note(self._folder / self._name, name, sampled)
         return [known[name] for name in said]
+
+    def _read_answers(self, weights: str) -> dict[str, Sampled]:
+        """What was answered under the weights of this name, by the names of requests."""
+        known: dict[str, Sampled] = {}
+        for path in sorted((self._folder / weights).glob("*.jsonl")):
+            for line in read_json_lines(path):
+                # a line that was damaged is asked for again
+                with suppress(KeyError, TypeError, ValueError):
+                    known[line["request"]] = Sampled.of_json(line["sampled"])  # type: ignore[index]
+        return known
+
+    def _note(self, folder: Path, name: str, sampled: Sampled) -> None:
+        """Keeps an answer in the folder of its weights; threads call it, too."""
+        line = {"request": name, "sampled": sampled.as_json()}
+        with self._noting:
+            make_folder(folder)
+            append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
         """The server's completion. Raises `UserError` for an answer that cannot be learned from."""
@@ -311,13 +412,19 @@ class VllmEngine:
             **how,
         }
         body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        choice = _ask(self._recipe, ServedCompletion, body=body).choices[0]
+        url = self._url + PATHS[ServedCompletion]
+        answer = send(url, body, self._recipe.rollout.vllm_server_timeout)
+        choice = read_answer(ServedCompletion, answer, url).choices[0]
         ids = choice.token_ids
         logs = choice.logprobs.token_logprobs
         ended = ENDS[choice.finish_reason]
         if len(ids) != len(logs):
             raise UserError(f"{self._url}: {len(ids)} tokens with {len(logs)} log-probabilities")
-        if max(ids) >= self._vocabulary:
+        if ended is Ended.ABORTED and not self._recipe.rollout.max_staleness:
+            raise UserError(f"{self._url}: a completion was aborted; does another run use it?")
+        if not ids and ended is not Ended.ABORTED:
+            raise UserError(f"{self._url}: a completion without a token")
+        if max(ids, default=0) >= self._vocabulary:
             raise UserError(
                 f"{self._url}: a completion has the token {max(ids)}, but there are "
                 f"{self._vocabulary:,}"

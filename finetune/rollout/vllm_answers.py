@@ -73,9 +73,9 @@ class LogProbabilities(ServerAnswer):
 class Choice(ServerAnswer):
     """One completion."""
 
-    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_ids: list[TokenId]  # none where it was aborted before the first
     logprobs: LogProbabilities
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
 
 
 class ServedCompletion(ServerAnswer):

@@ -207,3 +207,12 @@ def test_a_converted_file_trains_as_trl_counts_its_steps(shared: Path, tmp_path:
     assert (
         steps[-1]["epoch"] == 2.0 and steps[0]["log_ratio/mean"] < 5e-6 < steps[1]["log_ratio/mean"]
     )
+
+
+def test_an_asynchronous_run_keeps_its_staleness_and_its_server(tmp_path: Path) -> None:
+    """AsyncGRPOTrainer has one sampler, a server, and corrects nothing."""
+    conversion = convert(TRL + "max_staleness: 2\nmax_inflight_tasks: 8\n", tmp_path)
+    assert conversion.recipe["max_staleness"] == 2
+    assert conversion.recipe["vllm_server_base_url"] == "http://localhost:8000"
+    assert "importance_sampling_correction" not in conversion.recipe
+    assert any("start the server of http://localhost:8000" in each for each in conversion.to_do)

@@ -6,6 +6,7 @@ a real server the same where `FINETUNE_VLLM` names its command.
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,16 +15,23 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
 
 class StandInVllm(ThreadingHTTPServer):
     """Serves one model from `url` until the block of `serving` ends; `asked` has every completion's request with its answer."""
 
+    request_queue_size = 256  # as many as may be in flight at once
+
     def __init__(self, model: Path, *, heeds_seeds: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.root, self.lock, self.heeds_seeds = str(model), threading.Lock(), heeds_seeds
+        self.root, self.lock, self.heeds_seeds = str(model), threading.RLock(), heeds_seeds
+        self.generating, self.answering = threading.Lock(), 0
+        self.seconds_a_token = 0.0
+        self.versions: list[str] = []  # of the weights at each of `asked`
+        self.is_paused, self.aborts = False, 0
+        self.running = threading.Condition()
         self.version, self.adapters, self.loads = "default", dict[str, str](), list[str]()
         self.asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.changes: dict[str, Any] = {}  # path -> what is put in place of its answer
@@ -31,8 +39,16 @@ class StandInVllm(ThreadingHTTPServer):
         self.adapted: dict[str, Any] = {}
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
-        """(status, what vLLM would answer)."""
-        with self.lock:
+        """(status, what vLLM would answer). While it is paused, completions wait; a pause cuts the one that is computed."""
+        if path.startswith("/pause") and path not in self.changes:
+            return self.at_pause(path)
+        if path == "/resume":
+            return self.at_resume()
+        if path == "/v1/completions":
+            with self.running:
+                body = body | {"aborts": self.aborts}
+                self.running.wait_for(lambda: not self.is_paused or self.aborts > body["aborts"])
+        with self.generating if path == "/v1/completions" else self.lock:
             if path in self.changes:
                 return self.changes[path]
             return getattr(self, "at_" + path.strip("/").replace("/", "_").partition("?")[0])(
@@ -54,11 +70,27 @@ class StandInVllm(ThreadingHTTPServer):
 
     def at_collective_rpc(self, method: str, kwargs: dict[str, str]) -> Any:
         assert method == "reload_weights"
+        if self.generating.locked():
+            return 500, {"error": {"message": "the weights change under a request"}}
         self.model = AutoModelForCausalLM.from_pretrained(
             kwargs["weights_path"], dtype=torch.float32
         ).eval()
         self.loads.append(kwargs["weights_path"])
         return 200, {"results": [None]}
+
+    def at_pause(self, path: str) -> Any:
+        assert path == "/pause?mode=abort"
+        with self.running:
+            self.is_paused = True
+            self.aborts += 1
+            self.running.notify_all()
+        return 200, {"status": "paused"}
+
+    def at_resume(self) -> Any:
+        with self.running:
+            self.is_paused = False
+            self.running.notify_all()
+        return 200, {"status": "resumed"}
 
     def at_reset_prefix_cache(self) -> Any:
         return 200, {"success": True}
@@ -78,8 +110,11 @@ class StandInVllm(ThreadingHTTPServer):
         del self.adapters[lora_name]
         return 200, f"Success: LoRA adapter '{lora_name}' removed successfully."
 
-    def at_v1_completions(self, **body: Any) -> Any:
-        """A completion with the log-probabilities of its tokens, by transformers' generation."""
+    def at_v1_completions(self, aborts: int, **body: Any) -> Any:
+        """A completion with the log-probabilities of its tokens, by transformers' generation; cut where requests have been aborted
+        more than `aborts` times."""
+        if self.aborts > aborts:
+            return 200, {"choices": [self.make_choice(body, [], [], "abort")]}
         if body["model"] not in ("served", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         assert (
@@ -97,25 +132,38 @@ class StandInVllm(ThreadingHTTPServer):
             else {"do_sample": False}
         )
         ids = torch.tensor([body["prompt"]])
+
+        def is_cut(so_far: Any, *_: Any, **__: Any) -> Any:
+            time.sleep(self.seconds_a_token)
+            return torch.tensor([self.aborts > aborts])
+
         made = self.adapted.get(body["model"], self.model).generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=body["max_tokens"], pad_token_id=0,
-            eos_token_id=body["stop_token_ids"], return_dict_in_generate=True, output_logits=True, **how,
+            eos_token_id=body["stop_token_ids"], return_dict_in_generate=True, output_logits=True, stopping_criteria=StoppingCriteriaList([is_cut]), **how,
         )  # fmt: skip
         tokens = made.sequences[0, ids.shape[1] :].tolist()
         rows = [torch.log_softmax(logits[0].float() / temperature, -1) for logits in made.logits]
-        stopped = tokens[-1] in body["stop_token_ids"]
+        logs = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        if tokens[-1] in body["stop_token_ids"]:
+            reason = "stop"
+        else:
+            reason = "length" if len(tokens) == body["max_tokens"] else "abort"
+        choice = self.make_choice(body, tokens, logs, reason)
+        return 200, {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+    def make_choice(
+        self, body: dict[str, Any], tokens: list[int], logs: list[float], reason: str
+    ) -> dict[str, Any]:
+        """A completion as it is answered, and noted."""
         choice = {
             "index": 0,
-            "finish_reason": "stop" if stopped else "length",
+            "finish_reason": reason,
             "token_ids": tokens,
-            "logprobs": {
-                "token_logprobs": [
-                    float(row[token]) for row, token in zip(rows, tokens, strict=True)
-                ]
-            },
+            "logprobs": {"token_logprobs": logs},
         }
         self.asked.append((body, choice))
-        return 200, {"object": "text_completion", "model": body["model"], "choices": [choice]}
+        self.versions.append(self.version)
+        return choice
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -132,8 +180,14 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def _reply(self, body: dict[str, Any]) -> None:
-        with torch.no_grad():
-            status, found = self.server.answer(self.path, body)
+        with self.server.running:
+            self.server.answering += 1
+        try:
+            with torch.no_grad():
+                status, found = self.server.answer(self.path, body)
+        finally:
+            with self.server.running:
+                self.server.answering -= 1
         content = found if isinstance(found, str) else json.dumps(found)
         self.send_response(status)
         self.end_headers()

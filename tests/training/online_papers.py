@@ -31,7 +31,12 @@ def corrections(
     found = []
     for t, s in zip(trained, sampled, strict=True):
         ratio = (t.sum() - s.sum()).exp()[None] if kind.startswith("sequence") else (t - s).exp()
-        if kind.endswith("mask"):
+        if kind == "decoupled":  # Hilton et al. 2021, eq. 2: no bound on proximal over behavior
+            found.append(ratio)
+        elif kind == "geometric_mask":  # a completion is kept or not, with the weight 1
+            mean = torch.exp((t - s).sum() / len(t)).item()
+            found.append(torch.tensor([1.0 if low <= mean <= high else 0.0], dtype=ratio.dtype))
+        elif kind.endswith("mask"):
             found.append(
                 torch.tensor(
                     [r if low <= r <= high else 0.0 for r in ratio.tolist()], dtype=ratio.dtype
@@ -68,6 +73,10 @@ def paper(
             ratio = ((n - o).sum() / len(n)).exp().expand(len(n))
         if loss_type == "cispo":  # eq. 4 and 5: the weight has no gradient
             terms.append(ratio.detach().clamp(max=high) * a * n)
+        elif loss_type == "dppo":  # Qi et al. 2026, eq. 11 with the binary total variation
+            grown = n.exp() - o.exp()
+            is_kept = grown <= high if a > 0 else grown >= -low
+            terms.append(torch.where(is_kept, ratio * a, 0.0))
         elif loss_type == "rloo":  # the whole completion is one action
             terms.append(clipped((n - o).sum().exp(), a)[None])
         else:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch
@@ -46,6 +47,7 @@ from finetune.training.objectives.policy_losses import (
     estimate_kl,
     find_clipped,
     find_completions,
+    find_corrected,
     is_outside,
     loss_level,
     policy_loss,
@@ -58,6 +60,9 @@ from finetune.training.reference import adapters_off, evaluating
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
 # the share of these ratios that are outside the bounds
 SAMPLING_CORRECTED = "importance_sampling/corrected"
+
+
+SQUARE = "ratio/square"  # their mean square, which the effective sample size is computed from
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,13 @@ class PolicyObjective(Objective):
         head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
         log_probabilities = model(**inputs, head_function=head).double()
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
+        if self.recipe.rollout.max_staleness:
+            log_ratios = log_probabilities.detach() - rollout["sampled"].double()
+            own, oldest = _describe_staleness(
+                log_ratios, batch.step - rollout["versions"].double(), completions, self.recipe
+            )
+            metrics |= own
+            maxima["staleness/max"] = oldest
         if completions.count:
             loss, own_metrics = self._compute_loss(log_probabilities, other, completions, rollout)
             metrics |= own_metrics
@@ -132,7 +144,7 @@ class PolicyObjective(Objective):
         """
         recipe = self.recipe
         level = loss_level(recipe)
-        corrects = recipe.rollout.importance_sampling_correction != "none"
+        corrects = recipe.rollout.importance_sampling_correction != NO_CORRECTION
         sampled = rollout["sampled"].double()
         old = self._choose_old(log_probabilities, sampled, rollout)
         advantages = rollout["advantages"].double()
@@ -149,7 +161,7 @@ class PolicyObjective(Objective):
 
         ratios = compute_ratios(log_probabilities - old, completions, recipe)
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
-        is_clipped = find_clipped(ratios.detach(), advantages, recipe)
+        is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
         metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), level)}
         if corrects:
             sampling_ratios = compute_sampling_ratios(old - sampled, completions, recipe)
@@ -157,7 +169,7 @@ class PolicyObjective(Objective):
             losses = losses * weights
             metrics[SAMPLING_RATIO] = completions.make_mean(sampling_ratios, level)
             metrics[SAMPLING_CORRECTED] = completions.make_mean(
-                (weights != sampling_ratios).double(), level
+                find_corrected(sampling_ratios, recipe).double(), level
             )
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
@@ -175,7 +187,7 @@ class PolicyObjective(Objective):
         """
         if "old" in rollout:
             return rollout["old"].double()
-        if self.recipe.rollout.importance_sampling_correction != "none":
+        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
             return log_probabilities.detach()
         return sampled
 
@@ -204,7 +216,7 @@ class PolicyObjective(Objective):
         names = ["clip_ratio"]
         if self.other_model is not None:
             names.append("kl")
-        if self.recipe.rollout.importance_sampling_correction != "none":
+        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
@@ -214,6 +226,11 @@ class PolicyObjective(Objective):
         """
         keys = self.recipe.rollout
         metrics = {}
+        if keys.vllm_server_base_url is not None:
+            metrics["hand_over_seconds"] = mean(rollout["hand_over"])
+        if keys.max_staleness:
+            metrics["in_flight/cuts"] = mean(rollout["cuts"])
+            metrics["in_flight/dropped_tokens"] = mean(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
             metrics["sampled_groups"] = mean(rollout["groups"])
         if keys.takes_turns:  # as TRL names them
@@ -228,16 +245,14 @@ class PolicyObjective(Objective):
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the effective sample size, as a share of the tokens: 1 where all ratios are
-        alike.
-        """
-        square = means.pop("ratio/mean_square", 0.0)
-        # sums in fp32 may round above 1
-        if square:
-            share = min(1.0, means["ratio/mean"] ** 2 / square)
-        else:
-            share = None
-        return means | ({} if share is None else {"ratio/effective_sample_size": share})
+        """With the effective sample sizes, as shares of the tokens: 1 where ratios are alike."""
+        for name in [name for name in means if name.endswith(SQUARE)]:
+            square = means.pop(name)
+            ratio = name.removesuffix("/square")
+            if square:  # sums in fp32 may round above 1
+                share = min(1.0, means[f"{ratio}/mean"] ** 2 / square)
+                means[f"{ratio}/effective_sample_size"] = share
+        return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
         """The completions that are still to be trained on."""
@@ -333,17 +348,48 @@ def _describe_ratios(
     is_trained = completions.is_trained
     distances = torch.where(is_trained, log_ratios, 0.0).abs()
     ratios = log_ratios.exp()
-    metrics = {
+    return {
         "log_ratio/mean": mean(distances, is_trained),
         "log_ratio/mean_square": mean(distances.square(), is_trained),
-        "ratio/mean": mean(ratios, is_trained),
-        "ratio/mean_square": mean((2 * log_ratios).exp(), is_trained),
         "ratio/outside": mean(is_outside(ratios, bounds).double(), is_trained),
+        **_describe_spread(log_ratios, is_trained),
     }
+
+
+def _describe_spread(log_ratios: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Mean, mean square and histogram of the ratios that count; `counts`: bool[positions]."""
+    ratios = log_ratios.exp()
+    metrics = {"ratio/mean": mean(ratios, counts), SQUARE: mean((2 * log_ratios).exp(), counts)}
     borders_below = torch.stack([ratios > border for border in RATIO_BORDERS]).sum(0)
     for place, name in enumerate(RATIO_SHARES):
-        metrics[name] = mean((borders_below == place).double(), is_trained)
+        metrics[name] = mean((borders_below == place).double(), counts)
     return metrics
+
+
+def _describe_staleness(
+    log_ratios: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(metrics of how old the weights are that sampled, and of the ratios by that; the oldest,
+    0-dim).
+
+    Args:
+        log_ratios: fp64[positions].
+        staleness: fp64[positions]: the steps from the weights that sampled to those of the step.
+        completions: Of the positions.
+        recipe: With `max_staleness`.
+    """
+    keys = recipe.rollout
+    is_trained = completions.is_trained
+    metrics = {"staleness/mean": mean(staleness, is_trained)}
+    # steps of a generation are trained on in turn, the last one after updates of its own
+    generations = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
+    for age in range(keys.max_staleness + 1):
+        is_own = is_trained & (generations == age)
+        metrics[f"staleness/{age}/share"] = mean(is_own.double(), is_trained)
+        for name, pair in _describe_spread(log_ratios, is_own).items():
+            metrics[f"staleness/{age}/{name}"] = pair
+    ages = torch.where(is_trained, staleness, 0.0)
+    return metrics, (ages.max() if len(ages) else ages.new_zeros(())).float()
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
@@ -444,7 +490,7 @@ def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:
     Only a correction of the sampler needs them, once the weights have moved since it sampled.
     """
     keys = recipe.rollout
-    if keys.importance_sampling_correction == "none" or keys.updates_per_generation == 1:
+    if keys.importance_sampling_correction == NO_CORRECTION or keys.updates_per_generation == 1:
         return None
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from finetune.config.methods import POLICY_LOSSES, PolicyLoss
+from finetune.config.methods import CORRECTIONS, POLICY_LOSSES, PolicyLoss
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch
 from finetune.training.objectives.preference import mean
@@ -101,14 +101,16 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
     """The lowest and the highest ratio that the recipe's loss follows: 1 - epsilon and 1 +
     epsilon_high (DAPO).
     """
-    keys = recipe.rollout
-    if keys.epsilon_high is None:
-        high = keys.epsilon
-    else:
-        high = keys.epsilon_high
+    low, high = _epsilons(recipe)
     if policy_loss(recipe).bound == "weight":
         return 0.0, high
-    return 1 - keys.epsilon, 1 + high
+    return 1 - low, 1 + high
+
+
+def _epsilons(recipe: Recipe) -> tuple[float, float]:
+    """(epsilon, epsilon_high), the second the first where it is null."""
+    keys = recipe.rollout
+    return keys.epsilon, keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
 
 
 def is_outside(ratios: Tensor, bounds: tuple[float, float]) -> Tensor:
@@ -120,8 +122,8 @@ def is_outside(ratios: Tensor, bounds: tuple[float, float]) -> Tensor:
 def compute_losses(
     ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
 ) -> Tensor:
-    """Computes the bounded losses: PPO's clipped surrogate, or the log-probability under a bounded
-    weight (CISPO).
+    """Computes the bounded losses: PPO's clipped surrogate, the log-probability under a bounded
+    weight (CISPO), or the surrogate of the tokens whose probability has not moved too far (DPPO).
 
     Args:
         ratios: At `loss_level`.
@@ -133,59 +135,86 @@ def compute_losses(
         At `loss_level`.
     """
     low, high = ratio_bounds(recipe)
-    if policy_loss(recipe).bound == "weight":
+    bound = policy_loss(recipe).bound
+    if bound == "weight":
         return -ratios.detach().clamp(max=high) * advantages * log_probabilities
+    if bound == "difference":
+        is_dropped = find_clipped(ratios, advantages, log_probabilities, recipe)
+        return torch.where(is_dropped, 0.0, -(ratios * advantages))
     return -torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
 
 
-def find_clipped(ratios: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
+def find_clipped(
+    ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
+) -> Tensor:
     """Whether the bounds take each loss its gradient; bool, at `loss_level` like `ratios` and
     `advantages`.
 
     The surrogate keeps it where the ratio went against the advantage: bad tokens that grew, good
-    ones that shrank.
+    ones that shrank. So does the difference of probabilities, under which a token with the
+    advantage 0 counts as bad.
     """
+    bound = policy_loss(recipe).bound
+    if bound == "difference":
+        low, high = _epsilons(recipe)
+        grown = (log_probabilities.exp() * (1 - 1 / ratios)).detach()
+        return torch.where(advantages > 0, grown > high, grown < -low)
     is_clipped = is_outside(ratios, ratio_bounds(recipe))
-    if policy_loss(recipe).bound == "weight":
+    if bound == "weight":
         return is_clipped
     return is_clipped & ((ratios - 1) * advantages > 0)
 
 
 def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
-    """Computes by how much training and sampling differ: the ratios of their probabilities under
-    the same weights.
+    """Computes by how much training and sampling differ: the ratios of their probabilities.
 
     Args:
         log_ratios: [positions], of single tokens.
         completions: Of the positions.
-        recipe: `importance_sampling_correction` says whether a ratio is a token's or a whole
-            sequence's.
+        recipe: The row of `CORRECTIONS` says whether a ratio is a token's, a whole sequence's or
+            the geometric mean of its tokens'.
 
     Returns:
         At `loss_level`; a sequence's ratio is repeated for its tokens where they have losses of
         their own.
     """
-    if recipe.rollout.importance_sampling_correction.startswith("token"):
+    level = CORRECTIONS[recipe.rollout.importance_sampling_correction].level
+    if level == "token":
         return log_ratios.exp()
-    of_sequences = completions.sum(log_ratios)
+    if level == "sequence":
+        of_sequences = completions.sum(log_ratios)
+    else:
+        of_sequences = completions.average(log_ratios)
     if loss_level(recipe) is Level.TOKEN:
         return completions.repeat(of_sequences).exp()
     return of_sequences.exp()
 
 
 def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
-    """The weights of the losses: `ratios` that are truncated to their bounds, or set to 0 outside
-    of them.
-
-    Truncated: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training". Masked: Liu et al. 2025, "When Speed Kills Stability".
+    """The weights of the losses under the recipe's row of `CORRECTIONS`, which names its paper;
+    arguments and result are at `loss_level`.
     """
     keys = recipe.rollout
+    correction = CORRECTIONS[keys.importance_sampling_correction]
     low = keys.importance_sampling_clip_min or 0.0
     high = keys.importance_sampling_clip_max
-    if keys.importance_sampling_correction.endswith("truncate"):
+    if correction.beyond == "ratio":
+        return ratios
+    if correction.beyond == "bound":
         return ratios.clamp(low, high)
-    return torch.where(is_outside(ratios, (low, high)), 0.0, ratios)
+    within = ratios if correction.is_weighted else torch.ones_like(ratios)
+    return torch.where(find_corrected(ratios, recipe), 0.0, within)
+
+
+def find_corrected(ratios: Tensor, recipe: Recipe) -> Tensor:
+    """Whether each ratio of training to sampling is beyond the bounds, and has another weight;
+    bool, at `loss_level`.
+    """
+    keys = recipe.rollout
+    if CORRECTIONS[keys.importance_sampling_correction].beyond == "ratio":
+        return torch.zeros_like(ratios, dtype=torch.bool)
+    low = keys.importance_sampling_clip_min or 0.0
+    return is_outside(ratios, (low, keys.importance_sampling_clip_max))
 
 
 def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""Requests that a server answers while the model trains, and what a change of weights does to them.
+
+Threads of the main rank hold them. A change of weights cuts them; then they are continued from
+where they were cut, or begin again. Each token knows the weights that sampled it: no request is on
+its way while the weights change.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+
+CUT_SECONDS = 0.2  # after which requests that reached a paused server late are cut again
+SILENT_SECONDS = 10.0  # after which a server that is waited for is asked whether it is there
+
+Ask = Callable[[Request, Sampling], Sampled]
+"""What a server answers to a request; `Ended.ABORTED` where a change of weights has cut it."""
+
+
+def start(action: Callable[[], Any]) -> "Future[Any]":
+    """The result of an action in a thread that does not keep the process from ending."""
+    future: Future[Any] = Future()
+    threading.Thread(target=_settle, args=(future, action), daemon=True).start()
+    return future
+
+
+def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:
+    try:
+        future.set_result(action())
+    except BaseException as error:  # raised where the result is asked for
+        future.set_exception(error)
+
+
+def wait_for(future: "Future[Any]", is_there: Callable[[], object]) -> Any:
+    """The result of `future`; `is_there`, asked every SILENT_SECONDS meanwhile, raises where the
+    server is gone.
+    """
+    while True:
+        try:
+            return future.result(SILENT_SECONDS)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            is_there()
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """The requests of one step of prompts, in order."""
+
+    weights: str  # the name of those that it was submitted with
+    names: list[str]  # of the requests
+    answers: "list[Future[Sampled]]"
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Requests by the step of their prompts, and the gate through which each goes to the server."""
+
+    ask: Ask
+    threads: int
+    keeps: bool  # whether a request that was cut continues from there; else it begins again
+    flights: dict[int, Flight] = field(default_factory=dict)
+    _gate: threading.Condition = field(default_factory=threading.Condition)
+    _version: int | None = None  # of the weights that the server has; None: the gate is closed
+    _asking: int = 0  # requests on their way
+    _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
+        default_factory=SimpleQueue
+    )
+    _has_threads: bool = False
+
+    def open(self, version: int) -> None:
+        """Lets requests go to the server, whose weights are those after `version` steps."""
+        with self._gate:
+            self._version = version
+            self._gate.notify_all()
+
+    def close(self, cut: Callable[[], object], seconds: float) -> None:
+        """Holds requests back, and waits until none is on its way.
+
+        Args:
+            cut: Has the server end what it is computing; not called where that is nothing.
+            seconds: How long that may take.
+
+        Raises `UserError` after them.
+        """
+        deadline = time.monotonic() + seconds
+        with self._gate:
+            self._version = None
+        while self._asking:
+            cut()
+            with self._gate:
+                self._gate.wait_for(lambda: not self._asking, CUT_SECONDS)
+            if self._asking and time.monotonic() > deadline:
+                raise UserError(
+                    f"vllm_server_base_url: {self._asking} completions were not cut within "
+                    f"{seconds:g} s of a change of weights; is the server still there?"
+                )
+
+    def submit(
+        self,
+        number: int,
+        weights: str,
+        requests: Mapping[str, Request],
+        sampling: Sampling,
+        known: Mapping[str, Sampled],
+        note: Callable[[str, Sampled], None],
+    ) -> None:
+        """Asks for completions of `requests`, by their names, except those that are `known`.
+
+        Args:
+            number: The step of their prompts.
+            weights: The name of the weights that the server has.
+            requests: In order.
+            sampling: Of all of them.
+            known: Completions by the names of their requests; one without tokens was lost, and is
+                counted as cut.
+            note: Keeps a completion as soon as it is there.
+        """
+        if not self._has_threads:
+            self._has_threads = True
+            for _ in range(self.threads):
+                threading.Thread(target=self._work, daemon=True).start()
+        answers = []
+        for name, request in requests.items():
+            future: Future[Sampled] = Future()
+            before = known.get(name, NOTHING)
+            if before.token_ids:
+                future.set_result(before)
+            else:
+                self._waiting.put((future, self._make_task(name, request, sampling, before, note)))
+            answers.append(future)
+        self.flights[number] = Flight(weights, list(requests), answers)
+
+    def take(self, number: int, is_there: Callable[[], object]) -> list[Sampled]:
+        """The completions of the prompts of step `number`, once all are there.
+
+        `is_there`: of `wait_for`. Raises what went wrong with one of them.
+        """
+        flight = self.flights[number]
+        taken = [wait_for(answer, is_there) for answer in flight.answers]
+        del self.flights[number]
+        return taken
+
+    def describe_lines(self) -> Iterator[dict[str, Any]]:
+        """A line for each request: its name, the weights that it was submitted with, and its
+        completion, where that is there.
+        """
+        for number, flight in self.flights.items():
+            for name, answer in zip(flight.names, flight.answers, strict=True):
+                is_there = answer.done() and answer.exception() is None
+                yield {
+                    "prompts_step": number,
+                    "request": name,
+                    "weights": flight.weights,
+                    "sampled": answer.result().as_json() if is_there else None,
+                }
+
+    def _work(self) -> None:
+        while True:
+            future, task = self._waiting.get()
+            _settle(future, task)
+
+    def _make_task(
+        self,
+        name: str,
+        request: Request,
+        sampling: Sampling,
+        before: Sampled,
+        note: Callable[[str, Sampled], None],
+    ) -> Callable[[], Sampled]:
+        def task() -> Sampled:
+            sampled = self._complete(request, sampling, before)
+            note(name, sampled)
+            return sampled
+
+        return task
+
+    def _complete(self, request: Request, sampling: Sampling, so_far: Sampled) -> Sampled:
+        """The whole completion, however often a change of weights cuts it."""
+        most = sampling.limit(request)
+        while True:
+            with self._passed() as version:
+                answer = self.ask(_continue(request, so_far, most), sampling)
+            answer = replace(answer, versions=[version] * len(answer.token_ids))
+            if answer.ended is not Ended.ABORTED:
+                return so_far.join(answer)
+            if self.keeps:
+                so_far = so_far.join(answer)
+            else:
+                so_far = replace(so_far, dropped=so_far.dropped + len(answer.token_ids))
+            so_far = replace(so_far, cuts=so_far.cuts + 1)
+            if len(so_far.token_ids) == most:  # cut after its last token
+                return replace(so_far, ended=Ended.CUT)
+
+    @contextmanager
+    def _passed(self) -> Iterator[int]:
+        """For the block a request is on its way; the value is the version of the weights."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._version is not None)
+            version = self._version
+            self._asking += 1
+        assert version is not None
+        try:
+            yield version
+        finally:
+            with self._gate:
+                self._asking -= 1
+                self._gate.notify_all()
+
+
+NOTHING = Sampled([], [], 0.0, Ended.CUT)
+LOST = replace(NOTHING, cuts=1)  # a request whose completion was not there when the run was stopped
+
+
+def _continue(request: Request, so_far: Sampled, most: int) -> Request:
+    """The request for what follows on `so_far`; with random numbers of its own, since a server
+    would draw the first ones again.
+    """
+    made = so_far.token_ids
+    if not made:
+        return request
+    seed = (*request.seed, len(made))
+    return Request((*request.prompt_ids, *made), seed, most - len(made))
+
+
+def read_lines(lines: Sequence[Mapping[str, Any]]) -> dict[str, Sampled]:
+    """Completions by the names of their requests, as `describe_lines` has described them; `LOST`
+    where there was none yet.
+    """
+    return {
+        line["request"]: Sampled.of_json(line["sampled"]) if line["sampled"] else LOST
+        for line in lines
+    }
