@@ -33,7 +33,7 @@ class RecipeKeys(TypedDict, total=False):
     pipeline_schedule: Literal['1f1b', 'interleaved_1f1b']
     method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'grpo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
     beta: float
-    loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++', 'pointwise', 'pairwise', 'listwise', 'listnet']
+    loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++', 'dppo', 'pointwise', 'pairwise', 'listwise', 'listnet']
     rpo_alpha: float | None
     simpo_gamma: float
     desirable_weight: float
@@ -62,11 +62,13 @@ class RecipeKeys(TypedDict, total=False):
     per_device_generation_batch_size: int
     vllm_server_base_url: str | None
     vllm_server_timeout: float
+    max_staleness: int
+    in_flight: Literal['keep', 'restart']
     scale_rewards: Literal['group', 'batch', 'none']
     epsilon: float
     epsilon_high: float | None
     importance_sampling_level: Literal['token', 'sequence']
-    importance_sampling_correction: Literal['none', 'token_truncate', 'token_mask', 'sequence_truncate', 'sequence_mask']
+    importance_sampling_correction: Literal['none', 'token_truncate', 'token_mask', 'sequence_truncate', 'sequence_mask', 'geometric_mask', 'decoupled']
     importance_sampling_clip_max: float
     importance_sampling_clip_min: float | None
     soft_punish_cache: int | None

@@ -11,7 +11,7 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import is_factory_v1
-from finetune.convert.model_names import guess_family, report_turn_end
+from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_end
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
 DIONS_MUON = (
@@ -83,7 +83,8 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         _adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
         _adapt_automodel(settings, conversion)
-    decays_all = tool in ("torchtune", "Automodel") or settings.get("use_muon")
+    is_v1 = tool == "LLaMA-Factory" and is_factory_v1(yaml.safe_load(text))
+    decays_all = tool in ("torchtune", "Automodel") or is_v1 or settings.get("use_muon")
     if (
         decays_all
         and not conversion.recipe.get("use_peft")
@@ -165,7 +166,7 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if is_factory_v1(yaml.safe_load(text)):
-        conversion.remarks.append(V1_COMMAND)
+        conversion.remarks += [V1_COMMAND, HEADER_TRAINED]
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":

@@ -457,6 +457,7 @@ SPACE_TRAINED = (
 )
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
+HEADER_TRAINED = "chat_template: the header of an answer is trained too there, about three tokens"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
@@ -546,9 +547,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False
     ):
-        conversion.remarks.append(
-            "chat_template: the header of an answer is trained too there, about three tokens"
-        )
+        conversion.remarks.append(HEADER_TRAINED)
 
 
 def _add_mistral_turns(model: str, conversion: Conversion) -> None:

@@ -142,7 +142,6 @@ V1_DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 1e-4,
     "num_train_epochs": 3,
     "bf16": True,
-    "pure_bf16": True,
     "lr_scheduler_type": "constant",
     "weight_decay": 0.01,
     "logging_steps": 1,
@@ -279,6 +278,8 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed["fsdp"] = "full_shard"
     elif sharding:
         renamed["deepspeed"] = sharding
+    elif kind == "full":
+        renamed["bf16"] = False  # which FSDP2 alone reads; the weights are in float32
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
     if has_images or settings.get("model_class") == "other":  # not a causal text model's class

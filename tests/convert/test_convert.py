@@ -1342,16 +1342,27 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
         "lora_alpha": 32, "lora_target_modules": "all-linear", "packing": False, "accelerate_config": "fsdp_full_shard_auto",
     }  # fmt: skip
     assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
-    full, _, _ = converted(
-        V1.replace("peft_config: {name: lora, r: 16,", "kernel_config: {").replace(
-            "dist_config", "#"
-        )
-    )
-    assert (full["dtype"], "use_peft" in full) == (
-        "bfloat16",
-        False,
-    )  # parameters in the dtype of the files
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
+
+
+@pytest.mark.parametrize("sharding", ["dist_config: {name: fsdp2}", ""])
+def test_all_weights_of_llama_factorys_v1_are_in_float32_and_what_else_is_trained_there_is_listed(
+    converted: Convert, sharding: str
+) -> None:
+    """v1/core/model_engine.py: model.to(float32) without adapters; FSDP2 alone reads bf16.
+
+    v1/core/base_trainer.py: AdamW on every parameter, in one group. v1/core/utils/rendering.py: an
+    assistant's message has one weight, its header too.
+    """
+    lines = [line for line in V1.splitlines() if not line.startswith(("peft", "dist"))]
+    full, said, _ = converted("\n".join([*lines, sharding, ""]))
+    layout = "fsdp_full_shard_auto" if sharding else None
+    assert (full.get("dtype"), full.get("accelerate_config")) == (None, layout)
+    assert "norms and biases are decayed too there" in said
+    assert "the header of an answer is trained too there" in said
+    _, said, _ = converted(V1)
+    assert "norms and biases are decayed too there" not in said  # adapters have neither
+    assert "the header of an answer is trained too there" in said
 
 
 @pytest.mark.parametrize(
