@@ -121,7 +121,7 @@ class Sampler:
                 request._replace(prompt_ids=tuple(ids))
                 for request, ids in zip(requests, prompts, strict=True)
             ]
-        sample = partial(self._sample, sampling)
+        sample = partial(self._sample_requests, sampling)
         if taken is not None:
             sampled = taken
         elif self.tools is None:
@@ -134,7 +134,7 @@ class Sampler:
         by_name = dict(zip(scoring, scored["by_function"], strict=True))
         failures = scored["failures"]
         for model in self.reward_models:
-            by_name[model.name], failed = self._score_by(model, rows, sampled, messages)
+            by_name[model.name], failed = self._score_by_model(model, rows, sampled, messages)
             failures += failed
         ordered = [by_name[name] for name in self.reward_names]
         scores = np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered))
@@ -188,9 +188,9 @@ class Sampler:
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
         return RowOptions(self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts)
 
-    def _sample(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """A completion of each request; each rank samples a share, those of a tensor parallel group
-        the same.
+    def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
+        """A completion of each request. Each tensor parallel group samples a share, which all of
+        its ranks compute.
         """
         assert self.engine is not None
         groups = self.world.tensor_group_count
@@ -199,8 +199,9 @@ class Sampler:
         end = len(requests) * (index + 1) // groups
         own = self.engine.sample(requests[first:end], sampling)
         by_rank = self.world.gather([completion.as_json() for completion in own])
-        stage = self.world.stage_size  # the ranks of the others have the same completions
-        one_of_each_group = by_rank[: stage : stage // groups]
+        # one rank of each group of the first stage; the others have the same completions
+        ranks = self.world.stage_size
+        one_of_each_group = by_rank[: ranks : ranks // groups]
         return [Sampled.of_json(values) for values in chain.from_iterable(one_of_each_group)]
 
     def score(
@@ -254,7 +255,7 @@ class Sampler:
             )
         return completions
 
-    def _score_by(
+    def _score_by_model(
         self,
         model: RewardModel,
         rows: Sequence[Mapping[str, Any]],
@@ -325,7 +326,7 @@ class Rollouts:
             self._held.clear()
             taken = self._take(step) if self._is_ahead else {}
             for prompts_step, later in self._list_generation(step):
-                rollout = self._sample(prompts_step, later, taken.get(prompts_step))
+                rollout = self._sample_step(prompts_step, later, taken.get(prompts_step))
                 if self.sampler.recipe.rollout.vllm_server_base_url is not None:
                     seconds = self._engine.hand_over_seconds
                     rollout = replace(rollout, hand_over_seconds=seconds)
@@ -399,11 +400,14 @@ class Rollouts:
         iteration, number = divmod(within, min(keys.steps_per_generation, left))
         return before * keys.steps_per_generation + number, iteration
 
-    def _sample(self, number: int, step: int, taken: list[Sampled] | None = None) -> Rollout:
-        """The completions of the prompts of step `number`; groups without signal are replaced as
-        the recipe says.
+    def _sample_step(self, number: int, step: int, taken: list[Sampled] | None = None) -> Rollout:
+        """Samples completions of the prompts of a step. Groups whose rewards are all equal are
+        replaced by those of other prompts, `max_num_gen_batches` times at most.
 
-        `taken`: those that have been sampled before the step.
+        Args:
+            number: The step whose prompts are drawn.
+            step: The step that seeds the completions and trains on them.
+            taken: The completions, where they have been sampled before the step.
         """
         recipe = self.sampler.recipe
         generations = recipe.rollout.num_generations
@@ -414,16 +418,17 @@ class Rollouts:
         drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
         others = iter(drawn[~np.isin(drawn, example_ids)])
         for _ in range(1, recipe.rollout.max_num_gen_batches):
-            ids = np.fromiter(islice(others, int((rollout.deviations() == 0).sum())), np.int64)
+            is_flat = rollout.deviations() == 0
+            ids = np.fromiter(islice(others, int(is_flat.sum())), np.int64)
             if not len(ids):
                 break
             more = self.sampler.roll_out(
                 examples, ids, step, generations, first_place=rollout.sampled_groups
             )
             rollout = rollout.join(more)
-            rollout = rollout.select(
-                np.argsort(rollout.deviations() == 0, kind="stable")[: len(example_ids)]
-            )
+            # groups with signal first, no more than the step has prompts
+            order = np.argsort(rollout.deviations() == 0, kind="stable")
+            rollout = rollout.select(order[: len(example_ids)])
         if recipe.rollout.max_num_gen_batches > 1 and (rollout.deviations() > 0).any():
             rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
         if self.score is None:

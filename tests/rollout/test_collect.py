@@ -68,7 +68,7 @@ def make_rollouts(
 
 def test_flat_groups_are_drawn_again_until_there_are_enough() -> None:
     rollouts, asked = make_rollouts(1, lambda i: i % 3 > 0, "max_num_gen_batches=50")
-    found = rollouts._sample(0, 0)
+    found = rollouts._sample_step(0, 0)
     assert (
         found.example_ids[::GENERATIONS].tolist()[:2] == [0, 3]
         and len(found.rewards) == SIZE * GENERATIONS
@@ -82,17 +82,17 @@ def test_flat_groups_are_drawn_again_until_there_are_enough() -> None:
     ).tolist()[:-1]
     assert found.sampled_groups == len(drawn) and found.flat_groups == sum(i % 3 > 0 for i in drawn)
     again, _ = make_rollouts(1, lambda i: i % 3 > 0, "max_num_gen_batches=50")
-    assert again._sample(0, 0).example_ids.tolist() == found.example_ids.tolist()
+    assert again._sample_step(0, 0).example_ids.tolist() == found.example_ids.tolist()
 
 
 @pytest.mark.parametrize(("signal", "groups"), [({0}, 1), (set(), SIZE)])
 def test_the_draws_are_bounded(signal: set[int], groups: int) -> None:
     """Fewer groups where the bound is reached; all of them where none has a signal, which then teach nothing."""
     rollouts, asked = make_rollouts(1, lambda i: i not in signal, "max_num_gen_batches=3")
-    found = rollouts._sample(0, 0)
+    found = rollouts._sample_step(0, 0)
     assert len(asked) == 3 and len(found.rewards) == groups * GENERATIONS
     every, asked = make_rollouts(1, lambda i: True, "max_num_gen_batches=99")
-    every._sample(0, 0)
+    every._sample_step(0, 0)
     assert sum(len(ids) for _, ids, _ in asked) == EXAMPLES  # no prompt twice in a step
 
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_of_another_length_says_what_it_lacks(tmp_path: Path) -> N
             SimpleNamespace(forget=lambda: None),
         )  # type: ignore[misc]
     short, longer = runs
-    short._held.update({number: short._sample(number, number) for number in range(3)})
+    short._held.update({number: short._sample_step(number, number) for number in range(3)})
     for name, content in short.describe_files(1).items():
         (tmp_path / name).write_bytes(content)
     short.resume(tmp_path, 1)

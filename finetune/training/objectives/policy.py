@@ -54,7 +54,7 @@ from finetune.training.objectives.policy_losses import (
     ratio_bounds,
     sum_losses,
 )
-from finetune.training.objectives.preference import mean
+from finetune.training.objectives.preference import sum_and_count
 from finetune.training.reference import adapters_off, evaluating
 
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
@@ -127,43 +127,49 @@ class PolicyObjective(Objective):
             loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima
         )
 
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether the loss is weighed by the ratio of training to sampling."""
+        return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
+
     def _compute_loss(
         self,
         log_probabilities: Tensor,
-        other: Tensor | None,
+        other_log_probabilities: Tensor | None,
         completions: Completions,
         rollout: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the loss summed over a micro-batch, 0-dim; the metrics that its stages yield).
+        """Returns the summed loss of a micro-batch (0-dim), and by name the metrics of the ratio,
+        the correction and the KL divergence, [2] each: a sum, and what it is divided by.
 
         Args:
             log_probabilities: fp64[positions], of the model in training, with their graph.
-            other: fp64[positions], of the reference or the teacher; None without one.
-            completions: Of the positions.
-            rollout: Of `MicroBatch`.
+            other_log_probabilities: fp64[positions], of the reference or the teacher; None without
+                one.
+            completions: The completions at these positions.
+            rollout: The columns of the micro-batch.
         """
         recipe = self.recipe
         level = loss_level(recipe)
-        corrects = recipe.rollout.importance_sampling_correction != NO_CORRECTION
         sampled = rollout["sampled"].double()
         old = self._choose_old(log_probabilities, sampled, rollout)
         advantages = rollout["advantages"].double()
         if level is Level.TOKEN:
-            advantages = completions.repeat(advantages)
+            advantages = completions.repeat(advantages)  # [positions]
         kl = None
-        if other is not None and recipe.method_facts.needs_teacher:
-            # The reverse KL divergence's own estimate is the difference of log-probabilities; its
-            # negative is the advantage (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
-            kl = sampled - other
+        if other_log_probabilities is not None and recipe.method_facts.needs_teacher:
+            # log p_student - log p_teacher estimates the reverse KL divergence of a token; the
+            # advantage is its negative (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2)
+            kl = sampled - other_log_probabilities
             advantages = advantages - kl
-        elif other is not None:
-            kl = estimate_kl(log_probabilities, other)
+        elif other_log_probabilities is not None:
+            kl = estimate_kl(log_probabilities, other_log_probabilities)
 
         ratios = compute_ratios(log_probabilities - old, completions, recipe)
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
         is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
         metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), level)}
-        if corrects:
+        if self.corrects_sampling:
             sampling_ratios = compute_sampling_ratios(old - sampled, completions, recipe)
             weights = bound_sampling_ratios(sampling_ratios, recipe)
             losses = losses * weights
@@ -187,7 +193,7 @@ class PolicyObjective(Objective):
         """
         if "old" in rollout:
             return rollout["old"].double()
-        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
+        if self.corrects_sampling:
             return log_probabilities.detach()
         return sampled
 
@@ -216,32 +222,32 @@ class PolicyObjective(Objective):
         names = ["clip_ratio"]
         if self.other_model is not None:
             names.append("kl")
-        if self.recipe.rollout.importance_sampling_correction != NO_CORRECTION:
+        if self.corrects_sampling:
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
     def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics that some recipes have alone: of dynamic sampling, tools and each reward
-        function.
+        """Metrics that only some recipes have: of a server, dynamic sampling, tools and each reward
+        function. A score that is not a number says that the function does not apply.
         """
         keys = self.recipe.rollout
         metrics = {}
         if keys.vllm_server_base_url is not None:
-            metrics["hand_over_seconds"] = mean(rollout["hand_over"])
+            metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
-            metrics["in_flight/cuts"] = mean(rollout["cuts"])
-            metrics["in_flight/dropped_tokens"] = mean(rollout["dropped"])
+            metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
+            metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
-            metrics["sampled_groups"] = mean(rollout["groups"])
+            metrics["sampled_groups"] = sum_and_count(rollout["groups"])
         if keys.takes_turns:  # as TRL names them
-            metrics["tools/call_frequency"] = mean(rollout["calls"])
+            metrics["tools/call_frequency"] = sum_and_count(rollout["calls"])
             metrics["tools/failure_frequency"] = torch.stack(
                 [rollout["failed_calls"].sum(), rollout["calls"].sum()]
             )
         for name, scores in zip(
             self.rollouts.sampler.reward_names, rollout["scores"].T, strict=True
         ):
-            metrics[f"rewards/{name}"] = mean(scores.nan_to_num(), ~scores.isnan())
+            metrics[f"rewards/{name}"] = sum_and_count(scores.nan_to_num(), ~scores.isnan())
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
@@ -319,20 +325,23 @@ class HeldOutRewards(Objective):
         columns = rows.to(micro_batch.labels.device).T
         metrics = {}
         for name, column in zip(names, columns, strict=True):
-            metrics[name] = mean(column.nan_to_num(), ~column.isnan()).float()
+            metrics[name] = sum_and_count(column.nan_to_num(), ~column.isnan()).float()
         return Measured(-columns[0].nan_to_num().sum(), metrics)
 
 
 def _describe_completions(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of a micro-batch's completions, from the columns that the rollout has of them."""
+    """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
+
+    `rollout`: the columns that `completion_rows` makes, [completions] each.
+    """
     rewards = rollout["rewards"]
     return {
-        "reward": mean(rewards.nan_to_num(), ~rewards.isnan()),
-        "reward_std": mean(rollout["deviations"]),
-        "frac_reward_zero_std": mean(rollout["flat"]),
-        "reward_failures": mean(rollout["failed"]),
-        "completions/mean_length": mean(rollout["tokens"]),
-        "completions/clipped_ratio": mean(rollout["is_cut"]),
+        "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
+        "reward_std": sum_and_count(rollout["deviations"]),
+        "frac_reward_zero_std": sum_and_count(rollout["flat"]),
+        "reward_failures": sum_and_count(rollout["failed"]),
+        "completions/mean_length": sum_and_count(rollout["tokens"]),
+        "completions/clipped_ratio": sum_and_count(rollout["is_cut"]),
         "entropy": torch.stack(
             [rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]
         ),
@@ -349,9 +358,9 @@ def _describe_ratios(
     distances = torch.where(is_trained, log_ratios, 0.0).abs()
     ratios = log_ratios.exp()
     return {
-        "log_ratio/mean": mean(distances, is_trained),
-        "log_ratio/mean_square": mean(distances.square(), is_trained),
-        "ratio/outside": mean(is_outside(ratios, bounds).double(), is_trained),
+        "log_ratio/mean": sum_and_count(distances, is_trained),
+        "log_ratio/mean_square": sum_and_count(distances.square(), is_trained),
+        "ratio/outside": sum_and_count(is_outside(ratios, bounds).double(), is_trained),
         **_describe_spread(log_ratios, is_trained),
     }
 
@@ -359,10 +368,13 @@ def _describe_ratios(
 def _describe_spread(log_ratios: Tensor, counts: Tensor) -> dict[str, Tensor]:
     """Mean, mean square and histogram of the ratios that count; `counts`: bool[positions]."""
     ratios = log_ratios.exp()
-    metrics = {"ratio/mean": mean(ratios, counts), SQUARE: mean((2 * log_ratios).exp(), counts)}
+    metrics = {
+        "ratio/mean": sum_and_count(ratios, counts),
+        SQUARE: sum_and_count((2 * log_ratios).exp(), counts),
+    }
     borders_below = torch.stack([ratios > border for border in RATIO_BORDERS]).sum(0)
     for place, name in enumerate(RATIO_SHARES):
-        metrics[name] = mean((borders_below == place).double(), counts)
+        metrics[name] = sum_and_count((borders_below == place).double(), counts)
     return metrics
 
 
@@ -380,12 +392,12 @@ def _describe_staleness(
     """
     keys = recipe.rollout
     is_trained = completions.is_trained
-    metrics = {"staleness/mean": mean(staleness, is_trained)}
+    metrics = {"staleness/mean": sum_and_count(staleness, is_trained)}
     # steps of a generation are trained on in turn, the last one after updates of its own
     generations = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
     for age in range(keys.max_staleness + 1):
         is_own = is_trained & (generations == age)
-        metrics[f"staleness/{age}/share"] = mean(is_own.double(), is_trained)
+        metrics[f"staleness/{age}/share"] = sum_and_count(is_own.double(), is_trained)
         for name, pair in _describe_spread(log_ratios, is_own).items():
             metrics[f"staleness/{age}/{name}"] = pair
     ages = torch.where(is_trained, staleness, 0.0)
@@ -464,23 +476,23 @@ def _make_engine(
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
-    """The teacher or reference: a model of its own, or the trained one without adapters; None where
-    none is asked.
+    """Returns what asks the teacher or the reference: a second, frozen model, or the trained one
+    without its adapters. None where neither is asked.
     """
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 
-    def ask_own_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    def ask_second_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
         assert teacher is not None
         with torch.no_grad():
             return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
-    def ask_base(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         with evaluating(model), adapters_off(model):
             return model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     if teacher is not None:
-        return ask_own_model
-    return ask_base if recipe.method.beta else None
+        return ask_second_model
+    return ask_without_adapters if recipe.method.beta else None
 
 
 def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:

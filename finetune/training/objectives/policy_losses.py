@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.config.methods import CORRECTIONS, POLICY_LOSSES, PolicyLoss
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch
-from finetune.training.objectives.preference import mean
+from finetune.training.objectives.preference import sum_and_count
 
 
 class Level(Enum):
@@ -53,7 +53,7 @@ class Completions:
 
         Positions without a label do not count.
         """
-        return mean(values, self.is_trained if level is Level.TOKEN else None)
+        return sum_and_count(values, self.is_trained if level is Level.TOKEN else None)
 
 
 def find_completions(micro_batch: MicroBatch) -> Completions:

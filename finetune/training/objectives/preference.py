@@ -75,7 +75,9 @@ def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor
     answers. Source: Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda.
     """
     log_odds_ratio = averages.margin - (_log1mexp(averages.chosen) - _log1mexp(averages.rejected))
-    return -keys.beta * F.logsigmoid(log_odds_ratio), {"log_odds_chosen": mean(log_odds_ratio)}
+    return -keys.beta * F.logsigmoid(log_odds_ratio), {
+        "log_odds_chosen": sum_and_count(log_odds_ratio)
+    }
 
 
 def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
@@ -178,12 +180,12 @@ class PreferenceObjective(Objective):
             metrics["nll_loss"] = torch.stack([-policy.chosen.sum(), lengths.chosen.sum()])
         margins = self.keys.beta * rewards.margin
         metrics |= {
-            "rewards/chosen": mean(self.keys.beta * rewards.chosen),
-            "rewards/rejected": mean(self.keys.beta * rewards.rejected),
-            "rewards/margins": mean(margins),
-            "rewards/accuracies": mean((margins > 0).double()),
-            "logps/chosen": mean(shown.chosen),
-            "logps/rejected": mean(shown.rejected),
+            "rewards/chosen": sum_and_count(self.keys.beta * rewards.chosen),
+            "rewards/rejected": sum_and_count(self.keys.beta * rewards.rejected),
+            "rewards/margins": sum_and_count(margins),
+            "rewards/accuracies": sum_and_count((margins > 0).double()),
+            "logps/chosen": sum_and_count(shown.chosen),
+            "logps/rejected": sum_and_count(shown.rejected),
         }
         return Measured(
             share_of(loss.float(), self.sequence_group),
@@ -220,7 +222,7 @@ class RatingObjective(Objective):
                 log_probabilities, _ = sum_log_probabilities(
                     model, other, other.inputs, self.sequence_group
                 )
-                total += mean(log_probabilities - self.reference(model, other))
+                total += sum_and_count(log_probabilities - self.reference(model, other))
         world.sum(total)
         return replace(self, kl=(total[0] / total[1].clamp(min=1)).clamp(min=0))
 
@@ -244,10 +246,10 @@ class RatingObjective(Objective):
         losses = kto_losses(policy - reference, desirable, kl, self.keys)
         rewards = self.keys.beta * (policy - reference)
         metrics = {
-            "rewards/chosen": mean(rewards, desirable),
-            "rewards/rejected": mean(rewards, ~desirable),
-            "logps/chosen": mean(policy, desirable),
-            "logps/rejected": mean(policy, ~desirable),
+            "rewards/chosen": sum_and_count(rewards, desirable),
+            "rewards/rejected": sum_and_count(rewards, ~desirable),
+            "logps/chosen": sum_and_count(policy, desirable),
+            "logps/rejected": sum_and_count(policy, ~desirable),
             "kl": torch.stack([kl, torch.ones_like(kl)]),
         }
         return Measured(
@@ -272,8 +274,10 @@ def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
     return loss / sequence_group.size()
 
 
-def mean(values: Tensor, where: Tensor | None = None) -> Tensor:
-    """A metric that is the mean of `values` (of those `where`): their sum, and their number."""
+def sum_and_count(values: Tensor, where: Tensor | None = None) -> Tensor:
+    """A metric that is a mean, as ranks add it up: fp64[2], the sum of `values` (of those `where`)
+    and their number.
+    """
     if where is None:
         counted = torch.ones_like(values)
     else:

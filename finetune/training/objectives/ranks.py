@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from finetune.training.objectives.preference import mean
+from finetune.training.objectives.preference import sum_and_count
 
 NEAREST = 10  # documents, within which recall, mrr and ndcg look
 
@@ -12,10 +12,10 @@ def describe_places(places: Tensor) -> dict[str, Tensor]:
     """Metrics of how many documents, int64[queries], stand before the one that answers a query."""
     is_near = places < NEAREST
     metrics = {
-        "recall@1": mean((places == 0).double()),
-        f"recall@{NEAREST}": mean(is_near.double()),
-        f"mrr@{NEAREST}": mean(torch.where(is_near, 1 / (places.double() + 1), 0.0)),
-        f"ndcg@{NEAREST}": mean(torch.where(is_near, _discount(places), 0.0)),
+        "recall@1": sum_and_count((places == 0).double()),
+        f"recall@{NEAREST}": sum_and_count(is_near.double()),
+        f"mrr@{NEAREST}": sum_and_count(torch.where(is_near, 1 / (places.double() + 1), 0.0)),
+        f"ndcg@{NEAREST}": sum_and_count(torch.where(is_near, _discount(places), 0.0)),
     }
     return {name: pair.float() for name, pair in metrics.items()}
 
@@ -46,7 +46,7 @@ def describe_order(scores: Tensor, numbers: Tensor) -> dict[str, Tensor]:
         f"mrr@{NEAREST}": torch.where(first < NEAREST, 1 / (first.double() + 1), 0.0),
         f"ndcg@{NEAREST}": gained / torch.where(is_answered, best, 1.0),
     }
-    return {name: mean(values, is_answered) for name, values in each.items()}
+    return {name: sum_and_count(values, is_answered) for name, values in each.items()}
 
 
 def _discount(places: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.objectives.preference import Pairs, mean, share_of
+from finetune.training.objectives.preference import Pairs, share_of, sum_and_count
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
 
@@ -51,10 +51,10 @@ class PairScores(Objective):
         if self.center_coefficient is not None:
             losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
         metrics = {
-            "rewards/chosen": mean(scores.chosen),
-            "rewards/rejected": mean(scores.rejected),
-            "rewards/margins": mean(scores.margin),
-            "rewards/accuracies": mean((scores.margin > 0).double()),
+            "rewards/chosen": sum_and_count(scores.chosen),
+            "rewards/rejected": sum_and_count(scores.rejected),
+            "rewards/margins": sum_and_count(scores.margin),
+            "rewards/accuracies": sum_and_count((scores.margin > 0).double()),
         }
         return Measured(
             share_of(losses.sum().float(), self.sequence_group),
@@ -109,7 +109,7 @@ class ClassScores(Objective):
         are_true = self._read_classes(labels) & is_labeled[:, None]
         losses = self._compare(scores, are_true)
         are_given = self._decide(scores.detach()) & is_labeled[:, None]
-        metrics = {"accuracy": mean((are_given == are_true).all(1).double(), is_labeled)}
+        metrics = {"accuracy": sum_and_count((are_given == are_true).all(1).double(), is_labeled)}
         for index, name in enumerate(self.labels):
             hits = (are_given & are_true)[:, index].sum(dtype=torch.float64)
             named = are_given[:, index].sum() + are_true[:, index].sum()
@@ -215,7 +215,7 @@ class RankedScores(Objective):
         scores = scores.view(groups)
         numbers = read_numbers(find_labels(micro_batch, self.sequence_group)).view(groups)
         losses = RANKING[self.loss_type](scores, numbers)
-        metrics = {"scores/mean": mean(scores.flatten())}
+        metrics = {"scores/mean": sum_and_count(scores.flatten())}
         if self.group_size > 1:
             metrics |= describe_order(scores.detach(), numbers)
         return Measured(
