@@ -158,12 +158,15 @@ def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_
 
     with pytest.raises(
         UserError,
-        match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*; set fsdp_version: 2",
+        match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*set fsdp_version: 2",
     ):
         fine_tune(read_recipe(str(recipes["mixtral"])), Sharding(layout="fsdp1"))
     for key, sentence in (
-        ("use_dora=true", "use_dora: peft has no DoRA for lora_target_parameters"),
-        ("lora_dropout=0.1", "set lora_dropout: 0"),
+        (
+            "use_dora=true",
+            "use_dora cannot be combined with lora_target_parameters: peft has no DoRA",
+        ),
+        ("lora_dropout=0.1", "remove lora_dropout, or remove lora_target_parameters"),
         (
             "target_parameters=[a]",
             "target_parameters: no such key; here it is lora_target_parameters",

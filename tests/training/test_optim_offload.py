@@ -127,7 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         ),
         (
             ["optim_offload=nvme", "offload_dir=/nvme", "async_save=true"],
-            "async_save copies the state to host memory",
+            "async_save cannot be combined with optim_offload: nvme: it copies the state to host memory",
         ),
     ],
 )
