@@ -14,6 +14,11 @@ from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_end
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
+# Axolotl's core/builders/base.py: average_tokens_across_devices = False
+RANKS_ALIKE = (
+    "loss: on several processes the mean of each over its labels counts alike there; here it is "
+    "the mean over those of the whole step"
+)
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
     "and no Nesterov momentum"
@@ -114,6 +119,8 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
+    if not settings.get("rl"):
+        conversion.remarks.append(RANKS_ALIKE)
     report_turn_end(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):

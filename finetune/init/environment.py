@@ -42,6 +42,7 @@ OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "torchao": (("torchao",), "FP8, 8-bit AdamW, quantization_aware_training"),
     "compressed-tensors": (("compressed-tensors", "torchao"), "quantized exports"),
     "images": (("pillow", "num2words"), "images"),
+    "serve": (("starlette", "uvicorn", "protobuf"), "finetune serve-training"),
     "math-verify": (("math-verify",), "the reward math_verify"),
     "gguf": (("gguf",), "exports as GGUF"),
     "llama-cpp": (("gguf", "llama-cpp-python"), "GGUF's smaller types, and their proof"),

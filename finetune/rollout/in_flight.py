@@ -69,7 +69,9 @@ class InFlight:
     keeps: bool  # whether a request that was cut continues from there; else it begins again
     flights: dict[int, Flight] = field(default_factory=dict)
     _gate: threading.Condition = field(default_factory=threading.Condition)
-    _version: int | None = None  # of the weights that the server has; None: the gate is closed
+    _weights_version: int | None = (
+        None  # of the weights that the server has; None: the gate is closed
+    )
     _asking: int = 0  # requests on their way
     _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
         default_factory=SimpleQueue
@@ -79,7 +81,7 @@ class InFlight:
     def open(self, version: int) -> None:
         """Lets requests go to the server, whose weights are those after `version` steps."""
         with self._gate:
-            self._version = version
+            self._weights_version = version
             self._gate.notify_all()
 
     def close(self, cut: Callable[[], object], seconds: float) -> None:
@@ -93,7 +95,7 @@ class InFlight:
         """
         deadline = time.monotonic() + seconds
         with self._gate:
-            self._version = None
+            self._weights_version = None
         while self._asking:
             cut()
             with self._gate:
@@ -204,8 +206,8 @@ class InFlight:
     def _passed(self) -> Iterator[int]:
         """For the block a request is on its way; the value is the version of the weights."""
         with self._gate:
-            self._gate.wait_for(lambda: self._version is not None)
-            version = self._version
+            self._gate.wait_for(lambda: self._weights_version is not None)
+            version = self._weights_version
             self._asking += 1
         assert version is not None
         try:

@@ -49,7 +49,12 @@ UNPICKLING_CALLS |= {"dist.all_gather_object", "dist.gather_object", "dist.scatt
 # What a script gives to load_recipe, which is written as a Python file of the user's and loaded as one. And files that
 # torch wrote with pickle, for export only and never of a checkpoint: through unpicklers that admit no
 # code (tests/export/test_torch_files.py holds it to that).
-ADMITTED = {"finetune/config/given.py": {"dill"}, "finetune/export/torch_files.py": {"pickle"}}
+ADMITTED = {
+    "finetune/config/given.py": {"dill"},
+    "finetune/export/torch_files.py": {"pickle"},
+    # from one process of a recipe's own code to another
+    "finetune/rollout/environment_processes.py": {"dill", "pickle"},
+}
 
 
 def unpickling(source: str) -> Iterator[str]:

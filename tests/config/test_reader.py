@@ -163,7 +163,7 @@ MISTAKES = {
     ],
     "loss_type: dappo": [
         "F:4: loss_type: dappo: no such loss; there are sigmoid, hinge, ipo, apo_zero for method: dpo; grpo, dapo, dr_grpo, "
-        "cispo, rloo, reinforce++ for method: grpo; grpo, dapo, dr_grpo, cispo, reinforce++ for method: on_policy_distill; "
+        "cispo, rloo, reinforce++, dppo for method: grpo; grpo, dapo, dr_grpo, cispo, reinforce++, dppo for method: on_policy_distill; "
         "pointwise, pairwise, listwise, listnet for method: rerank"
     ],
     "resume_from_checkpoint: false": [

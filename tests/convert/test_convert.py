@@ -1957,3 +1957,9 @@ def test_automodels_retrieval_is_refused_with_its_reason(
     )
     assert main(["convert", str(path)]) == 2
     assert cause in capsys.readouterr().err
+
+
+def test_axolotls_mean_over_processes_is_said(converted: Convert) -> None:
+    """core/builders/base.py sets average_tokens_across_devices = False for its trainer of answers."""
+    _, said, _ = converted(AXOLOTL)
+    assert "on several processes the mean of each over its labels counts alike there" in said

@@ -70,7 +70,7 @@ def every_optimizer(on_device: bool) -> dict[str, Optimization]:
     return {
         f"{optim}, {on_nonfinite}": Optimization(optim=optim, on_nonfinite=on_nonfinite)  # type: ignore[arg-type]
         for optim, facts in OPTIMIZERS.items()
-        if on_device or "CPU offload" not in facts.conflicts
+        if on_device or "fsdp_offload_params" not in facts.conflicts
         for on_nonfinite in (("stop", "skip") if on_device and facts.reads_found_inf else ("stop",))
     }
 

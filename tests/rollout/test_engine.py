@@ -58,7 +58,7 @@ def test_rows_of_all_lengths_have_the_log_probabilities_of_a_plain_forward(
     found = EmbeddedEngine(sampler, world, [STOP], 100).sample(
         requests, Sampling(max_tokens=MOST, temperature=0.9)
     )
-    assert {each.ended for each in found} == {*Ended}
+    assert {each.ended for each in found} == {*Ended} - {Ended.ABORTED}
     assert_as_plain(model, requests, found, 0.9)
 
 
