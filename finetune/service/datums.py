@@ -43,6 +43,13 @@ def check_datums(
         if name not in known.options or not _is_finite(value):
             names = ", ".join(known.options) or "none"
             raise UserError(f"loss_fn_config: {name}: {loss} takes numbers by these names: {names}")
+    missing = [
+        name for name, usual in known.options.items() if usual is None and name not in options
+    ]
+    if missing:
+        raise UserError(
+            f"loss_fn_config: {loss} has no default for {' and '.join(missing)}; give it"
+        )
     if not data:
         raise UserError("data: at least one datum is expected")
     for place, datum in enumerate(data):

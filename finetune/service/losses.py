@@ -12,7 +12,11 @@ from torch import Tensor
 Given = Mapping[str, Tensor]  # by the name of an input of the loss: fp32[positions]
 Options = Mapping[str, float]
 
+# The defaults of Tinker's pages (tutorial 202 of its cookbook); None where they give none, and a
+# client has to.
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+CAPPED = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+CLIPPED_AS_ASKED = dict.fromkeys(CLIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,8 @@ class TokenLoss:
     # fp32[positions]
     compute: Callable[[Tensor, Given, Options, Tensor], Tensor]
     inputs: tuple[str, ...]  # of a datum, beside its target_tokens: a number for each token
-    options: Options = field(default_factory=dict)  # and what they are where a client gives none
+    # and what they are where a client gives none; None: it has to
+    options: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def _cross_entropy(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ LOSSES: Mapping[str, TokenLoss] = {
     "cross_entropy": TokenLoss(_cross_entropy, ("weights",)),
     "importance_sampling": TokenLoss(_importance_sampling, SAMPLED),
     "ppo": TokenLoss(_ppo, SAMPLED, CLIPPED),
-    "cispo": TokenLoss(_cispo, SAMPLED, CLIPPED),
-    "dro": TokenLoss(_dro, SAMPLED, {"beta": 0.05}),
-    "gspo": TokenLoss(_gspo, (*SAMPLED, "sequence_ratio_mask"), CLIPPED),
+    "cispo": TokenLoss(_cispo, SAMPLED, CAPPED),
+    "dro": TokenLoss(_dro, SAMPLED, {"beta": None}),
+    "gspo": TokenLoss(_gspo, (*SAMPLED, "sequence_ratio_mask"), CLIPPED_AS_ASKED),
 }

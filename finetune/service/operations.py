@@ -213,7 +213,8 @@ def _recorded(
     `scored`.
     """
     known = LOSSES[loss]
-    chosen = {**known.options, **options}
+    usual = {name: value for name, value in known.options.items() if value is not None}
+    chosen = {**usual, **options}
 
     def measure(log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
         documents = micro_batch.trained_documents

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from finetune.errors import UserError
+from finetune.service.datums import Limits, check_datums
 from finetune.service.losses import LOSSES
 
 
@@ -85,3 +87,23 @@ def test_a_loss_and_its_gradient_are_the_formulas(name: str) -> None:
         expected.backward()
         torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-6)
+
+
+def test_cispos_weight_is_capped_and_has_no_floor_where_a_client_gives_no_thresholds() -> None:
+    """Tinker's tutorial of losses: thresholds of 0 and 4."""
+    new = torch.tensor([-3.0, -1.0, -0.5], requires_grad=True)
+    given = {"logprobs": torch.tensor([0.0, -2.0, -4.0]), "advantages": torch.ones(3)}
+    loss = LOSSES["cispo"]
+    usual = {name: value for name, value in loss.options.items() if value is not None}
+    loss.compute(new, given, usual, torch.zeros(3, dtype=torch.int64)).sum().backward()
+    weights = torch.tensor([math.exp(-3), math.exp(1), 4.0])  # exp(3.5) is above 4
+    torch.testing.assert_close(new.grad, -weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "needed"), [("dro", "beta"), ("gspo", "clip_low_threshold and clip_high_threshold")]
+)
+def test_a_number_without_a_known_default_is_asked_for(loss: str, needed: str) -> None:
+    said = f"loss_fn_config: {loss} has no default for {needed}; give it"
+    with pytest.raises(UserError, match=said):
+        check_datums([{"tokens": [1], "inputs": {}}], loss, {}, Limits(8, 8))

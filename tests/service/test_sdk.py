@@ -126,7 +126,9 @@ trained = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
 assert trained < first
 for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
     more = {"sequence_ratio_mask": 1.0} if loss == "gspo" else {}
-    client.forward_backward([datum(logprobs=-1.0, advantages=1.0, **more)], loss).result()
+    bounds = {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
+    numbers = {"dro": {"beta": 0.05}, "gspo": bounds}.get(loss)
+    client.forward_backward([datum(logprobs=-1.0, advantages=1.0, **more)], loss, numbers).result()
 own = client.forward_backward_custom(data, lambda data, scores: (-sum(s.sum() for s in scores), {"mine": 2.0})).result().metrics
 assert abs(own["loss:sum"] - trained) < 1e-3 and own["mine"] == 2.0
 client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result()
