@@ -4,7 +4,6 @@ import importlib.util
 import json
 import random
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,17 @@ from transformers.utils.chat_template_utils import get_json_schema
 from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.data.tool_calls import make_tool_turns
+from tests.training.calling import (
+    GENERATIONS,
+    PROMPTS,
+    check_first_step,
+    pad,
+    sample_again,
+    trl_arguments,
+)
 from tests.training.layouts import steps_of
 from tests.training.test_online import lines_of
-from tests.training.test_online_environments import GENERATIONS, MOST, PROMPTS, recipe, runs
-from tests.training.test_tools_as_trl import pad
+from tests.training.test_online_environments import recipe, runs
 
 pytestmark = pytest.mark.slow
 __all__ = ["recipe", "runs"]  # the fixtures
@@ -28,7 +34,7 @@ def test_trl_meets_the_same_worlds_and_pays_the_same(
     recipe: Path, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     run, read = runs(1, "single"), read_recipe(str(recipe), [])
     tokenizer = load_tokenizer(read.model, read.data, (), read.rollout.environments)
@@ -71,18 +77,7 @@ def test_trl_meets_the_same_worlds_and_pays_the_same(
         factor = int(line["prompt"].partition("What is ")[2].split()[0])
         row = next(row for row in data if row["a"] == factor)
         rows += [row | {"seed": str((read.run.seed, 0, place))}] * GENERATIONS
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=len(lines),
-        num_generations=GENERATIONS,
-        max_completion_length=MOST,
-        max_tool_calling_iterations=1,
-        reward_weights=[0.5],
-        loss_type="dapo",
-    )
+    args = trl_arguments(tmp_path / "trl", len(lines), reward_weights=[0.5])
     trainer = GRPOTrainer(
         str(read.model.model_name_or_path),
         [worlds.calls],
@@ -91,24 +86,11 @@ def test_trl_meets_the_same_worlds_and_pays_the_same(
         processing_class=tokenizer,
         environment_factory=Product,
     )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
     schemas = [get_json_schema(tool) for tool in trainer._env_tools[None]]
     assert schemas == list(tokenizer.environments[""].tools)
     assert trainer.reward_func_names == ["calls", "Product"]
     masks = [line.get("tool_mask", [1] * len(line["token_ids"])) for line in lines]
-    turns = []  # of each completion, what was sampled
-    for line, mask in zip(lines, masks, strict=True):
-        pairs = groupby(zip(mask, line["token_ids"], strict=True), lambda pair: pair[0])
-        turns.append([[token for _, token in each] for by, each in pairs if by])
-    given: list[list[list[int]]] = []
-
-    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        turn = len(given)
-        given.append(prompts)
-        return [each[turn] for each in turns if len(each) > turn], None
-
-    trainer._generate_single_turn = sample
+    _, given = sample_again(trainer, lines, masks)
     batch = trainer._generate_and_score_completions(rows)
     prompts = [tokenizer.encode(line["prompt"], add_special_tokens=False) for line in lines]
     assert given[0] == prompts, "the same tokens after reset"
@@ -128,11 +110,5 @@ def test_trl_meets_the_same_worlds_and_pays_the_same(
         ("tools/failure_frequency", "tools/failure_frequency"),
     ):
         assert metrics[name] == [pytest.approx(first[ours])], name
-    loss = trainer._compute_loss(trainer.model, batch)
-    loss.backward()
-    norm = torch.stack(
-        [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
-    ).norm()
     assert len(lines) == PROMPTS * GENERATIONS
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    check_first_step(first, trainer, batch)

@@ -8,18 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.reader import RECIPES, read_recipe
+from finetune.config.reader import read_recipe
 from finetune.run import fine_tune
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
+from tests.training.calling import (
+    EVERY,
+    GENERATIONS,
+    PROMPTS,
+    QUICK,
+    STEPS,
+    slow_but_quick,
+    train_layouts,
+    write_short_run,
+)
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 from tests.training.test_online import KILLED, lines_of
 
-STEPS, PROMPTS, GENERATIONS, MOST = 3, 6, 4, 60
 WORLDS = '''
 import random
 
@@ -60,70 +68,31 @@ AGAIN = ["num_iterations=2", "importance_sampling_correction=token_truncate", "m
 
 
 @pytest.fixture(scope="module")
-def recipe(folder: Path) -> Path:
-    """The recipe of a run whose model has seen the quickstart of tools for some steps."""
-    sft = RECIPES / "quickstart_tools_sft.yaml"
-    keys = [
-        "max_steps=150",
-        f"output_dir={folder / 'sft'}",
-        f"dataset_cache_dir={folder / 'cache'}",
-    ]
-    train_all(folder, [(sft, write_config(folder, "single"), keys)], ranks=1)
+def recipe(folder: Path, caller: Path) -> Path:
     (folder / "my_worlds.py").write_text(WORLDS)
     rows = [{"prompt": [{"role": "user", "content": "What is "}], "a": a} for a in range(20, 47)]
     for name, some in (("train", rows[:20]), ("heldout", rows[20:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
-    own = {
-        "method": "grpo",
-        "model_name_or_path": str(folder / "sft" / "export"),
-        "datasets": [{"path": "train.jsonl"}],
-        "eval_datasets": [{"path": "heldout.jsonl"}],
-        "dataset_cache_dir": str(folder / "cache"),
-        "environment": "my_worlds.py:Product",
-        "environment_processes": 3,
-        "rewards": ["my_worlds.py:calls"],
-        "reward_weights": [0.5],
-        "max_tool_calling_iterations": 1,
-        "num_generations": GENERATIONS,
-        "max_completion_length": MOST,
-        "log_completions": PROMPTS,
-        "per_device_generation_batch_size": 5,
-        "max_length": 110,
-        "global_batch_size": PROMPTS,
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "export_at_end": False,
-    }
-    path = folder / "worlds.yaml"
-    path.write_text(yaml.safe_dump(own))
-    return path
-
-
-EVERY = [(1, "single"), (2, "full_shard"), (2, "ddp"), (2, "tp")]
+    return write_short_run(
+        folder / "worlds.yaml",
+        caller,
+        datasets=[{"path": "train.jsonl"}],
+        eval_datasets=[{"path": "heldout.jsonl"}],
+        environment="my_worlds.py:Product",
+        environment_processes=3,
+        rewards=["my_worlds.py:calls"],
+        reward_weights=[0.5],
+        max_length=110,
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout) -> the run's folder."""
-    configs = {layout: write_config(folder, layout) for layout in ("single", "ddp", "full_shard")}
-    configs["tp"] = write_config(folder, "full_shard", sizes={"tp_size": 2})
-    wanted = EVERY if slow_too else EVERY[:2]
-    for ranks in sorted({each[0] for each in wanted}):
-        listed = [
-            (recipe, configs[at], [f"output_dir={folder}/{n}-{at}"])
-            for n, at in wanted
-            if n == ranks
-        ]
-        train_all(folder, listed, ranks=ranks)
-    return lambda ranks, layout: folder / f"{ranks}-{layout}"
+    return train_layouts(folder, recipe, EVERY if slow_too else QUICK)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [each if each in EVERY[:2] else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY],
-)
+@pytest.mark.parametrize(("ranks", "layout"), slow_but_quick(EVERY))
 def test_every_layout_meets_the_same_worlds(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -216,8 +185,8 @@ def test_a_run_that_is_killed_in_a_world_ends_as_if_nobody_had(
     assert lines_of(run) == lines_of(whole)
 
 
-def test_a_server_samples_in_the_same_worlds(recipe: Path, folder: Path) -> None:
-    model = folder / "sft" / "export"
+def test_a_server_samples_in_the_same_worlds(recipe: Path, folder: Path, caller: Path) -> None:
+    model = caller / "sft" / "export"
     with serving(model) as server:
         keys = [
             f"vllm_server_base_url={server.url}",
@@ -264,14 +233,14 @@ def read_page() -> dict[str, str]:
     return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", section, re.DOTALL))
 
 
-def test_the_game_of_the_page_is_played(recipe: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_game_of_the_page_is_played(caller: Path, folder: Path, tmp_path: Path) -> None:
     """In 30 lines, with nothing but the page."""
     files = read_page()
     assert sum(bool(line.strip()) for line in "".join(files.values()).splitlines()) <= 30
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     keys = [
-        f"model_name_or_path={folder / 'sft' / 'export'}",
+        f"model_name_or_path={caller / 'sft' / 'export'}",
         f"output_dir={tmp_path / 'run'}",
         f"dataset_cache_dir={tmp_path / 'cache'}",
         "max_steps=2",

@@ -15,10 +15,20 @@ from finetune.config.reader import RECIPES
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
 from tests.training import online_papers
+from tests.training.calling import (
+    EVERY,
+    GENERATIONS,
+    MOST,
+    PROMPTS,
+    QUICK,
+    STEPS,
+    slow_but_quick,
+    train_layouts,
+    write_short_run,
+)
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 from tests.training.test_online import KILLED, lines_of
 
-STEPS, PROMPTS, GENERATIONS, MOST = 3, 6, 4, 60
 TOOLS = '''
 def multiply(a: int, b: int) -> int:
     """Multiplies two whole numbers.
@@ -44,67 +54,30 @@ AGAIN = ["num_iterations=2", "importance_sampling_correction=token_truncate", "m
 
 
 @pytest.fixture(scope="module")
-def recipe(folder: Path) -> Path:
-    """The recipe of a run whose model has seen the quickstart of tools for some steps."""
-    sft = RECIPES / "quickstart_tools_sft.yaml"
-    keys = [
-        "max_steps=150",
-        f"output_dir={folder / 'sft'}",
-        f"dataset_cache_dir={folder / 'cache'}",
-    ]
-    train_all(folder, [(sft, write_config(folder, "single"), keys)], ranks=1)
+def recipe(folder: Path, caller: Path) -> Path:
     (folder / "my_tools.py").write_text(TOOLS)
-    own = {
-        "method": "grpo",
-        "model_name_or_path": str(folder / "sft" / "export"),
-        "datasets": [{"path": str(RECIPES / "quickstart" / "products_train.jsonl")}],
-        "eval_datasets": [
-            {"path": str(RECIPES / "quickstart" / "products_heldout.jsonl"), "max_samples": 7}
-        ],
-        "dataset_cache_dir": str(folder / "cache"),
-        "rewards": ["my_tools.py:even"],
-        "tools": ["my_tools.py:multiply"],
-        "max_tool_calling_iterations": 1,
-        "num_generations": GENERATIONS,
-        "max_completion_length": MOST,
-        "log_completions": PROMPTS,
-        "per_device_generation_batch_size": 5,
-        "max_length": 100,
-        "global_batch_size": PROMPTS,
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "export_at_end": False,
-    }
-    path = folder / "tools.yaml"
-    path.write_text(yaml.safe_dump(own))
-    return path
+    products = RECIPES / "quickstart"
+    return write_short_run(
+        folder / "tools.yaml",
+        caller,
+        datasets=[{"path": str(products / "products_train.jsonl")}],
+        eval_datasets=[{"path": str(products / "products_heldout.jsonl"), "max_samples": 7}],
+        rewards=["my_tools.py:even"],
+        tools=["my_tools.py:multiply"],
+        max_length=100,
+    )
 
 
-EVERY = [(1, "single"), (2, "full_shard"), (2, "ddp"), (2, "tp"), (3, "full_shard")]
+LAYOUTS = [*EVERY, (3, "full_shard")]
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout) -> the run's folder."""
-    configs = {layout: write_config(folder, layout) for layout in ("single", "ddp", "full_shard")}
-    configs["tp"] = write_config(folder, "full_shard", sizes={"tp_size": 2})
-    wanted = EVERY if slow_too else EVERY[:2]
-    for ranks in sorted({each[0] for each in wanted}):
-        listed = [
-            (recipe, configs[at], [f"output_dir={folder}/{n}-{at}"])
-            for n, at in wanted
-            if n == ranks
-        ]
-        train_all(folder, listed, ranks=ranks)
-    return lambda ranks, layout: folder / f"{ranks}-{layout}"
+    return train_layouts(folder, recipe, LAYOUTS if slow_too else QUICK)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [each if each in EVERY[:2] else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY],
-)
+@pytest.mark.parametrize(("ranks", "layout"), slow_but_quick(LAYOUTS))
 def test_every_layout_has_the_same_turns_and_losses(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -236,9 +209,11 @@ def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     assert lines_of(run) == lines_of(whole)
 
 
-def test_a_server_samples_turns_as_the_model_itself_does(recipe: Path, folder: Path) -> None:
+def test_a_server_samples_turns_as_the_model_itself_does(
+    recipe: Path, folder: Path, caller: Path
+) -> None:
     """Greedy answers to held-out prompts are the same; of what is drawn the server sees each turn as a longer prompt."""
-    model = folder / "sft" / "export"
+    model = caller / "sft" / "export"
     with serving(model) as server:
         keys = [
             f"vllm_server_base_url={server.url}",

@@ -1,7 +1,6 @@
 """The turns of TRL's GRPOTrainer with the same tool, where its model samples what a run has sampled: tokens, mask, messages, loss."""
 
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,28 +12,27 @@ from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.data.tool_calls import make_tool_turns
 from tests.rollout.test_tools import make_turns
+from tests.training.calling import (
+    GENERATIONS,
+    PROMPTS,
+    check_first_step,
+    pad,
+    sample_again,
+    trl_arguments,
+)
 from tests.training.layouts import steps_of
 from tests.training.test_online import lines_of
-from tests.training.test_online_tools import GENERATIONS, MOST, PROMPTS, TOOLS, recipe, runs
+from tests.training.test_online_tools import TOOLS, recipe, runs
 
 pytestmark = pytest.mark.slow
 __all__ = ["recipe", "runs"]  # the fixtures
-
-
-def pad(rows: list[list[int]], fill: int = 0, *, left: bool = False) -> torch.Tensor:
-    longest = max(map(len, rows))
-    filled = []
-    for row in rows:
-        rest = [fill] * (longest - len(row))
-        filled.append(rest + row if left else row + rest)
-    return torch.tensor(filled)
 
 
 def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     recipe: Path, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     run, read = runs(1, "single"), read_recipe(str(recipe), [])
     tokenizer = load_tokenizer(read.model, read.data, read.rollout.tools)
@@ -45,17 +43,7 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
     exec(TOOLS, tools)
     lines = [line for line in lines_of(run) if line["step"] == 1]
     masks = [line.get("tool_mask", [1] * len(line["token_ids"])) for line in lines]
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=len(lines),
-        num_generations=GENERATIONS,
-        max_completion_length=MOST,
-        max_tool_calling_iterations=1,
-        loss_type="dapo",
-    )
+    args = trl_arguments(tmp_path / "trl", len(lines))
     trainer = GRPOTrainer(
         str(read.model.model_name_or_path),
         lambda completions, **_: [float(len(each)) for each in completions],
@@ -64,20 +52,7 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
         processing_class=tokenizer,
         tools=[tools["multiply"]],
     )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    turns = []  # of each completion, what was sampled
-    for line, mask in zip(lines, masks, strict=True):
-        pairs = groupby(zip(mask, line["token_ids"], strict=True), lambda pair: pair[0])
-        turns.append([[token for _, token in each] for by, each in pairs if by])
-    given: list[list[list[int]]] = []
-
-    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        turn = len(given)
-        given.append(prompts)
-        return [each[turn] for each in turns if len(each) > turn], None
-
-    trainer._generate_single_turn = sample
+    turns, given = sample_again(trainer, lines, masks)
     trainer._sync_tool_dicts = [{"multiply": tools["multiply"]}] * len(lines)
     trainer._async_tool_dicts = [{}] * len(lines)
     questions = [
@@ -106,14 +81,8 @@ def test_trl_makes_the_same_turns_of_what_was_sampled_and_the_same_loss(
         "advantages": torch.tensor([line["advantage"] for line in lines]),
         "num_items_in_batch": (whole * pad(tool_mask, 1)).sum(),
     }
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    norm = torch.stack(
-        [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
-    ).norm()
     assert len(lines) == PROMPTS * GENERATIONS
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    check_first_step(first, trainer, inputs)
 
 
 @pytest.mark.parametrize(
