@@ -16,7 +16,6 @@ from finetune.errors import UserError
 from finetune.rollout.engine import Request
 from finetune.rollout.rewards import Rewards
 
-HINT = "on_bad_reward: zero counts such completions and continues"
 Row = dict[str, Any]  # as rewards read it
 
 
@@ -105,9 +104,7 @@ class Episodes:
             f"max_length less max_completion_length is {most}; raise max_length, or let it say less"
         )
         if self.recipe.rollout.on_bad_reward == "error":
-            raise UserError(
-                f"{problem} (on_bad_reward: zero counts such completions and continues)"
-            )
+            raise UserError(f"{problem}; on_bad_reward: zero counts such completions and continues")
         print(problem, file=sys.stderr)
         self.overlong.add(place)
         return False

@@ -69,9 +69,8 @@ class InFlight:
     keeps: bool  # whether a request that was cut continues from there; else it begins again
     flights: dict[int, Flight] = field(default_factory=dict)
     _gate: threading.Condition = field(default_factory=threading.Condition)
-    _weights_version: int | None = (
-        None  # of the weights that the server has; None: the gate is closed
-    )
+    # of the weights that the server has; None: the gate is closed
+    _weights_version: int | None = None
     _asking: int = 0  # requests on their way
     _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
         default_factory=SimpleQueue

@@ -87,7 +87,7 @@ def _url_of(recipe: Recipe) -> str:
     return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
 
 
-def _find_server(recipe: Recipe) -> None:
+def _require_server(recipe: Recipe) -> None:
     """Raises `UserError` where the server does not even say what it serves."""
     send(_url_of(recipe) + PATHS[ServedModels], None, GONE_SECONDS)
 
@@ -96,7 +96,7 @@ def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> byte
     """The server's answer. One that is gone meanwhile, or hangs, is noticed before the timeout."""
     seconds = recipe.rollout.vllm_server_timeout
     answer = start(lambda: send(_url_of(recipe) + path, body, seconds))
-    return bytes(wait_for(answer, partial(_find_server, recipe)))
+    return bytes(wait_for(answer, partial(_require_server, recipe)))
 
 
 def _ask(
@@ -231,7 +231,7 @@ class VllmEngine:
         """The completions of the prompts of step `number`, on every rank, once all are there."""
 
         def take() -> list[dict[str, Any]]:
-            taken = self._in_flight.take(number, partial(_find_server, self._recipe))
+            taken = self._in_flight.take(number, partial(_require_server, self._recipe))
             self._refuse_stale()
             return [each.as_json() for each in taken]
 

@@ -45,32 +45,33 @@ class Operations:
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
         """Does one of `OPERATIONS`. Raises `UserError` on all ranks."""
-        return OPERATIONS[operation](self, **arguments)
+        form = AdapterForm(**arguments["form"])
+        return OPERATIONS[operation](self, **{**arguments, "form": form})
 
-    def create(self, state: str | None, form: Mapping[str, Any], target: str) -> Answer:
+    def create(self, state: str | None, form: AdapterForm, target: str) -> Answer:
         """Writes the first state of a model: a start of its own, or that of `state`."""
-        self._adapters.activate(state, AdapterForm(**form))
-        return {"bytes": self._adapters.store(target, AdapterForm(**form), with_optimizer=False)}
+        self._adapters.activate(state, form)
+        return {"bytes": self._adapters.store(target, form, with_optimizer=False)}
 
     def load(
-        self, model: str, state: str, form: Mapping[str, Any], target: str, optimizer: bool
+        self, model: str, state: str, form: AdapterForm, target: str, optimizer: bool
     ) -> Answer:
         """Writes `state` as the model's next one, with or without its optimizer's state."""
-        self._adapters.activate(state, AdapterForm(**form))
-        bytes_ = self._adapters.store(target, AdapterForm(**form), with_optimizer=optimizer)
+        self._adapters.activate(state, form)
+        bytes_ = self._adapters.store(target, form, with_optimizer=optimizer)
         self._gradients.pop(model, None)
         return {"bytes": bytes_}
 
     def forward(
         self,
         state: str | None,
-        form: Mapping[str, Any],
+        form: AdapterForm,
         data: Sequence[Mapping[str, Any]],
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
         """The loss, and every datum's log-probabilities of its targets."""
-        self._adapters.activate(state, AdapterForm(**form))
+        self._adapters.activate(state, form)
         session = self.session
         batch = make_batch(data, session.recipe, session.world)
         scored: dict[int, list[float]] = {}
@@ -87,14 +88,14 @@ class Operations:
         self,
         model: str,
         state: str,
-        form: Mapping[str, Any],
+        form: AdapterForm,
         data: Sequence[Mapping[str, Any]],
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
         """As `forward`, and adds the gradients to those of the model."""
         before = self._gradients.pop(model, None)
-        self._adapters.activate(state, AdapterForm(**form))
+        self._adapters.activate(state, form)
         session = self.session
         if before is not None:
             session.give_gradients(before)
@@ -105,18 +106,13 @@ class Operations:
         return self._describe(measured.loss, scored, len(data))
 
     def optim_step(
-        self,
-        model: str,
-        state: str,
-        form: Mapping[str, Any],
-        target: str,
-        params: Mapping[str, float],
+        self, model: str, state: str, form: AdapterForm, target: str, params: Mapping[str, float]
     ) -> Answer:
         """Updates the model by its gradients and writes its next state."""
         gradients = self._gradients.pop(model, None)
         if gradients is None:
             raise UserError("optim_step: no gradients; call forward_backward first")
-        self._adapters.activate(state, AdapterForm(**form))
+        self._adapters.activate(state, form)
         session = self.session
         session.give_gradients(gradients)
         for group in session.optimizer.param_groups:
@@ -132,13 +128,13 @@ class Operations:
                 "and the gradients were dropped"
             )
         self._adapters.count_step()
-        bytes_ = self._adapters.store(target, AdapterForm(**form))
+        bytes_ = self._adapters.store(target, form)
         return {"bytes": bytes_, "grad_norm": update.grad_norm}
 
     def sample(
         self,
         state: str | None,
-        form: Mapping[str, Any],
+        form: AdapterForm,
         requests: Sequence[Mapping[str, Any]],
         temperature: float,
         stop_ids: Sequence[int] | None,
@@ -146,7 +142,7 @@ class Operations:
         """Completions of all requests together, each of which has its own numbers, and the
         log-probabilities of the prompts that ask for them.
         """
-        self._adapters.activate(state, AdapterForm(**form))
+        self._adapters.activate(state, form)
         session = self.session
         recipe = session.recipe
         if stop_ids is None:
