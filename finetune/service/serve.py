@@ -190,7 +190,10 @@ def _lead(
         most_disk_bytes=read_size(options.max_disk),
     )
     server, port = start_server(Border(service, key).make_app(), options.host, options.port)
-    print(f"serving {service.model_name} at http://{options.host}:{port}", flush=True)
+    url = f"http://{options.host}:{port}"
+    print(f"serving {service.model_name} at {url}")
+    shown_key = "tml-any" if key is None else f"${KEY}"
+    print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
     nothing = partial(_tell, world, NOTHING)
     while not stopping:
         try:

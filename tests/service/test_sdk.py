@@ -292,3 +292,20 @@ def test_the_cookbooks_recipes_run_unchanged_on_one_rank_and_on_two(
             abs(line["optim/kl_sample_train_v1"]) < 1e-4 and "grad_norm:mean" in line
             for line in each["math"]
         )
+
+
+def test_the_pages_example_runs(home: Path) -> None:
+    """With the port of its server, and no other change."""
+    page = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
+    example = page.partition("```python\n")[2].partition("```")[0]
+    assert "http://127.0.0.1:8010" in example
+    port = free_port()
+    (home / "example.py").write_text(example.replace(":8010", f":{port}"))
+    with server(home, port):
+        lines = run_script(home, "example.py").splitlines()
+        assert (
+            f"clients TINKER_BASE_URL=http://127.0.0.1:{port} " in (home / "server.log").read_text()
+        )
+    losses = [json.loads(line) for line in lines[:10]]
+    assert losses[-1][0] < losses[0][0] and losses[-1][1] < losses[0][1]
+    assert lines[10]

@@ -72,7 +72,7 @@ def train_layouts(folder: Path, recipe: Path, layouts: Layouts) -> Callable[[int
 
 
 def trl_arguments(output: Path, completions: int, **own: Any) -> Any:
-    """What TRL's GRPOTrainer is told of such a run."""
+    """The arguments of TRL's GRPOTrainer for such a run."""
     from trl import GRPOConfig
 
     return GRPOConfig(
