@@ -413,8 +413,7 @@ class Rollouts:
         generations = recipe.rollout.num_generations
         example_ids = np.concatenate(self.prompts.rows_of(number))
         examples = self.prompts.examples
-        ahead: dict[str, Any] = {} if taken is None else {"taken": taken}
-        rollout = self.sampler.roll_out(examples, example_ids, step, generations, **ahead)
+        rollout = self.sampler.roll_out(examples, example_ids, step, generations, taken=taken)
         drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
         others = iter(drawn[~np.isin(drawn, example_ids)])
         for _ in range(1, recipe.rollout.max_num_gen_batches):

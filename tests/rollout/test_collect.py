@@ -39,6 +39,7 @@ def make_rollouts(
         generations: int,
         first_place: int = 0,
         greedy: bool = False,
+        taken: Any = None,
     ) -> Rollout:
         asked.append((step, ids.tolist(), first_place))
         rewards = np.array(
