@@ -15,8 +15,8 @@ from finetune.constants import ROUND_TOKENS
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.packing import StoredBatches
+from finetune.data.source_tokens import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.data.token_store import TokenStore
-from finetune.data.tokenize import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.units import counted
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)

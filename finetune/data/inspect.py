@@ -25,13 +25,13 @@ from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
 from finetune.data.formats import Conversation, Document, number_of_label
+from finetune.data.groups import GroupReader, render_group
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
-from finetune.data.tokenize import GroupReader, render_group
 from finetune.data.tokenizer import (
     Renderer,
     add_variables,

@@ -44,6 +44,7 @@ from finetune.data.examples import (
 from finetune.data.findings import refuse_fatal
 from finetune.data.given_columns import attach_columns, read_columns
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
+from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import (
     RowBatch,
     describe_source,
@@ -62,7 +63,6 @@ from finetune.data.token_store import (
     open_or_write_store,
     write_store,
 )
-from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
 from finetune.data.tool_calls import make_tool_turns
 from finetune.distributed.world import DataParallelRank

@@ -312,7 +312,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
     from finetune.data.sources import RowBatch
 
     try:
-        from finetune.data.tokenize import SourceStats, tokenize_rows
+        from finetune.data.source_tokens import SourceStats, tokenize_rows
         from finetune.data.tokenizer import load_tokenizer  # imports transformers
 
         tokenizer = load_tokenizer(recipe.model, recipe.data)

@@ -31,11 +31,11 @@ from finetune.data.formats import (
     Text,
     TokenRow,
 )
+from finetune.data.groups import READERS
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
 from finetune.data.sources import list_files, read_rows
-from finetune.data.tokenize import READERS
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Need, Room, advise
 from finetune.plan.plan import Plan, make_plan

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
+from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
-from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import read_template
 from tests.ranks import ROOT
 

@@ -33,8 +33,9 @@ from finetune.convert.model_names import (
 from finetune.convert.rules import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
+from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
-from finetune.data.tokenize import SourceStats, tokenize, tokenize_rows
+from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import make_encoder, make_renderer, read_template
 from tests.convert import tool_rendering
 from tests.convert.test_axolotl_ids import VOCABULARIES, load, make_ours

@@ -13,8 +13,8 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.classes import parse_class
 from finetune.data.formats import Completion, Conversation, Text
 from finetune.data.messages import BadRow
+from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
-from finetune.data.tokenize import SourceStats, tokenize_rows
 from tests.conftest import make_tokenizer
 
 LABELS = ("bad", "good", "3")

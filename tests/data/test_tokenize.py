@@ -25,10 +25,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
+from finetune.data.groups import render_group
 from finetune.data.messages import BadRow
 from finetune.data.preferences import parse_prompt
 from finetune.data.render import RenderedText, render
-from finetune.data.tokenize import render_group, tokenize
+from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import PLAIN, make_encoder, make_renderer
 from finetune.errors import exit_code
 from tests.conftest import make_tokenizer

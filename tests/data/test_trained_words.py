@@ -22,12 +22,13 @@ import pytest
 from finetune.config.schema import DatasetSource, Turns
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
+from finetune.data.groups import render_group
 from finetune.data.marks import trace
 from finetune.data.messages import BadRow
 from finetune.data.preferences import parse_pair, parse_prompt
 from finetune.data.render import RenderedText, render_turns
 from finetune.data.spans import refuse_faults
-from finetune.data.tokenize import render_group, tokenize
+from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import TEMPLATES, Encoder, Renderer, make_encoder, make_renderer
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer

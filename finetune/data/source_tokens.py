@@ -1,0 +1,355 @@
+"""The tokens of a source: its rows are read and rendered one by one, and encoded by threads while
+the next are read.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
+from finetune.config.schema import Data, DatasetSource
+from finetune.constants import count_cores
+from finetune.data.findings import Tally
+from finetune.data.formats import ParsedRow, Row
+from finetune.data.groups import GroupReader, render_group
+from finetune.data.images import ImageProcessor, holds_images
+from finetune.data.messages import BadRow, list_columns
+from finetune.data.readers import RepeatedKeys
+from finetune.data.render import COMPARED, RenderedText
+from finetune.data.sources import RowBatch
+from finetune.data.token_store import Tokens
+from finetune.data.tokenize import Places, tokenize
+from finetune.data.tokenizer import Renderer, make_encoder, make_renderer_of, renderer_of_source
+from finetune.errors import UserError
+from finetune.units import name_place
+
+SHOWN_BAD_ROWS = 5
+
+
+MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
+
+
+PREFETCH_BATCHES = 4  # for each thread
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """What is known about a source beside its tokens.
+
+    Grows while its rows are read; stored with the tokens as JSON.
+    """
+
+    files: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)  # a hash of each file's bytes
+    rows_in_source: int | None = None  # where only max_samples of them are read
+    rows_read: int = 0
+    rows_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
+    formats: list[str] = field(default_factory=list)  # of its rows, in the order of their first row
+    # column -> rows that hold a value in it
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    # indexes of the files with rows that are not plain text
+    structured_files: list[int] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    group_size: int = 1  # documents that belong together: 2 for chosen and rejected
+    is_rated: bool = False  # the first document of each group is a rated answer
+    is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
+    # their names, where the last token of a document is scored
+    scores: list[str] = field(default_factory=list)
+    # what the label of that token says, as in `RowFacts`; "classes": which of several classes
+    label: str = "margin"
+    # the tokens with a label are those whose states are a document's embedding
+    is_pooled: bool = False
+    images: int = 0
+    # that only images have, where there are some
+    image_token_ids: list[int] = field(default_factory=list)
+    # of a block of a stream: the stream's position after it
+    stream: dict[str, int] = field(default_factory=dict)
+
+    def describe_rows(self, kind: RowKind, data: Data) -> None:
+        """Says what is read of the rows."""
+        self.group_size = ROWS[kind].count_documents(data.num_negatives)
+        self.is_rated = kind == "ratings"
+        self.is_asked = kind == "prompts"
+        self.is_pooled = ROWS[kind].head == "states"
+        self.scores = list(_name_scores(kind, data))
+        self.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "SourceStats":
+        """The stats from the output of `as_json`, as an independent copy."""
+        return cls(**deepcopy({**stored, "tally": Tally(**stored["tally"])}))
+
+
+def tokenize_rows(
+    batches: Iterable[tuple[DatasetSource, RowBatch]],
+    data: Data,
+    tokenizer: Any,
+    stats: SourceStats,
+    kind: RowKind = "answers",
+) -> Iterator[Tokens]:
+    """The tokens of each batch of rows, in order; `stats` grows with them.
+
+    `kind`: what is read of the rows.
+
+    Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
+    """
+    stats.describe_rows(kind, data)
+    renderer = make_renderer_of(data, tokenizer)
+    reader = GroupReader(kind, data)
+    encoder = make_encoder(tokenizer)
+    threads = data.dataset_num_proc or count_cores()
+    pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
+    finish = partial(_check_tokens, stats=stats, bos=tokenizer.bos_token_id, images=renderer.images)
+    with (
+        _without_tokenizer_threads(),
+        ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool,
+    ):
+        try:
+            for source, batch in batches:
+                documents, places = _render_batch(batch, source, data, renderer, stats, reader)
+                pending.append(
+                    (documents, places, pool.submit(tokenize, documents, places, encoder))
+                )
+                # images are kept with their rows: no batch of them waits
+                has_images = any(document.images for document in documents)
+                most_pending = 0 if has_images else PREFETCH_BATCHES * threads
+                while len(pending) > most_pending:
+                    yield finish(*pending.popleft())
+            while pending:
+                yield finish(*pending.popleft())
+        finally:
+            for _, _, future in pending:
+                future.cancel()
+
+
+def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
+    """What inspection calls the scores of a document; none where its tokens are predicted."""
+    if ROWS[kind].head != "scores":
+        return ()
+    if ROWS[kind].label == "steps":
+        return STEP_SCORES
+    return data.labels or ("",)
+
+
+@contextmanager
+def _without_tokenizer_threads() -> Iterator[None]:
+    """Keeps the tokenizers library from starting threads beside ours: the size of its pool cannot
+    be set.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _render_batch(
+    batch: RowBatch,
+    source: DatasetSource,
+    data: Data,
+    renderer: Renderer,
+    stats: SourceStats,
+    reader: GroupReader,
+) -> tuple[list[RenderedText], Places]:
+    """(documents, their places) of the usable rows.
+
+    Raises `UserError` for others if `on_bad_row` is error.
+    """
+    if batch.file not in stats.files:
+        stats.files.append(batch.file)
+    file = stats.files.index(batch.file)
+    documents: list[RenderedText] = []
+    places: Places = []
+    problems: dict[str, str] = {}  # place of a row -> what is wrong
+    for number, row, parsed in zip(
+        batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True
+    ):
+        where = name_place(batch.file, number)
+        try:
+            texts, findings = _render_row(parsed, batch.file, source, renderer)
+        except BadRow as problem:
+            problems[where] = str(problem)
+            continue
+        assert isinstance(parsed, ParsedRow) and not isinstance(row, BadRow), (
+            "else it had a problem"
+        )
+        documents += texts
+        places += [(file, number)] * len(texts)
+        for name in findings:
+            stats.tally.add(name, [where])
+        _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
+        _count_form(row, parsed, file, where, stats)
+    stats.rows_read += len(batch.rows)
+    _count_problems(problems, len(batch.rows), data, stats)
+    return documents, places
+
+
+def _render_row(
+    parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
+) -> tuple[list[RenderedText], list[str]]:
+    """(the texts of a row, the findings in it, each once).
+
+    Raises `BadRow` where it cannot be used.
+    """
+    if isinstance(parsed, BadRow):
+        raise parsed
+    renderer = renderer_of_source(renderer, source)
+    folder = Path(source.image_folder or Path(file).parent)
+    texts: list[RenderedText] = []
+    findings = list(parsed.findings)
+    for group in parsed.groups:
+        group_texts, group_findings = render_group(group, renderer, folder)
+        texts += group_texts
+        findings += group_findings
+    return texts, list(dict.fromkeys(findings))
+
+
+def _count_images_unread(
+    row: Row, parsed: ParsedRow, where: str, kind: RowKind, renderer: Renderer, stats: SourceStats
+) -> None:
+    """Counts a row with a column of images that the model is not shown."""
+    column = _find_unread_images(row, parsed, kind)
+    if column is None:
+        return
+    takes_images = renderer.images is not None and renderer.images.is_expected
+    name = "images_dropped" if takes_images else "images_unread"
+    stats.tally.add(name, [where])
+    stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
+
+
+def _count_form(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
+    """Counts a row's unused columns, and notes its format."""
+    count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
+    if isinstance(row, RepeatedKeys):
+        stats.tally.add("repeated_keys", [where])
+    if parsed.rendering not in stats.formats:
+        stats.formats.append(parsed.rendering)
+    if parsed.format != "text" and file not in stats.structured_files:
+        stats.structured_files.append(file)
+
+
+def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: SourceStats) -> None:
+    """Counts the rows that cannot be used, of `rows` that were read.
+
+    Raises `UserError` if `on_bad_row` is error.
+
+    `problems`: place of a row -> what is wrong with it.
+    """
+    lines = [f"{where}: {problem}" for where, problem in problems.items()]
+    if lines and data.on_bad_row == "error":
+        shown = lines[:SHOWN_BAD_ROWS]
+        if len(lines) > SHOWN_BAD_ROWS:
+            shown.append(
+                f"{len(lines) - SHOWN_BAD_ROWS} more of these {rows} rows cannot be used either"
+            )
+        shown[-1] += " (on_bad_row: skip counts such rows and continues)"
+        raise UserError("\n".join(shown))
+    stats.rows_skipped += len(lines)
+    stats.skipped += lines[: SHOWN_BAD_ROWS - len(stats.skipped)]
+    stats.tally.add("skipped", list(problems))
+
+
+def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
+    """The first column of images in a row of which the model is shown none; None where there is
+    none.
+    """
+    for group in parsed.groups:
+        if any(getattr(document, "images", ()) for document in group.documents):
+            return None
+    # rewards get all columns of a prompt
+    columns = row if kind == "prompts" else parsed.unused_columns
+    return next(
+        (column for column in columns if row.get(column) and holds_images(column, row[column])),
+        None,
+    )
+
+
+def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """Adds `more` to the rows counted for each column, for at most `MAX_NAMED_COLUMNS` of them."""
+    for column, rows in more.items():
+        if column in counts or len(counts) < MAX_NAMED_COLUMNS:
+            counts[column] = counts.get(column, 0) + rows
+
+
+def _check_tokens(
+    documents: list[RenderedText],
+    places: Places,
+    encoded: "Future[Tokens]",
+    stats: SourceStats,
+    bos: int | None,
+    images: ImageProcessor | None,
+) -> Tokens:
+    """The batch's tokens when they are ready; what is wrong with them is counted in `stats`."""
+    tokens = encoded.result()
+    where = [name_place(stats.files[file], row) for file, row in places]
+    _count_findings(documents, where, stats)
+    _count_split(documents, where, tokens, stats)
+    if len(tokens.image_hashes):
+        stats.images += len(tokens.image_hashes)
+        assert images is not None
+        stats.image_token_ids = list(images.token_ids)
+        digest = xxhash.xxh3_128_hexdigest(tokens.image_hashes.tobytes())
+        stats.content.append(digest)  # a run that resumes compares it
+    if not stats.is_asked:
+        _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
+    if bos is not None:
+        starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
+        doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
+        _add_rows(
+            stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]]
+        )
+    return tokens
+
+
+def _count_findings(documents: list[RenderedText], where: list[str], stats: SourceStats) -> None:
+    """Counts what rendering has noted in the documents, by name; of those that compare, with the
+    first difference.
+    """
+    places: dict[str, list[str]] = {}
+    differences: dict[str, str] = {}
+    for document, place in zip(documents, where, strict=True):
+        for name in document.findings:
+            places.setdefault(name, []).append(place)
+            if document.difference and name in COMPARED:
+                differences.setdefault(name, document.difference)
+    for name in sorted(places):
+        _add_rows(stats, name, places[name])
+        if name in differences:
+            stats.tally.details.setdefault(name, differences[name])
+
+
+def _count_split(
+    documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats
+) -> None:
+    """Counts the tokens that rows have more in several documents than in their longest alone."""
+    lengths: dict[str, list[int]] = {}
+    for place, document, length in zip(where, documents, tokens.lengths.tolist(), strict=True):
+        if "turns_split" in document.findings:
+            lengths.setdefault(place, []).append(length)
+    more = sum(sum(of_row) - max(of_row) for of_row in lengths.values())
+    if more:
+        stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + more
+
+
+def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:
+    """Counts a check once for each row, of which several documents may come."""
+    stats.tally.add(name, list(dict.fromkeys(places)))
