@@ -154,7 +154,9 @@ def is_empty_answer(document: Document) -> bool:
         return not any(document.trained)
     assert isinstance(document, Conversation), "a prompt has no answer"
     answers = [
-        message for message, on in zip(document.messages, document.trained, strict=True) if on
+        message
+        for message, is_trained in zip(document.messages, document.trained, strict=True)
+        if is_trained
     ]
     return all(
         not message["content"].strip() and not message.keys() - {"role", "content"}
@@ -313,7 +315,7 @@ def _require_shared(
 
 def _train_from(first: int, conversation: Conversation) -> Conversation:
     """The conversation, of which no turn before message `first` is trained on."""
-    trained = tuple(on and i >= first for i, on in enumerate(conversation.trained))
+    trained = tuple(is_trained and i >= first for i, is_trained in enumerate(conversation.trained))
     return replace(conversation, trained=trained)
 
 
@@ -354,8 +356,8 @@ def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) ->
         return True
     asked = [
         m["content"].strip()
-        for m, on in zip(conversation.messages, conversation.trained, strict=True)
-        if not on
+        for m, is_trained in zip(conversation.messages, conversation.trained, strict=True)
+        if not is_trained
     ]
     return any(text and (text in prompt or prompt.strip() in text) for text in asked)
 
@@ -456,7 +458,7 @@ def join_answer(prompt: Document, answer: Document) -> Document:
         if isinstance(answer, Completion):
             return replace(prompt, completion=answer.completion)
         if isinstance(answer, Conversation):
-            contents = [m["content"] for m, on in _split(answer)[1] if on]
+            contents = [m["content"] for m, is_trained in _split(answer)[1] if is_trained]
         else:
             contents = []
         return replace(prompt, completion="\n".join(contents))
@@ -468,7 +470,9 @@ def join_answer(prompt: Document, answer: Document) -> Document:
         turns = [(make_message("assistant", answer.completion), True)]
     whole = [*_split(prompt)[0], *turns]
     return replace(
-        prompt, messages=tuple(m for m, _ in whole), trained=tuple(on for _, on in whole)
+        prompt,
+        messages=tuple(m for m, _ in whole),
+        trained=tuple(is_trained for _, is_trained in whole),
     )
 
 
@@ -515,14 +519,14 @@ def _train_last(conversation: Conversation) -> Conversation:
     last = max(
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
     )
-    trained = tuple(on and i == last for i, on in enumerate(conversation.trained))
+    trained = tuple(is_trained and i == last for i, is_trained in enumerate(conversation.trained))
     return replace(conversation, trained=trained)
 
 
 def _split(conversation: Conversation) -> tuple[Turns, Turns]:
     """(the turns before the first that is trained on, the others), each with whether it is."""
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
-    first = next((i for i, on in enumerate(conversation.trained) if on), len(turns))
+    first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]
 
 

@@ -307,8 +307,8 @@ def _check(
     opens = ""
     if renderer.unthinking is not None and not any(
         read_reasoning(message)
-        for message, on in zip(messages, conversation.trained, strict=True)
-        if on
+        for message, is_trained in zip(messages, conversation.trained, strict=True)
+        if is_trained
     ):
         findings.append("no_reasoning")
         prompt = renderer.generation_prompt

@@ -235,8 +235,8 @@ def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, Asked
     messages = read_messages(conversation, renderer)
     asked = {
         i: _ask_turn(messages, i, conversation.tools, renderer)
-        for i, on in enumerate(conversation.trained)
-        if on
+        for i, is_trained in enumerate(conversation.trained)
+        if is_trained
     }
     return {i: turn for i, turn in asked.items() if turn is not None}
 
@@ -251,7 +251,7 @@ def find_turns(
     messages = read_messages(conversation, renderer)
     tools = conversation.tools
     if renderer.assistant_only:
-        wanted = [i for i, on in enumerate(conversation.trained) if on]
+        wanted = [i for i, is_trained in enumerate(conversation.trained) if is_trained]
     else:
         wanted = []
     if renderer.has_markers:

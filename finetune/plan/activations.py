@@ -27,31 +27,35 @@ def attends_by_document(run: "Computation") -> bool:
     return run.cpu or run.drops_attention
 
 
-def materializes_scores(a: Architecture, run: "Computation") -> bool:
+def materializes_scores(architecture: Architecture, run: "Computation") -> bool:
     """Whether attention of capped scores or with sinks is written out."""
-    return attends_by_document(run) and (a.family.caps_scores or a.family.sinks)
+    return attends_by_document(run) and (
+        architecture.family.caps_scores or architecture.family.sinks
+    )
 
 
-def needs_masks(a: Architecture, run: "Computation") -> bool:
+def needs_masks(architecture: Architecture, run: "Computation") -> bool:
     """Whether masks of blocks are made: while training with dropout too, which evaluation has
     not.
     """
     return not run.cpu and (
-        a.family.caps_scores or a.family.sinks or a.head_size > LARGEST_FLASH_HEAD
+        architecture.family.caps_scores
+        or architecture.family.sinks
+        or architecture.head_size > LARGEST_FLASH_HEAD
     )
 
 
-def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
+def attends_in_blocks(architecture: Architecture, run: "Computation") -> bool:
     """Whether flex_attention computes it, which keeps what flash attention does."""
-    return needs_masks(a, run) and not run.drops_attention
+    return needs_masks(architecture, run) and not run.drops_attention
 
 
-def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
+def mask_bytes(architecture: Architecture, run: "Computation", tokens: int) -> int:
     """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of
     queries sees, and which, and the same for keys, of blocks seen whole and in part; and the first
     token that each token sees.
     """
-    if not needs_masks(a, run):
+    if not needs_masks(architecture, run):
         return 0
     tokens *= run.sequence_ranks
     blocks = max(2, -(-tokens // BLOCK_TOKENS))
@@ -117,56 +121,64 @@ class Computation:
         return FP32 if self.autocast else self.itemsize
 
 
-def layer_bytes(a: Architecture, run: Computation, *, is_dense: bool = False) -> dict[str, int]:
+def layer_bytes(
+    architecture: Architecture, run: Computation, *, is_dense: bool = False
+) -> dict[str, int]:
     """Bytes per token that one decoder layer saves, by module; of a traced model, the one with the
     most.
 
     is_dense: Without experts, of a mixture that has such layers.
     """
-    if (trace := a.trace(run)) is not None:
+    if (trace := architecture.trace(run)) is not None:
         return {"layer": trace.largest("saved", run.document_length), "mlp": 0}
-    mixture = None if is_dense else a.mixture
+    mixture = None if is_dense else architecture.mixture
     return {
-        "norms": _norms(a, mixture, run),
-        "attention": _attention(a, run),
-        "mlp": _mlp(a, mixture, run),
-        "adapters": _adapters(a, a.dense_layer if is_dense else a.widest_layer, run),
+        "norms": _norms(architecture, mixture, run),
+        "attention": _attention(architecture, run),
+        "mlp": _mlp(architecture, mixture, run),
+        "adapters": _adapters(
+            architecture, architecture.dense_layer if is_dense else architecture.widest_layer, run
+        ),
     }
 
 
-def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
+def kept_bytes(architecture: Architecture, run: Computation) -> dict[str, int]:
     """Bytes per token that the model without its head saves between forward and backward."""
     every = run.checkpoint_every
-    kept = [index for index in range(a.layers) if every is None or index % every]
-    if (trace := a.trace(run)) is not None:
+    kept = [index for index in range(architecture.layers) if every is None or index % every]
+    if (trace := architecture.trace(run)) is not None:
         saved = [
             trace.layer_bytes("saved", run.document_length)[index]
             for index in kept
             if trace.failure is None
         ]
         rest = round(trace.rest.per_token(run.document_length))
-        checkpoints = _checkpoints(a, run, a.layers - len(kept))
+        checkpoints = _checkpoints(architecture, run, architecture.layers - len(kept))
         return {
             "layers": sum(saved),
             "checkpoints": checkpoints,
             "ids and rotary": rest,
             "final norm": 0,
         }
-    dense = sum(a.mixture is not None and not a.has_experts(index) for index in kept)
-    layers = (len(kept) - dense) * sum(layer_bytes(a, run).values())
-    layers += dense * sum(layer_bytes(a, run, is_dense=True).values())
-    rotary = 2 * a.rotated_size * run.residual_itemsize
-    final_norm = _norm(a.hidden, a, run) + a.hidden * run.residual_itemsize
+    dense = sum(
+        architecture.mixture is not None and not architecture.has_experts(index) for index in kept
+    )
+    layers = (len(kept) - dense) * sum(layer_bytes(architecture, run).values())
+    layers += dense * sum(layer_bytes(architecture, run, is_dense=True).values())
+    rotary = 2 * architecture.rotated_size * run.residual_itemsize
+    final_norm = (
+        _norm(architecture.hidden, architecture, run) + architecture.hidden * run.residual_itemsize
+    )
     return {
         "layers": layers,
-        "checkpoints": _checkpoints(a, run, a.layers - len(kept)),
+        "checkpoints": _checkpoints(architecture, run, architecture.layers - len(kept)),
         "ids and rotary": TOKEN_ID + rotary,
         "final norm": final_norm,
     }
 
 
-def _checkpoints(a: Architecture, run: Computation, layers: int) -> int:
-    tensors = checkpointed_tensors(a, run)
+def _checkpoints(architecture: Architecture, run: Computation, layers: int) -> int:
+    tensors = checkpointed_tensors(architecture, run)
     if not run.offloads:
         return layers * sum(tensors)
     # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its
@@ -174,109 +186,118 @@ def _checkpoints(a: Architecture, run: Computation, layers: int) -> int:
     return sum(tensors) + (tensors[0] if run.lora is not None else 0)
 
 
-def checkpointed_tensors(a: Architecture, run: Computation) -> list[int]:
+def checkpointed_tensors(architecture: Architecture, run: Computation) -> list[int]:
     """Bytes per token of each tensor that a checkpointed layer keeps: its input, and those that are
     selected.
     """
-    return [a.hidden * run.residual_itemsize, *_selected_tensors(a, run)]
+    return [architecture.hidden * run.residual_itemsize, *_selected_tensors(architecture, run)]
 
 
-def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
+def _selected_tensors(architecture: Architecture, run: Computation) -> list[int]:
     if run.keeps == "nothing":
         return []
     attended = [
-        (max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width,
-        FP32 * a.heads,
+        (max(run.itemsize, FP32) if run.cpu else run.itemsize) * architecture.query_width,
+        FP32 * architecture.heads,
     ]
     is_hidden = (
-        materializes_scores(a, run)
-        or attends_in_blocks(a, run)
-        or (a.latent is not None and run.cpu)
+        materializes_scores(architecture, run)
+        or attends_in_blocks(architecture, run)
+        or (architecture.latent is not None and run.cpu)
     )
     # written out, or in what torch.compile makes of flex_attention: no operator of its own
     if is_hidden:
         attended = []
     if run.keeps == "attention":
         return attended
-    width = max(a.hidden, a.query_width)
+    width = max(architecture.hidden, architecture.query_width)
     features = []
-    for linear in a.linears():
+    for linear in architecture.linears():
         wide, narrow = linear.shape
         features += [wide] if max(wide, narrow) <= width else []
         if run.lora is not None and is_adapted(linear, run.lora):
-            features += [_largest_rank(linear.name, a, run.lora)] if narrow <= width else []
+            features += (
+                [_largest_rank(linear.name, architecture, run.lora)] if narrow <= width else []
+            )
             features += [wide] if wide <= width else []
     return attended + [run.itemsize * each for each in features]
 
 
-def prefetched_bytes(a: Architecture, run: Computation) -> int:
+def prefetched_bytes(architecture: Architecture, run: Computation) -> int:
     """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0
     without offload.
     """
-    if run.offloads and a.layers > 1:
-        return sum(checkpointed_tensors(a, run))
+    if run.offloads and architecture.layers > 1:
+        return sum(checkpointed_tensors(architecture, run))
     return 0
 
 
-def offloaded_bytes(a: Architecture, run: Computation, tokens: int) -> int:
+def offloaded_bytes(architecture: Architecture, run: Computation, tokens: int) -> int:
     """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a
     power of two.
     """
     if not run.offloads or run.checkpoint_every is None:
         return 0
-    layers = -(-a.layers // run.checkpoint_every)
+    layers = -(-architecture.layers // run.checkpoint_every)
     return layers * sum(
-        1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(a, run)
+        1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(architecture, run)
     )
 
 
-def recomputed_bytes(a: Architecture, run: Computation) -> int:
+def recomputed_bytes(architecture: Architecture, run: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
     if run.checkpoint_every is not None:
-        return sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run))
+        return sum(layer_bytes(architecture, run).values()) - sum(
+            _selected_tensors(architecture, run)
+        )
     return 0
 
 
-def working_bytes(a: Architecture, run: Computation) -> int:
+def working_bytes(architecture: Architecture, run: Computation) -> int:
     """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate
     and up, their product where it is made again, and the gradient of the residual stream twice
     (before and after the norm).
     """
-    if (trace := a.trace(run)) is not None:
+    if (trace := architecture.trace(run)) is not None:
         return trace.largest("working", run.document_length)
     return (
-        (3 if run.remakes else 2) * a.mlp_width * run.itemsize
-        + 2 * a.hidden * run.residual_itemsize
-        + exchanged_bytes(a, run)
+        (3 if run.remakes else 2) * architecture.mlp_width * run.itemsize
+        + 2 * architecture.hidden * run.residual_itemsize
+        + exchanged_bytes(architecture, run)
     )
 
 
-def exchanged_bytes(a: Architecture, run: Computation) -> int:
+def exchanged_bytes(architecture: Architecture, run: Computation) -> int:
     """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and
     what comes, both once for each expert of a token.
 
     Where the router prefers the experts of one rank, more come to it, up to all.
     """
-    if a.mixture is None or run.expert_ranks == 1:
+    if architecture.mixture is None or run.expert_ranks == 1:
         return 0
-    return 2 * a.mixture.chosen * a.hidden * run.itemsize
+    return 2 * architecture.mixture.chosen * architecture.hidden * run.itemsize
 
 
-def evaluation_bytes(a: Architecture, run: Computation) -> int:
+def evaluation_bytes(architecture: Architecture, run: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual
     stream.
     """
-    if (trace := a.trace(run)) is not None:
+    if (trace := architecture.trace(run)) is not None:
         return trace.largest("forward", run.document_length)
     return (
-        3 * a.mlp_width * run.itemsize
-        + 3 * a.hidden * run.residual_itemsize
-        + exchanged_bytes(a, run)
+        3 * architecture.mlp_width * run.itemsize
+        + 3 * architecture.hidden * run.residual_itemsize
+        + exchanged_bytes(architecture, run)
     )
 
 
 def _norm(
-    width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1
+    width: int,
+    architecture: Architecture,
+    run: Computation,
+    *,
+    itemsize: int | None = None,
+    heads: int = 1,
 ) -> int:
     """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32),
     the reciprocal root, and the normalized input if the weight is trained (in fp32 if the weight is
@@ -284,31 +305,34 @@ def _norm(
     """
     if run.remakes:  # its input as it came
         return (itemsize or run.residual_itemsize) * width + FP32 * heads
-    if a.family.norm_keeps_fp32:
+    if architecture.family.norm_keeps_fp32:
         normalized = FP32
     else:
         normalized = itemsize or run.residual_itemsize
     return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
 
-def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
+def _norms(architecture: Architecture, mixture: Mixture | None, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual
     # stream. Autocast casts an fp32 input separately for each layer that reads it.
     inputs = 0 if run.drops_inputs else 2
     if run.remakes:
-        inputs = 2 if a.family.norm_after else 0
+        inputs = 2 if architecture.family.norm_after else 0
     elif run.fuses_adapters:
         inputs = 2 * run.residual_itemsize // run.itemsize
-    elif run.autocast and not a.family.fused and not run.drops_inputs:
-        inputs = (3 if a.latent is None else 2) + _count_readers(mixture)
-    total = len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
+    elif run.autocast and not architecture.family.fused and not run.drops_inputs:
+        inputs = (3 if architecture.latent is None else 2) + _count_readers(mixture)
+    total = (
+        len(architecture.family.norms) * _norm(architecture.hidden, architecture, run)
+        + inputs * architecture.hidden * run.itemsize
+    )
     if (
         mixture is not None
         and mixture.keys.routes_in_fp32
         and run.lora is None
         and run.residual_itemsize < FP32
     ):
-        total += FP32 * a.hidden  # the router's own copy of its input
+        total += FP32 * architecture.hidden  # the router's own copy of its input
     return total
 
 
@@ -323,40 +347,44 @@ def _count_readers(mixture: Mixture | None) -> int:
     return 3 if mixture.keys.shared is None else 4
 
 
-def _attention(a: Architecture, run: Computation) -> int:
+def _attention(architecture: Architecture, run: Computation) -> int:
     """Bytes a token that attention saves between its projections."""
-    total = _attention_kernel(a, run)
+    total = _attention_kernel(architecture, run)
     # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output
     # projection.
     if (attends_by_document(run) or run.sequence_ranks > 1) and not run.drops_inputs:
-        total += run.itemsize * (a.query_width if a.latent is None else a.heads * a.latent.value)
-    if a.latent is not None:
-        total += _latents(a, a.latent, run)
-    if a.query_key_norm:
-        total += _query_key_norms(a, run)
-    if a.family.fused and _kernel_itemsize(run) == run.itemsize:
+        total += run.itemsize * (
+            architecture.query_width
+            if architecture.latent is None
+            else architecture.heads * architecture.latent.value
+        )
+    if architecture.latent is not None:
+        total += _latents(architecture, architecture.latent, run)
+    if architecture.query_key_norm:
+        total += _query_key_norms(architecture, run)
+    if architecture.family.fused and _kernel_itemsize(run) == run.itemsize:
         # Value is a view of the whole fused output, which no cast frees.
-        total += run.itemsize * (a.query_width + a.key_value_width)
+        total += run.itemsize * (architecture.query_width + architecture.key_value_width)
     return total
 
 
-def _attention_kernel(a: Architecture, run: Computation) -> int:
+def _attention_kernel(architecture: Architecture, run: Computation) -> int:
     """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a
     kernel the scores.
     """
     itemsize = _kernel_itemsize(run)
-    output = a.query_width
-    if a.latent is not None and run.cpu:
-        output = a.heads * a.latent.value
-    total = itemsize * (a.query_width + _keys_and_values_width(a, run))
+    output = architecture.query_width
+    if architecture.latent is not None and run.cpu:
+        output = architecture.heads * architecture.latent.value
+    total = itemsize * (architecture.query_width + _keys_and_values_width(architecture, run))
     # torch's kernel for a CPU wants one head size.
-    if materializes_scores(a, run) or output != a.query_width:
-        total += a.heads * run.document_length * _score_bytes(a, itemsize)
+    if materializes_scores(architecture, run) or output != architecture.query_width:
+        total += architecture.heads * run.document_length * _score_bytes(architecture, itemsize)
     else:
-        total += itemsize * output + FP32 * a.heads
+        total += itemsize * output + FP32 * architecture.heads
     # their part of the sum, and the output that is left
-    if a.family.sinks and attends_in_blocks(a, run):
-        total += FP32 * a.heads + run.itemsize * a.query_width
+    if architecture.family.sinks and attends_in_blocks(architecture, run):
+        total += FP32 * architecture.heads + run.itemsize * architecture.query_width
     if run.masks_images:  # which the kernel adds to the scores
         total += itemsize * run.document_length
     return total
@@ -367,50 +395,68 @@ def _kernel_itemsize(run: Computation) -> int:
     return max(run.itemsize, FP32) if run.cpu else run.itemsize
 
 
-def _keys_and_values_width(a: Architecture, run: Computation) -> int:
+def _keys_and_values_width(architecture: Architecture, run: Computation) -> int:
     """Features of a token's keys and values together, as the kernel reads them on one rank."""
     # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not
     # what the projections made.
-    heads = math.lcm(a.key_value_heads, run.sequence_ranks)
-    width = 2 * a.query_width
+    heads = math.lcm(architecture.key_value_heads, run.sequence_ranks)
+    width = 2 * architecture.query_width
     # a key for each head, and narrower values, which the GPU's kernel takes padded
-    if a.latent is not None:
-        heads = a.key_value_heads
-        width = a.query_width + (a.heads * a.latent.value if run.cpu else a.query_width)
-    elif (run.grouped_attention or attends_in_blocks(a, run)) and not materializes_scores(a, run):
-        width = 2 * (a.key_value_width // a.key_value_heads * heads)
-    if divides_heads(a.heads, run.sequence_ranks):
+    if architecture.latent is not None:
+        heads = architecture.key_value_heads
+        width = architecture.query_width + (
+            architecture.heads * architecture.latent.value if run.cpu else architecture.query_width
+        )
+    elif (
+        run.grouped_attention or attends_in_blocks(architecture, run)
+    ) and not materializes_scores(architecture, run):
+        width = 2 * (architecture.key_value_width // architecture.key_value_heads * heads)
+    if divides_heads(architecture.heads, run.sequence_ranks):
         return width
-    return width // (heads // a.key_value_heads) * run.sequence_ranks  # those of the whole row
+    return (
+        width // (heads // architecture.key_value_heads) * run.sequence_ranks
+    )  # those of the whole row
 
 
-def _query_key_norms(a: Architecture, run: Computation) -> int:
-    by_head = a.family.query_key_norm == "head"
-    query = _norm(a.query_width, a, run, itemsize=run.itemsize, heads=a.heads if by_head else 1)
+def _query_key_norms(architecture: Architecture, run: Computation) -> int:
+    by_head = architecture.family.query_key_norm == "head"
+    query = _norm(
+        architecture.query_width,
+        architecture,
+        run,
+        itemsize=run.itemsize,
+        heads=architecture.heads if by_head else 1,
+    )
     return query + _norm(
-        a.key_value_width, a, run, itemsize=run.itemsize, heads=a.key_value_heads if by_head else 1
+        architecture.key_value_width,
+        architecture,
+        run,
+        itemsize=run.itemsize,
+        heads=architecture.key_value_heads if by_head else 1,
     )
 
 
-def _score_bytes(a: Architecture, inside: int) -> int:
+def _score_bytes(architecture: Architecture, inside: int) -> int:
     """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its
     cast.
     """
-    return (inside if a.family.caps_scores else 0) + FP32 + (inside if inside < FP32 else 0)
+    return (
+        (inside if architecture.family.caps_scores else 0) + FP32 + (inside if inside < FP32 else 0)
+    )
 
 
-def _latents(a: Architecture, latent: LatentAttention, run: Computation) -> int:
+def _latents(architecture: Architecture, latent: LatentAttention, run: Computation) -> int:
     """The norms of the latents, and what reads these."""
     ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
     read = 0 if run.drops_inputs else run.itemsize * sum(ranks)
-    total = read + sum(_norm(rank, a, run, itemsize=run.itemsize) for rank in ranks)
+    total = read + sum(_norm(rank, architecture, run, itemsize=run.itemsize) for rank in ranks)
     if run.cpu and run.itemsize == FP32:
         # value is a view of the keys' and values' common product
-        total += FP32 * a.heads * latent.plain
+        total += FP32 * architecture.heads * latent.plain
     return total
 
 
-def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
+def _mlp(architecture: Architecture, mixture: Mixture | None, run: Computation) -> int:
     """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others
     are made again.
     """
@@ -418,19 +464,24 @@ def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     if run.remakes:
         saved = 2
     if mixture is None:
-        return saved * a.intermediate * run.itemsize
-    return saved * mixture.shared * run.itemsize + _experts(a, mixture, run)
+        return saved * architecture.intermediate * run.itemsize
+    return saved * mixture.shared * run.itemsize + _experts(architecture, mixture, run)
 
 
-def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
+def _experts(architecture: Architecture, mixture: Mixture, run: Computation) -> int:
     """For each expert of a token: its input, gathered; what its gating saves, and the product; its
     output, which the router weighs; and where it belongs.
 
     A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32.
     """
     inputs, products = _read_by_trained_experts(run)
-    states = (inputs + 1) * a.hidden + (products + mixture.keys.gate_tensors) * mixture.intermediate
-    states += sum(expert_adapter_rank(tensor.name, run)[1] for tensor in a.experts(a.widest_layer))
+    states = (inputs + 1) * architecture.hidden + (
+        products + mixture.keys.gate_tensors
+    ) * mixture.intermediate
+    states += sum(
+        expert_adapter_rank(tensor.name, run)[1]
+        for tensor in architecture.experts(architecture.widest_layer)
+    )
     return mixture.chosen * (run.itemsize * states + PLACES) + mixture.experts * (
         run.itemsize + FP32
     )
@@ -459,30 +510,31 @@ def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
     return int(gate_up), int(down)
 
 
-def _adapters(a: Architecture, layer: int, run: Computation) -> int:
+def _adapters(architecture: Architecture, layer: int, run: Computation) -> int:
     """What lies between A and B; with dropout also the dropped input and its mask, for each adapted
     layer.
     """
     if run.lora is None:
         return 0
-    adapted = [linear for linear in a.linears(layer) if is_adapted(linear, run.lora)]
+    adapted = [linear for linear in architecture.linears(layer) if is_adapted(linear, run.lora)]
     dropped = 0
     if run.drops_inputs:
         mask = run.itemsize if run.cpu else 1
         dropped = run.itemsize + mask
     return sum(
-        _largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped
+        _largest_rank(linear.name, architecture, run.lora) * run.itemsize
+        + linear.shape[1] * dropped
         for linear in adapted
     )
 
 
-def _largest_rank(linear: str, a: Architecture, lora: Lora) -> int:
+def _largest_rank(linear: str, architecture: Architecture, lora: Lora) -> int:
     """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any
     layer.
     """
     name = linear.removesuffix(".weight")
     names = (
         name.replace(".layers.0.", f".layers.{layer}.")
-        for layer in range(a.layers if lora.rank_pattern else 1)
+        for layer in range(architecture.layers if lora.rank_pattern else 1)
     )
     return max(find_value(name, lora.rank_pattern, lora.lora_r) for name in names)

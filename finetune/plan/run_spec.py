@@ -51,9 +51,13 @@ class TeacherSpec:
 
     def flop_per_token(self, length: int) -> float:
         """FLOP of the forward of one token in rows of `length`: a third of those of training."""
-        a = self.architecture
-        sizes = {"parameters": count_multiplied(a), "layers": a.attending_layers, "heads": a.heads}
-        return flop_per_token(**sizes, head_size=a.mean_head_size, length=length) / 3
+        architecture = self.architecture
+        sizes = {
+            "parameters": count_multiplied(architecture),
+            "layers": architecture.attending_layers,
+            "heads": architecture.heads,
+        }
+        return flop_per_token(**sizes, head_size=architecture.mean_head_size, length=length) / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +124,12 @@ class RunSpec:
         """The numbers of each layer in matrix products, by which a pipeline is cut; the last with
         the output head.
         """
-        a = self.architecture
+        architecture = self.architecture
         costs = [
-            sum(t.numel for t in a.layer(index) if len(t.shape) > 1) for index in range(a.layers)
+            sum(t.numel for t in architecture.layer(index) if len(t.shape) > 1)
+            for index in range(architecture.layers)
         ]
-        return [*costs[:-1], costs[-1] + a.head_rows * a.hidden]
+        return [*costs[:-1], costs[-1] + architecture.head_rows * architecture.hidden]
 
     @cached_property
     def own_layers(self) -> list[int]:
@@ -139,15 +144,22 @@ class RunSpec:
 
         All of it where there is neither.
         """
-        a = self.divided
+        architecture = self.divided
         if self.stages == 1:
-            return a
+            return architecture
         own = self.own_layers
-        mixture = a.mixture and replace(
-            a.mixture,
-            layers=frozenset(index for index, layer in enumerate(own) if layer in a.mixture.layers),
+        mixture = architecture.mixture and replace(
+            architecture.mixture,
+            layers=frozenset(
+                index for index, layer in enumerate(own) if layer in architecture.mixture.layers
+            ),
         )
-        return replace(a, layers=len(own), mixture=mixture, tied=a.tied and self.is_last_stage)
+        return replace(
+            architecture,
+            layers=len(own),
+            mixture=mixture,
+            tied=architecture.tied and self.is_last_stage,
+        )
 
     @cached_property
     def divided(self) -> Architecture:
@@ -155,15 +167,15 @@ class RunSpec:
         none.
         """
         ranks = self.tensor_ranks
-        a = self.architecture
+        architecture = self.architecture
         if ranks == 1:
-            return a
+            return architecture
         return replace(
-            a,
-            heads=a.heads // ranks,
-            key_value_heads=a.key_value_heads // ranks,
-            intermediate=a.intermediate // ranks,
-            vocabulary=-(-a.vocabulary // ranks),
+            architecture,
+            heads=architecture.heads // ranks,
+            key_value_heads=architecture.key_value_heads // ranks,
+            intermediate=architecture.intermediate // ranks,
+            vocabulary=-(-architecture.vocabulary // ranks),
         )
 
     @cached_property
@@ -171,13 +183,15 @@ class RunSpec:
         """What it computes of the model: as `part`, but for the products that transformers' plan
         gathers.
         """
-        a = self.architecture
+        architecture = self.architecture
         part = self.part
-        if a.family.tensor_parallel != "products":
+        if architecture.family.tensor_parallel != "products":
             return part
-        all_heads = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
-        if a.family.fused:
-            return replace(all_heads, intermediate=a.intermediate)
+        all_heads = replace(
+            part, heads=architecture.heads, key_value_heads=architecture.key_value_heads
+        )
+        if architecture.family.fused:
+            return replace(all_heads, intermediate=architecture.intermediate)
         return all_heads
 
     @cached_property
@@ -358,7 +372,7 @@ class RunSpec:
             models = [self.architecture]
         else:
             models = [self.architecture, self.teacher.architecture]
-        traces = [a.trace(self.computation) for a in models]
+        traces = [architecture.trace(self.computation) for architecture in models]
         return next(
             (trace.failure for trace in traces if trace is not None and trace.failure), None
         )
@@ -483,8 +497,11 @@ def count_multiplied(architecture: Architecture) -> int:
     """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input
     embedding.
     """
-    a = architecture
-    return a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel)
+    return (
+        architecture.parameters
+        - architecture.idle_parameters
+        - (0 if architecture.tied else architecture.embedding.numel)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,22 +578,26 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     """What all of `export_formats` hold; GGUF has nothing of the base beside the model."""
-    a = spec.architecture
+    architecture = spec.architecture
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware
-    unquantized = itemsize * a.parameters
+    unquantized = itemsize * architecture.parameters
     quantized = 0
     if spec.recipe.model.model_config is not None:
         carried = 0
     else:
-        carried = itemsize * a.carried_parameters
+        carried = itemsize * architecture.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
         if name == aware.quantization_aware_training:
             group = aware.qat_group_size
         else:
             group = None
-        weights = sum(linear.numel for layer in range(a.layers) for linear in a.linears(layer))
+        weights = sum(
+            linear.numel
+            for layer in range(architecture.layers)
+            for linear in architecture.linears(layer)
+        )
         quantized = unquantized - int(
             weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group))
         )

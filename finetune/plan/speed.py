@@ -199,26 +199,31 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     gradient of what enters the head.
     """
     ranks = spec.tensor_ranks
-    a = replace(spec.architecture, layers=spec.part.layers)
+    architecture = replace(spec.architecture, layers=spec.part.layers)
     run = spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)
-    size = spec.tokens * a.hidden * run.itemsize
+    size = spec.tokens * architecture.hidden * run.itemsize
     recomputed = forward - backward * (2 if spec.reference else 1)
     # The recomputed forward ends with the last tensor that its backward reads: before the sum of
     # the MLP's outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
-    if a.family.tensor_parallel == "products":
+    if architecture.family.tensor_parallel == "products":
         products = (
-            a.query_width + 2 * a.key_value_width + (2 * a.intermediate if a.family.fused else 0)
+            architecture.query_width
+            + 2 * architecture.key_value_width
+            + (2 * architecture.intermediate if architecture.family.fused else 0)
         )
-        inputs = a.query_width + (a.intermediate if a.family.fused else 0)
+        inputs = architecture.query_width + (
+            architecture.intermediate if architecture.family.fused else 0
+        )
         moved = spec.tokens * run.itemsize * (forward * products + backward * inputs)
         yield Collective(
             "all-gather",
-            forward * (2 if a.family.fused else 3) + backward * (2 if a.family.fused else 1),
+            forward * (2 if architecture.family.fused else 3)
+            + backward * (2 if architecture.family.fused else 1),
             moved,
             ranks,
         )
@@ -234,28 +239,30 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
     More ranks than heads gather keys and values, and reduce their gradients.
     """
     ranks = spec.sharding.sequence_parallel_size
-    a = spec.computed
-    if not divides_heads(a.heads, ranks):
+    architecture = spec.computed
+    if not divides_heads(architecture.heads, ranks):
         forward, _ = _count_passes(spec)
-        layers = a.layers * spec.accumulation
+        layers = architecture.layers * spec.accumulation
         row = spec.tokens * ranks * spec.computation.itemsize
-        if a.latent is not None:
-            width = a.query_width + a.heads * a.latent.value
+        if architecture.latent is not None:
+            width = architecture.query_width + architecture.heads * architecture.latent.value
         else:
-            width = 2 * a.key_value_width
+            width = 2 * architecture.key_value_width
         yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
         yield Collective(
             "reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks
         )
         return
-    repeated = math.lcm(a.key_value_heads, ranks) // a.key_value_heads
-    key_value = 2 * a.key_value_width * repeated
-    output = a.query_width
-    if a.latent is not None:
-        key_value = a.query_width + a.heads * a.latent.value
-        output = a.heads * a.latent.value
+    repeated = math.lcm(architecture.key_value_heads, ranks) // architecture.key_value_heads
+    key_value = 2 * architecture.key_value_width * repeated
+    output = architecture.query_width
+    if architecture.latent is not None:
+        key_value = architecture.query_width + architecture.heads * architecture.latent.value
+        output = architecture.heads * architecture.latent.value
     forward, backward = _count_passes(spec)
-    moved = spec.tokens * spec.computation.itemsize * (a.query_width + key_value + output)
+    moved = (
+        spec.tokens * spec.computation.itemsize * (architecture.query_width + key_value + output)
+    )
     times = forward + backward
     yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.tensor_ranks)
 
@@ -359,16 +366,16 @@ def estimate_speed(
 
     `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
     """
-    a = spec.architecture
+    architecture = spec.architecture
     embeds = spec.recipe.method_facts.embeds
-    unasked = a.head_rows * a.hidden if embeds else 0  # the output head
+    unasked = architecture.head_rows * architecture.hidden if embeds else 0  # the output head
     flops = flop_per_token(
-        parameters=count_multiplied(a) - unasked,
-        layers=a.attending_layers,
-        heads=a.heads,
-        head_size=a.mean_head_size,
+        parameters=count_multiplied(architecture) - unasked,
+        layers=architecture.attending_layers,
+        heads=architecture.heads,
+        head_size=architecture.mean_head_size,
         length=spec.recipe.data.max_length,
-        frozen=_count_frozen(spec) - (0 if a.tied else unasked),
+        frozen=_count_frozen(spec) - (0 if architecture.tied else unasked),
     )
     # the backward takes twice as many, but for frozen weights
     forward = (flops + 2 * _count_frozen(spec)) / 3
@@ -464,11 +471,11 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
 
 def _count_frozen(spec: RunSpec) -> int:
     """The base's numbers in matrix products that get no gradient."""
-    a = spec.architecture
+    architecture = spec.architecture
     trained = {tensor.name for tensor in spec.tensors if tensor.trainable}
-    left_out = trained if a.tied else trained | {a.embedding.name}
-    frozen = sum(tensor.numel for tensor in a.tensors() if tensor.name not in left_out)
-    return frozen - (a.idle_parameters if spec.recipe.lora.use_peft else 0)
+    left_out = trained if architecture.tied else trained | {architecture.embedding.name}
+    frozen = sum(tensor.numel for tensor in architecture.tensors() if tensor.name not in left_out)
+    return frozen - (architecture.idle_parameters if spec.recipe.lora.use_peft else 0)
 
 
 def offload_seconds(spec: RunSpec) -> float:

@@ -44,15 +44,15 @@ from finetune.plan.temporary_memory import (
 
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
-    masks = mask_bytes(a, run, spec.tokens)
+    masks = mask_bytes(architecture, run, spec.tokens)
     kept = _kept_per_token(spec)
     # then made again
     if spec.recipe.quantization.bits is not None:
         factors = 0
     else:
-        factors = expert_factor_bytes(a, run).kept
+        factors = expert_factor_bytes(architecture, run).kept
     vectors = vector_bytes(spec, spec.rows_per_step)
     return spec.tokens * sum(kept.values()) + factors + masks + vectors
 
@@ -329,12 +329,12 @@ def _after_layers(spec: RunSpec, done: int) -> int:
     """Bytes of activations once the backward has passed the head and so many layers, with its
     gradient.
     """
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     kept = _kept_per_token(spec)
     # Offloaded, all layers together keep what one of them does.
-    of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / a.layers
-    handed_on = a.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
+    of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
+    handed_on = architecture.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
     return kept_for_backward(spec) + int(spec.tokens * handed_on)
 
 
@@ -350,16 +350,18 @@ def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
     """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before
     it.
     """
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     activations = _at_layer(spec, done)
-    unit = f"layer {a.widest_layer}"
+    unit = f"layer {architecture.widest_layer}"
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
-    if a.trace(run) is not None:  # where its MLP is, is not known
+    if architecture.trace(run) is not None:  # where its MLP is, is not known
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
-    freed = spec.tokens * (layer_bytes(a, run)["mlp"] + a.mlp_width * run.itemsize)
+    freed = spec.tokens * (
+        layer_bytes(architecture, run)["mlp"] + architecture.mlp_width * run.itemsize
+    )
     return [
         LayerMoment(activations, _count_elements(down)),
         LayerMoment(activations - freed, _count_elements(mlp)),
@@ -370,15 +372,19 @@ def _at_layer(spec: RunSpec, done: int) -> int:
     """Bytes of activations where the backward of the layer after `done` others begins, with what it
     computes again.
     """
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     if computes_again:
-        factors = expert_factor_bytes(a, run).layer
+        factors = expert_factor_bytes(architecture, run).layer
     else:
         factors = 0
-    per_token = recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run)
-    handed_on = a.hidden * run.residual_itemsize
+    per_token = (
+        recomputed_bytes(architecture, run)
+        + working_bytes(architecture, run)
+        + prefetched_bytes(architecture, run)
+    )
+    handed_on = architecture.hidden * run.residual_itemsize
     return _after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
 
 
@@ -509,7 +515,7 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
     """
     if not spec.recipe.samples_itself:
         return None
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     keys = spec.recipe.rollout
     length = spec.recipe.data.max_length
@@ -528,16 +534,16 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
         masks = 0
     else:
         masks = some * tokens**2 * (1 + run.itemsize)
-    scores = 2 * FP32 * rows * a.heads * length
+    scores = 2 * FP32 * rows * architecture.heads * length
     cache = kv_cache_bytes(spec, rows * length)
-    logits = rows * a.vocabulary * FP32
+    logits = rows * architecture.vocabulary * FP32
     moments = (
-        (cache, rows * a.vocabulary * SAMPLED_BYTES),
-        (cache + rows * evaluation_bytes(a, run) + scores, logits),
-        (cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // a.layers, logits),
+        (cache, rows * architecture.vocabulary * SAMPLED_BYTES),
+        (cache + rows * evaluation_bytes(architecture, run) + scores, logits),
+        (cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers, logits),
         (
             kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
-            some * a.vocabulary * FP32,
+            some * architecture.vocabulary * FP32,
         ),
     )
     activations, loss = max(moments, key=sum)
@@ -561,13 +567,13 @@ def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
     """The keys and values of `tokens` tokens in all layers, as if each attended to all of its
     document.
     """
-    a = spec.computed
+    architecture = spec.computed
     return int(
         2
         * tokens
-        * a.attending_layers
-        * a.key_value_heads
-        * a.mean_head_size
+        * architecture.attending_layers
+        * architecture.key_value_heads
+        * architecture.mean_head_size
         * spec.computation.itemsize
     )
 
@@ -702,13 +708,13 @@ def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: of head and
     hidden states.
     """
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     if spec.recipe.method_facts.embeds:
         # states that are pooled, cast, their gradient
-        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
+        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
     if run.autocast:
-        cast_head = run.itemsize * a.head_rows * a.hidden
+        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
     else:
         cast_head = 0
     # else it is computed in the backward
@@ -717,9 +723,9 @@ def loss_bytes(spec: RunSpec) -> int:
     else:
         head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
-    hidden = 2 * run.itemsize * a.hidden * spec.tokens
+    hidden = 2 * run.itemsize * architecture.hidden * spec.tokens
     if head_gradient:
-        product = weight_product_bytes(spec.part.head_rows, a.hidden, spec.tokens, run)
+        product = weight_product_bytes(spec.part.head_rows, architecture.hidden, spec.tokens, run)
     else:
         product = 0
     return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
@@ -747,23 +753,23 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in
     between.
     """
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
     if spec.recipe.method_facts.embeds:
-        return (2 * run.itemsize + FP64) * a.hidden * spec.tokens
+        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
     if spec.weighs_documents:
-        return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
+        return log_probability_backward_bytes(architecture, spec.tokens, run, _head_gradient(spec))
     if run.itemsize < FP32 and not run.autocast:
         cast_back = run.itemsize
     else:
         cast_back = 0
-    hidden = a.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
+    hidden = architecture.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
     return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
 
 
 def _head_gradient(spec: RunSpec) -> int:
-    a = spec.architecture
-    head = a.embedding.name if a.tied else a.head_name
+    architecture = spec.architecture
+    head = architecture.embedding.name if architecture.tied else architecture.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
     if is_trained:
         return FP32 * spec.part.head_rows * spec.part.hidden
@@ -779,13 +785,13 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     """
     if spec.recipe.quantization.bits is None:
         return 0
-    a = spec.architecture
+    architecture = spec.architecture
     ranks = spec.sharding.expert_parallel_size
     if not recomputes_layer:
-        return spec.computation.itemsize * dequantized_at_once(a, ranks)
-    experts = {weight.name for weight in a.experts(a.widest_layer)}
+        return spec.computation.itemsize * dequantized_at_once(architecture, ranks)
+    experts = {weight.name for weight in architecture.experts(architecture.widest_layer)}
     elements = 0
-    for weight in a.quantizable(a.widest_layer):
+    for weight in architecture.quantizable(architecture.widest_layer):
         if weight.name in experts:
             elements += weight.numel // ranks
         else:
@@ -795,14 +801,15 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
-    a = spec.computed
+    architecture = spec.computed
     run = spec.computation
-    rotary = 2 * a.rotated_size * run.residual_itemsize
-    factors = expert_factor_bytes(a, run).layer
+    rotary = 2 * architecture.rotated_size * run.residual_itemsize
+    factors = expert_factor_bytes(architecture, run).layer
     return replace(
         at_rest,
         name=name,
-        activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
+        activations=tokens * (evaluation_bytes(architecture, run) + rotary)
+        + mask_bytes(architecture, run, tokens),
         loss=_chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)

@@ -124,16 +124,16 @@ class ExpertFactors:
     layer: int = 0  # of the layer with the most
 
 
-def expert_factor_bytes(a: Architecture, run: Computation) -> ExpertFactors:
+def expert_factor_bytes(architecture: Architecture, run: Computation) -> ExpertFactors:
     """The copies of a model with adapters on its experts, on one rank; nothing without."""
     if run.lora is None or not run.lora.lora_target_parameters:
         return ExpertFactors()
     sizes = []
-    for layer in range(a.layers):
+    for layer in range(architecture.layers):
         size = 0
-        for tensor in a.experts(layer):
+        for tensor in architecture.experts(layer):
             rank, padded = expert_adapter_rank(tensor.name, run)
-            width_out, width_in = a.expert_widths(tensor)
+            width_out, width_in = architecture.expert_widths(tensor)
             copied = width_out + (width_in if padded > rank or run.autocast else 0)
             size += run.itemsize * tensor.shape[0] * padded * copied // run.expert_ranks
         sizes.append(size)
@@ -193,7 +193,7 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
 
 
 def log_probability_backward_bytes(
-    a: Architecture, tokens: int, run: Computation, head_gradient: int
+    architecture: Architecture, tokens: int, run: Computation, head_gradient: int
 ) -> int:
     """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
     first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
@@ -201,7 +201,7 @@ def log_probability_backward_bytes(
 
     head_gradient: bytes of the latter; 0 where the head is frozen.
     """
-    hidden = a.hidden * tokens
+    hidden = architecture.hidden * tokens
     prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
     scaled = run.residual_itemsize * hidden
     product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
@@ -209,25 +209,25 @@ def log_probability_backward_bytes(
         return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
     trained = run.itemsize * hidden  # the hidden states at the trained positions
     if run.autocast:
-        cast_head = run.itemsize * a.head_rows * a.hidden
+        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
     else:
         cast_head = 0
     if run.itemsize < FP32 and not run.autocast:
         cast_back = run.itemsize
     else:
         cast_back = 0
-    chunk = loss_chunk_bytes(a.head_rows, tokens, run) + cast_head
+    chunk = loss_chunk_bytes(architecture.head_rows, tokens, run) + cast_head
     again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 
-def dequantized_at_once(a: Architecture, expert_ranks: int = 1) -> int:
+def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> int:
     """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of
     a layer.
     """
-    layer = a.widest_layer
-    experts = sum(weight.numel for weight in a.experts(layer)) // expert_ranks
-    return max([experts, *(linear.numel for linear in a.linears(layer))])
+    layer = architecture.widest_layer
+    experts = sum(weight.numel for weight in architecture.experts(layer)) // expert_ranks
+    return max([experts, *(linear.numel for linear in architecture.linears(layer))])
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
@@ -237,15 +237,15 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
     """
     if spec.teacher is None:
         return None
-    a = spec.teacher.architecture
+    architecture = spec.teacher.architecture
     run = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
-    inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
+    inside = evaluation_bytes(architecture, run) + 2 * architecture.rotated_size * run.itemsize
     if spec.teacher.quantization.bits is not None:
-        dequantized = run.itemsize * dequantized_at_once(a)
+        dequantized = run.itemsize * dequantized_at_once(architecture)
     else:
         dequantized = 0
     return {
-        "activations": tokens * inside + mask_bytes(a, run, tokens),
+        "activations": tokens * inside + mask_bytes(architecture, run, tokens),
         "gathered": _gathered(spec)[0],
         "temporaries": dequantized,
     }
@@ -274,13 +274,13 @@ def _gathered(spec: RunSpec) -> tuple[int, int]:
     """
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
-    a = spec.teacher.architecture
+    architecture = spec.teacher.architecture
     size = spec.computation.itemsize
-    u = split_into_units(a, spec.teacher_tensors, spec.sharding)
+    u = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
     buffers = 2 if spec.shards > 1 else 1
     tail = size * u.tail.numel
     return max(
-        size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers
+        size * u.layer.numel * buffers + (tail if architecture.tied else 0), tail * buffers
     ), tail * buffers
 
 
@@ -455,9 +455,13 @@ def _plan_whole(spec: RunSpec) -> LayoutMemory:
     (torch.nn.parallel.distributed).
     """
     run = spec.computation
-    a = spec.architecture
+    architecture = spec.architecture
     multiplied = sum(
-        tensor.numel for tensor in (*a.linears(a.widest_layer), *a.experts(a.widest_layer))
+        tensor.numel
+        for tensor in (
+            *architecture.linears(architecture.widest_layer),
+            *architecture.experts(architecture.widest_layer),
+        )
     )
     is_cast = (
         run.autocast
@@ -477,11 +481,11 @@ def _plan_whole(spec: RunSpec) -> LayoutMemory:
     embedding = unit("embedding")
     return LayoutMemory(
         embedding=embedding,
-        layer=unit(f"layer {a.widest_layer}", cast),
+        layer=unit(f"layer {architecture.widest_layer}", cast),
         tail=unit("tail"),
-        layers=a.layers,
+        layers=architecture.layers,
         layer_staying=cast if run.checkpoint_every is None else 0,
-        kept_in_forward=cast * a.layers,
+        kept_in_forward=cast * architecture.layers,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
-        waiting_gradient=embedding.shard if a.tied else 0,
+        waiting_gradient=embedding.shard if architecture.tied else 0,
     )
