@@ -534,33 +534,33 @@ def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", head_dim=32, initializer_range=0.3)
     recipe = write_recipe(tmp_path, model)
     with serving_by_vllm(model, 512, at_once=2) as url:
-        for case, keys in {
-            "0": ["max_staleness=0", "num_generations=6"],
-            "1": ["max_staleness=1", "num_generations=6"],
-            "2": ["max_staleness=2", "num_generations=6"],
-            # many: the server still samples when the first step ends
-            "keep": ["max_staleness=3", "num_generations=24"],
-            "restart": ["max_staleness=3", "num_generations=24", "in_flight=restart"],
-        }.items():
+        for case, steps, keys in (
+            ("0", 5, ["max_staleness=0", "num_generations=6"]),
+            ("1", 5, ["max_staleness=1", "num_generations=6"]),
+            ("2", 5, ["max_staleness=2", "num_generations=6"]),
+            # so much that the server still samples when a step ends
+            ("keep", 8, ["max_staleness=3", "num_generations=24"]),
+            ("restart", 8, ["max_staleness=3", "num_generations=24", "in_flight=restart"]),
+        ):
             run = tmp_path / case
-            given = [f"vllm_server_base_url={url}", f"output_dir={run}", "learning_rate=1e-8"]
-            given += ["max_completion_length=150", "max_length=300", "max_steps=5", *keys]
+            given = [f"vllm_server_base_url={url}", f"output_dir={run}", f"max_steps={steps}"]
+            given += ["max_completion_length=150", "max_length=300", "learning_rate=1e-8", *keys]
             train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
-            steps = steps_of(run)
-            assert len(steps) == 5
-            for line in steps:
+            lines = steps_of(run)
+            assert len(lines) == steps
+            for line in lines:
                 assert 0 < line["log_ratio/mean"] < 1e-5 and line["log_ratio/max"] < 1e-4, line
                 assert line["hand_over_seconds"] > 0
             if case == "0":
                 continue
             most = int(keys[0][-1])
-            oldest = [min(step, most) for step in range(5)]
-            ages = [line["staleness/max"] for line in steps]
-            dropped = sum(line["in_flight/dropped_tokens"] for line in steps)
+            oldest = [min(step, most) for step in range(steps)]
+            ages = [line["staleness/max"] for line in lines]
+            dropped = sum(line["in_flight/dropped_tokens"] for line in lines)
             if case in ("1", "2"):
                 assert ages == oldest
                 assert dropped == 0
             else:
                 assert all(age <= bound for age, bound in zip(ages, oldest, strict=True))
-                assert sum(line["in_flight/cuts"] for line in steps) > 0
+                assert sum(line["in_flight/cuts"] for line in lines) > 0
                 assert (dropped > 0) is (case == "restart")
