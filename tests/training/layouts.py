@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,34 @@ def train_all(
     )
     script = Path(__file__).with_name("runs_on_ranks.py")
     return launch_ranks(script, [str(listing)], ranks=ranks, timeout=timeout).check().outputs[0]
+
+
+def choose_quick(
+    names: Sequence[str], kinds: Sequence[str], always: Container[str]
+) -> set[tuple[str, str]]:
+    """The pairs (name of a run, kind) that the quick tests train: each kind under the names in `always`, and under each of the
+    others one kind, in turn."""
+    turns = cycle(kinds)
+    return {(name, kind) for name in names for kind in (kinds if name in always else [next(turns)])}
+
+
+def cross(
+    names: Iterable[str], kinds: Iterable[str], quick: Container[tuple[str, str]]
+) -> pytest.MarkDecorator:
+    """Parametrizes a test by `name` and `kind`; pairs that are not `quick` are slow."""
+    return pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            pytest.param(*pair, marks=[] if pair in quick else [pytest.mark.slow])
+            for pair in product(names, kinds)
+        ],
+    )
+
+
+def asks_for_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the module that asks were selected."""
+    own = (item for item in request.session.items if item.path == request.path)
+    return any(item.get_closest_marker("slow") for item in own)
 
 
 def train_families(

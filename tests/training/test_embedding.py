@@ -31,8 +31,11 @@ from finetune.session import Session
 from finetune.training.objectives.contrastive import embed_documents
 from tests.conftest import make_model
 from tests.training.layouts import (
+    asks_for_slow,
     assert_bit_equal,
     assert_losses,
+    choose_quick,
+    cross,
     steps_of,
     train_all,
     write_config,
@@ -67,6 +70,9 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
     "offload": (2, "offload", {}, ["per_device_train_batch_size=16"]),
     "checkpointed": (2, "full_shard", {}, ["per_device_train_batch_size=16"]),
 }
+
+KINDS = list(RECIPES)
+QUICK = choose_quick(list(RUNS), KINDS, always=("one", "fsdp2"))
 
 
 def make_rows() -> list[dict[str, Any]]:
@@ -114,7 +120,10 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
+def runs(
+    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
+) -> Callable[[str, str], Path]:
+    trains_all = asks_for_slow(request)
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
@@ -122,7 +131,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
                 folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
             )
             for kind, recipe in recipes.items():
-                if ranks == count:
+                if ranks == count and (trains_all or (name, kind) in QUICK):
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
         train_all(folder, listed, ranks=count)
     return lambda name, kind: folder / name / kind
@@ -228,8 +237,7 @@ def plain(
     return train
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("name", RUNS)
+@cross(RUNS, KINDS, QUICK)
 def test_losses_and_norms_are_those_of_the_whole_batch(
     name: str,
     kind: str,
@@ -303,8 +311,7 @@ def test_losses_and_norms_are_those_of_sentence_transformers(
     assert_losses(runs("fsdp2", kind), expected)
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("name", ["one", "lora", "fsdp2"])
+@cross(["one", "lora", "fsdp2"], KINDS, QUICK)
 def test_held_out_metrics_are_those_of_the_export(
     name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
@@ -347,8 +354,7 @@ def find_held_out(run: Path) -> list[int]:
     return [int(examples.where(index).rpartition(":")[2]) - 1 for index in first]
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("name", ["one", "lora"])
+@cross(["one", "lora"], KINDS, QUICK)
 def test_sentence_transformers_opens_the_export(
     name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
@@ -408,12 +414,12 @@ def test_the_folder_says_how_it_is_pooled(runs: Callable[[str, str], Path]) -> N
         assert "library_name: sentence-transformers" in card and "encode_query" in card
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@cross(["two"], KINDS, QUICK)
 def test_a_run_resumes_exactly(
-    kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
+    name: str, kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
 ) -> None:
     """Under FSDP2 to the same bits; in another layout to the same loss."""
-    whole = runs("two", kind)
+    whole = runs(name, kind)
     start = whole / "checkpoints" / "step-00000002"
     keys = ["per_device_train_batch_size=40", f"resume_from_checkpoint={start}"]
     again = folder / "again" / kind

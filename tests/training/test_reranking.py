@@ -30,8 +30,11 @@ from finetune.training.objectives.ranks import describe_order
 from finetune.training.objectives.scores import RANKING
 from tests.conftest import make_model
 from tests.training.layouts import (
+    asks_for_slow,
     assert_bit_equal,
     assert_losses,
+    choose_quick,
+    cross,
     steps_of,
     train_all,
     write_config,
@@ -64,6 +67,7 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
     "fsdp2": (3, "full_shard", {}, ["per_device_train_batch_size=3"]),
 }
 KINDS = sorted(RECIPES)
+QUICK = choose_quick(list(RUNS), KINDS, always=("one", "fsdp2"))
 
 
 def make_rows(kind: str) -> list[dict[str, Any]]:
@@ -125,13 +129,16 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
+def runs(
+    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
+) -> Callable[[str, str], Path]:
+    trains_all = asks_for_slow(request)
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
             config = write_config(folder, layout, sizes=sizes or None)
             for kind, recipe in recipes.items():
-                if ranks == count:
+                if ranks == count and (trains_all or (name, kind) in QUICK):
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
         train_all(folder, listed, ranks=count)
     return lambda name, kind: folder / name / kind
@@ -236,8 +243,7 @@ def plain(
     return train
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", RUNS)
+@cross(RUNS, KINDS, QUICK)
 def test_losses_and_norms_are_those_of_transformers_class(
     name: str,
     kind: str,
@@ -288,8 +294,7 @@ def test_losses_and_norms_are_those_of_sentence_transformers(
     assert_losses(runs("fsdp2", kind), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["one", "lora"])
+@cross(["one", "lora"], KINDS, QUICK)
 def test_the_export_has_the_scores_of_the_run(
     name: str, kind: str, runs: Callable[[str, str], Path]
 ) -> None:
@@ -317,8 +322,7 @@ def test_the_export_has_the_scores_of_the_run(
     torch.testing.assert_close(torch.tensor(predicted), torch.stack(scores), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["one", "fsdp2", "lora"])
+@cross(["one", "fsdp2", "lora"], KINDS, QUICK)
 def test_held_out_metrics_are_those_of_the_export(
     name: str, kind: str, runs: Callable[[str, str], Path]
 ) -> None:
@@ -391,12 +395,12 @@ def test_a_loss_does_not_depend_on_the_order_of_documents(order: list[int], kind
     torch.testing.assert_close(RANKING[kind](scores[:, order], numbers[:, order]).sum(), loss)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cross(["two"], KINDS, QUICK)
 def test_a_run_resumes_exactly(
-    kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
+    name: str, kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
 ) -> None:
     """Under FSDP2 to the same bits; in another layout to the same loss."""
-    whole = runs("two", kind)
+    whole = runs(name, kind)
     start = whole / "checkpoints" / "step-00000002"
     keys = ["per_device_train_batch_size=2", f"resume_from_checkpoint={start}"]
     again, otherwise = folder / "again" / kind, folder / "otherwise" / kind

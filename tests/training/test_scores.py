@@ -33,7 +33,16 @@ from finetune.plan.architecture import read_architecture, set_scores
 from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
-from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    asks_for_slow,
+    assert_losses,
+    choose_quick,
+    cross,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
 
 # with several classes of a row, and of the steps of an answer
 METHODS = ("reward", "classify", "several", "steps")
@@ -54,6 +63,7 @@ RUNS = {
     "lora": (2, "full_shard", {}, ["use_peft=true", "lora_r=4", "packing=true"]),
     "three": (3, "full_shard", {}, ["packing=true"]),
 }
+QUICK = choose_quick(list(RUNS), METHODS, always=("single", "fsdp2"))
 RESUMED = {
     "as before": "full_shard",
     "otherwise": "ddp",
@@ -139,7 +149,10 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
+def runs(
+    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
+) -> Callable[[str, str], Path]:
+    trains_all = asks_for_slow(request)
     for ranks in sorted({ranks for ranks, *_ in RUNS.values()}):
         train_all(
             folder,
@@ -151,7 +164,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str], Path]:
                 )
                 for name, (count, layout, sizes, keys) in RUNS.items()
                 for method, recipe in recipes.items()
-                if count == ranks
+                if count == ranks and (trains_all or (name, method) in QUICK)
             ],
             ranks=ranks,
         )
@@ -294,48 +307,46 @@ def train_plainly(run: Path, method: str, model: Path) -> list[tuple[float, floa
     return results
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", RUNS)
+@cross(RUNS, METHODS, QUICK)
 def test_losses_and_norms_are_those_of_transformers_class(
-    name: str, method: str, runs: Callable[[str, str], Path], models: dict[str, Path]
+    name: str, kind: str, runs: Callable[[str, str], Path], models: dict[str, Path]
 ) -> None:
-    run = runs(name, method)
-    assert_losses(run, train_plainly(run, method, models[method]))
+    run = runs(name, kind)
+    assert_losses(run, train_plainly(run, kind, models[kind]))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["single", "fsdp1", "pipeline", "lora"])
+@cross(["single", "fsdp1", "pipeline", "lora"], METHODS, QUICK)
 def test_the_export_has_the_scores_of_the_run(
-    name: str, method: str, runs: Callable[[str, str], Path], models: dict[str, Path]
+    name: str, kind: str, runs: Callable[[str, str], Path], models: dict[str, Path]
 ) -> None:
-    export = runs(name, method) / "export"
+    export = runs(name, kind) / "export"
     tokenizer = AutoTokenizer.from_pretrained(export)
-    opened = open_model(method, export)
+    opened = open_model(kind, export)
     config = json.loads((export / "config.json").read_text())
-    of_what = "Token" if method == "steps" else "Sequence"
+    of_what = "Token" if kind == "steps" else "Sequence"
     assert config["architectures"] == [f"LlamaFor{of_what}Classification"]
-    names = {"reward": ["reward"], "steps": ["wrong", "right"]}.get(method, list(LABELS))
+    names = {"reward": ["reward"], "steps": ["wrong", "right"]}.get(kind, list(LABELS))
     assert [opened.config.id2label[i] for i in range(opened.num_labels)] == names
     assert f"AutoModelFor{of_what}Classification" in (export / "README.md").read_text()
     problem = {"classify": "single_label_classification", "several": "multi_label_classification"}
-    assert opened.config.problem_type == problem.get(method)
+    assert opened.config.problem_type == problem.get(kind)
     texts = ["a b c", "What is 3 and 3, and what else is there?"]
     alone = [opened(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
     together = opened(**tokenizer(texts, return_tensors="pt", padding=True)).logits
-    if method == "steps":
+    if kind == "steps":
         padded = tokenizer(texts, return_tensors="pt", padding=True).attention_mask
         alone, together = list(torch.cat(alone)), together[padded.bool()]
     torch.testing.assert_close(torch.stack(alone), together, rtol=1e-5, atol=1e-6)
     if name == "lora":
         keywords = {"pad_token_id": tokenizer.pad_token_id, "num_labels": opened.num_labels}
-        if method == "steps":
+        if kind == "steps":
             keywords["token_classification_bias"] = False
-            card = (runs(name, method) / "adapter" / "README.md").read_text()
+            card = (runs(name, kind) / "adapter" / "README.md").read_text()
             assert "config.token_classification_bias = False" in card
-        base = open_model(method, models[method], **keywords)
-        adapted = PeftModel.from_pretrained(base, runs(name, method) / "adapter")
+        base = open_model(kind, models[kind], **keywords)
+        adapted = PeftModel.from_pretrained(base, runs(name, kind) / "adapter")
         of_adapter = adapted(**tokenizer(texts, return_tensors="pt", padding=True)).logits
-        if method == "steps":
+        if kind == "steps":
             of_adapter = of_adapter[padded.bool()]
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
 
@@ -355,46 +366,41 @@ def test_a_run_resumes_exactly(method: str, runs: Callable[[str, str], Path]) ->
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("method", ["classify", "several"])
+@cross(["single", "cp", "pipeline", "three"], ["classify", "several"], QUICK)
 def test_held_out_metrics_are_those_that_the_export_gives(
-    method: str, runs: Callable[[str, str], Path]
+    name: str, kind: str, runs: Callable[[str, str], Path]
 ) -> None:
-    for name in ("single", "cp", "pipeline", "three"):
-        run = runs(name, method)
-        (line,) = [
-            line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS
-        ]
-        tokenizer = AutoTokenizer.from_pretrained(run / "export")
-        opened = AutoModelForSequenceClassification.from_pretrained(
-            run / "export", dtype=torch.float32
-        )
-        rows = make_rows(method)
-        with torch.no_grad():
-            scores = torch.cat(
-                [opened(input_ids=encode(row, tokenizer)[0]).logits for row in rows]
-            ).double()
-        true = torch.stack([find_true(row) for row in rows])
-        if method == "several":
-            given = scores > 0
-        else:
-            given = F.one_hot(scores.argmax(1), len(LABELS)).bool()
-        of_classes = {}
-        for index, label in enumerate(LABELS):
-            hits = (given & true)[:, index].sum()
-            of_classes[label] = float(2 * hits / (given[:, index].sum() + true[:, index].sum()))
-        accuracy = float((given == true).all(1).double().mean())
-        measured = measure_plainly(scores, true, method == "several", line["eval_temperature"])
-        assert {key: line[f"eval_{key}"] for key in measured} == pytest.approx(measured, rel=1e-4)
-        card = (run / "export" / "README.md").read_text()
-        for key in ("accuracy", "f1_macro", "auc", "ece", "temperature", "ece_with_temperature"):
-            assert f" {line[f'eval_{key}']:.4f} |" in card, key
-        assert line["eval_accuracy"] == pytest.approx(accuracy, rel=1e-6), name
-        assert line["eval_f1_macro"] == pytest.approx(
-            sum(of_classes.values()) / len(LABELS), rel=1e-6
-        ), name
-        assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(
-            of_classes, rel=1e-6
-        ), name
+    run = runs(name, kind)
+    (line,) = [line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS]
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    opened = AutoModelForSequenceClassification.from_pretrained(run / "export", dtype=torch.float32)
+    rows = make_rows(kind)
+    with torch.no_grad():
+        scores = torch.cat(
+            [opened(input_ids=encode(row, tokenizer)[0]).logits for row in rows]
+        ).double()
+    true = torch.stack([find_true(row) for row in rows])
+    if kind == "several":
+        given = scores > 0
+    else:
+        given = F.one_hot(scores.argmax(1), len(LABELS)).bool()
+    of_classes = {}
+    for index, label in enumerate(LABELS):
+        hits = (given & true)[:, index].sum()
+        of_classes[label] = float(2 * hits / (given[:, index].sum() + true[:, index].sum()))
+    accuracy = float((given == true).all(1).double().mean())
+    measured = measure_plainly(scores, true, kind == "several", line["eval_temperature"])
+    assert {key: line[f"eval_{key}"] for key in measured} == pytest.approx(measured, rel=1e-4)
+    card = (run / "export" / "README.md").read_text()
+    for key in ("accuracy", "f1_macro", "auc", "ece", "temperature", "ece_with_temperature"):
+        assert f" {line[f'eval_{key}']:.4f} |" in card, key
+    assert line["eval_accuracy"] == pytest.approx(accuracy, rel=1e-6), name
+    assert line["eval_f1_macro"] == pytest.approx(
+        sum(of_classes.values()) / len(LABELS), rel=1e-6
+    ), name
+    assert {label: line[f"eval_f1/{label}"] for label in LABELS} == pytest.approx(
+        of_classes, rel=1e-6
+    ), name
 
 
 def measure_plainly(
@@ -439,26 +445,26 @@ def calibrate_plainly(scores: torch.Tensor, true: torch.Tensor, has_several: boo
     return total / len(pairs)
 
 
-def test_held_out_steps_are_those_that_the_export_scores(runs: Callable[[str, str], Path]) -> None:
-    for name in ("single", "cp", "three"):
-        run = runs(name, "steps")
-        (line,) = [
-            line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS
-        ]
-        tokenizer = AutoTokenizer.from_pretrained(run / "export")
-        opened = open_model("steps", run / "export")
-        most = read_recipe(str(run / "recipe.yaml")).data.max_length  # longer ones are dropped
-        rows = [row for row in make_rows("steps") if len(encode_as_trl(row, tokenizer)[0]) <= most]
-        assert 3 < len(rows) < ROWS
-        with torch.no_grad():
-            loss = compute_as_trl(opened, tokenizer, rows)
-            right = []
-            for row in rows:
-                ids, labels = map(torch.tensor, encode_as_trl(row, tokenizer))
-                given = opened(input_ids=ids[None]).logits[0].argmax(1)
-                right += (given == labels)[labels >= 0].tolist()
-        assert line["eval_loss"] == pytest.approx(float(loss), rel=1e-5), name
-        assert line["eval_accuracy"] == pytest.approx(sum(right) / len(right)), name
+@cross(["single", "cp", "three"], ["steps"], QUICK)
+def test_held_out_steps_are_those_that_the_export_scores(
+    name: str, kind: str, runs: Callable[[str, str], Path]
+) -> None:
+    run = runs(name, kind)
+    (line,) = [line for line in read_metrics(run) if "eval_loss" in line and line["step"] == STEPS]
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    opened = open_model("steps", run / "export")
+    most = read_recipe(str(run / "recipe.yaml")).data.max_length  # longer ones are dropped
+    rows = [row for row in make_rows("steps") if len(encode_as_trl(row, tokenizer)[0]) <= most]
+    assert 3 < len(rows) < ROWS
+    with torch.no_grad():
+        loss = compute_as_trl(opened, tokenizer, rows)
+        right = []
+        for row in rows:
+            ids, labels = map(torch.tensor, encode_as_trl(row, tokenizer))
+            given = opened(input_ids=ids[None]).logits[0].argmax(1)
+            right += (given == labels)[labels >= 0].tolist()
+    assert line["eval_loss"] == pytest.approx(float(loss), rel=1e-5), name
+    assert line["eval_accuracy"] == pytest.approx(sum(right) / len(right)), name
 
 
 ROWS_REFUSED = {
