@@ -60,7 +60,7 @@ class RecipeKeys(TypedDict, total=False):
     steps_per_generation: int
     max_num_gen_batches: int
     per_device_generation_batch_size: int
-    vllm_server_base_url: str | None
+    vllm_server_base_url: str | Sequence[str] | None
     vllm_server_timeout: float
     max_staleness: int
     in_flight: Literal['keep', 'restart']

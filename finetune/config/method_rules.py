@@ -106,6 +106,15 @@ def _follows_every_ratio(case: Case) -> bool:
     return correction is None or correction.beyond == "ratio"
 
 
+def _names_no_server(case: Case) -> bool:
+    """Whether `vllm_server_base_url` is empty, or has an entry that is no address."""
+    given = case["vllm_server_base_url"]
+    servers = (given,) if isinstance(given, str) else given
+    if servers is None:
+        return False
+    return not servers or not all(each.startswith(("http://", "https://")) for each in servers)
+
+
 def _names_apart(key: str) -> Rule:
     """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
 
@@ -552,9 +561,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a server's address",
         keys=("vllm_server_base_url",),
-        when=lambda c: (
-            not (c["vllm_server_base_url"] or "http://").startswith(("http://", "https://"))
-        ),
+        when=_names_no_server,
         message=(
             "vllm_server_base_url: {vllm_server_base_url} is no address; write it as "
             "http://localhost:8000"

@@ -243,10 +243,10 @@ class RolloutKeys:
         "Sets the memory of the key-value cache.",
     ] = 64
     vllm_server_base_url: Annotated[
-        str | None,
-        "A vLLM server that samples in place of the model in training, such as "
-        "http://localhost:8000. It reads the weights of each step from output_dir, so that both "
-        "see the same files; docs/online.md has its command.",
+        str | tuple[str, ...] | None,
+        "The vLLM server, or servers, that sample in place of the model in training, such as "
+        "http://localhost:8000; several divide the prompts. They read the weights of each step "
+        "from output_dir, so that all see the same files; docs/online.md has their command.",
     ] = None
     vllm_server_timeout: Annotated[
         float, Gt(0), "How many seconds the server may take for a completion, or to load weights."
@@ -354,6 +354,12 @@ class RolloutKeys:
         """Those of `environment` that are of files."""
         names = dict.fromkeys(self.environments.values())
         return tuple(name for name in names if not name.startswith(SERVED_ENVIRONMENTS))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of the servers that sample."""
+        given = self.vllm_server_base_url
+        return (given,) if isinstance(given, str) else given or ()
 
     @property
     def takes_turns(self) -> bool:

@@ -27,7 +27,9 @@ class Request(NamedTuple):
     """One completion to sample."""
 
     prompt_ids: tuple[int, ...]
-    seed: tuple[int, ...]  # of its random numbers, whatever else is sampled beside it
+    # of its random numbers, whatever else is sampled beside it: the run's seed, the step, the place
+    # of the prompt in it, which completion of the prompt, and what tells its parts apart
+    seed: tuple[int, ...]
     max_tokens: int | None = None  # fewer than those of the `Sampling`
 
     def draw_uniforms(self, tokens: int) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The engine of a vLLM server: it gets the weights as files, and is asked over HTTP, token ids in
+"""The engine of vLLM servers: they get the weights as files, and are asked over HTTP, token ids in
 and out.
 
 Weights have a name made of their values. A server that has weights of that name is not given them
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,63 +83,108 @@ START = (
 )
 
 
-def _url_of(recipe: Recipe) -> str:
-    return str(recipe.rollout.vllm_server_base_url).rstrip("/").removesuffix("/v1")
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """One of the servers at `vllm_server_base_url`."""
 
+    url: str  # of its root
+    timeout: float  # seconds
 
-def _require_server(recipe: Recipe) -> None:
-    """Raises `UserError` where the server does not even say what it serves."""
-    send(_url_of(recipe) + PATHS[ServedModels], None, GONE_SECONDS)
+    def require(self) -> None:
+        """Raises `UserError` where the server does not even say what it serves."""
+        send(self.url + PATHS[ServedModels], None, GONE_SECONDS)
 
+    def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The server's answer. One that is gone meanwhile, or hangs, is noticed before the
+        timeout.
+        """
+        answer = start(lambda: send(self.url + path, body, self.timeout))
+        return bytes(wait_for(answer, self.require))
 
-def _send(recipe: Recipe, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """The server's answer. One that is gone meanwhile, or hangs, is noticed before the timeout."""
-    seconds = recipe.rollout.vllm_server_timeout
-    answer = start(lambda: send(_url_of(recipe) + path, body, seconds))
-    return bytes(wait_for(answer, partial(_require_server, recipe)))
+    def ask(
+        self, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
+    ) -> AnswerKind:
+        """The server's answer of a `kind`. Raises `UserError` where it is another."""
+        path = path or PATHS[kind]
+        return read_answer(kind, self.send(path, body), self.url + path)
 
+    def has_weights(self, name: str, *, of_adapter: bool) -> bool:
+        """Whether it samples from the weights of this name."""
+        version = self.ask(WeightInfo).weight_version
+        if not of_adapter:
+            return version == name
+        return version == UNCHANGED and name in [each.id for each in self.ask(ServedModels).data]
 
-def _ask(
-    recipe: Recipe, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
-) -> AnswerKind:
-    """The server's answer of a `kind`. Raises `UserError` where it is another."""
-    path = path or PATHS[kind]
-    return read_answer(kind, _send(recipe, path, body), _url_of(recipe) + path)
+    def load_adapter(self, name: str, weights: str, run_folder: Path) -> None:
+        """Has it load an adapter in place of the earlier one of this run."""
+        for each in self.ask(ServedModels).data:
+            if Path(each.root).is_relative_to(run_folder):
+                self.send("/v1/unload_lora_adapter", {"lora_name": each.id})
+        self.send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights})
 
-
-def check_server(recipe: Recipe) -> str:
-    """What the server calls its model. Raises `UserError` where it cannot sample for this run."""
-    url = _url_of(recipe)
-    base = str(recipe.model.model_name_or_path)
-    try:
-        served = _ask(recipe, ServedModels).data[0]
-        logprobs_mode = _ask(recipe, ServerInfo).vllm_config.model.logprobs_mode
-        version = _ask(recipe, WeightInfo).weight_version
-    except UserError as error:
-        raise UserError(
-            f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}"
-        ) from None
-    if served.root != base and not _is_same_folder(served.root, base):
-        raise UserError(
-            f"vllm_server_base_url: {url}: serves {_short(served.root)}, but {base} is trained"
+    def load_model(self, name: str, weights: str) -> None:
+        """Has it load all weights. Raises `UserError` where it keeps what others have computed."""
+        self.send(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
         )
-    if recipe.lora.use_peft and version != UNCHANGED:
-        raise UserError(
-            f"vllm_server_base_url: {url}: has the weights {_short(version)}, not those of {base}, "
-            "over which adapters are sampled; start it again"
-        )
-    room = served.max_model_len or 0
-    if room < recipe.data.max_length:
-        raise UserError(
-            f"vllm_server_base_url: {url}: has room for {room:,} tokens, but max_length "
-            f"is {recipe.data.max_length:,}; start it with --max-model-len {recipe.data.max_length}"
-        )
-    if logprobs_mode != "processed_logprobs" and recipe.method.temperature != 1:
-        raise UserError(
-            f"vllm_server_base_url: {url}: gives log-probabilities without the temperature of "
-            f"{recipe.method.temperature:g}; start it with --logprobs-mode processed_logprobs"
-        )
-    return served.id
+        if not self.ask(CacheReset, body={}).success:
+            raise UserError(
+                f"{self.url}: kept the keys and values of other weights; does another run use it?"
+            )
+        self.send("/update_weight_version", {"new_version": name})
+
+    def check(self, recipe: Recipe) -> str:
+        """What the server calls its model. Raises `UserError` where it cannot sample for this
+        run.
+        """
+        base = str(recipe.model.model_name_or_path)
+        try:
+            served = self.ask(ServedModels).data[0]
+            logprobs_mode = self.ask(ServerInfo).vllm_config.model.logprobs_mode
+            version = self.ask(WeightInfo).weight_version
+            if recipe.rollout.max_staleness:  # a killed run may have left it paused
+                self.send("/resume", {})
+        except UserError as error:
+            raise UserError(
+                f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}"
+            ) from None
+        if served.root != base and not _is_same_folder(served.root, base):
+            raise UserError(
+                f"vllm_server_base_url: {self.url}: serves {_short(served.root)}, but {base} is "
+                "trained"
+            )
+        if recipe.lora.use_peft and version != UNCHANGED:
+            raise UserError(
+                f"vllm_server_base_url: {self.url}: has the weights {_short(version)}, not those "
+                f"of {base}, over which adapters are sampled; start it again"
+            )
+        room = served.max_model_len or 0
+        most = recipe.data.max_length
+        if room < most:
+            raise UserError(
+                f"vllm_server_base_url: {self.url}: has room for {room:,} tokens, but max_length "
+                f"is {most:,}; start it with --max-model-len {most}"
+            )
+        if logprobs_mode != "processed_logprobs" and recipe.method.temperature != 1:
+            raise UserError(
+                f"vllm_server_base_url: {self.url}: gives log-probabilities without the "
+                f"temperature of {recipe.method.temperature:g}; start it with --logprobs-mode "
+                "processed_logprobs"
+            )
+        return served.id
+
+
+def list_servers(recipe: Recipe) -> list[VllmServer]:
+    """The servers that sample for a run."""
+    return [
+        VllmServer(address.rstrip("/").removesuffix("/v1"), recipe.rollout.vllm_server_timeout)
+        for address in recipe.rollout.servers
+    ]
+
+
+def check_servers(recipe: Recipe) -> list[str]:
+    """What each server calls its model. Raises `UserError` where one cannot sample for this run."""
+    return [server.check(recipe) for server in list_servers(recipe)]
 
 
 def _is_same_folder(one: str, other: str) -> bool:
@@ -154,10 +199,10 @@ def _short(text: str) -> str:
 
 
 class VllmEngine:
-    """Samples completions from the vLLM server at `vllm_server_base_url`.
+    """Samples completions from vLLM servers, which divide the prompts.
 
     Of ranks with the same requests the first asks. All ranks write the weights; rank 0 has the
-    server load them.
+    servers load them.
     """
 
     def __init__(
@@ -173,7 +218,7 @@ class VllmEngine:
         self._world = world
         self._recipe = recipe
         self._stop_ids = sorted(stop_ids)
-        self._url = _url_of(recipe)
+        self._servers = list_servers(recipe)
         self._folder = run_folder.absolute() / FOLDER
         if world.is_main:
             self._descriptions = describe_model(model, recipe, tokenizer)
@@ -181,7 +226,7 @@ class VllmEngine:
             self._descriptions = {}
         self._name = ""  # of the weights handed over last
         self.version = 0  # the optimizer steps after which the weights are as they are now
-        self._handed_over: int | None = None  # the version that the server has
+        self._handed_over: int | None = None  # the version that the servers have
         self.hand_over_seconds = 0.0  # of the last time
         threads = recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         keeps = recipe.rollout.in_flight == "keep"
@@ -189,7 +234,8 @@ class VllmEngine:
         self._recalled: dict[str, Sampled] = {}  # by the names of requests
         self._noting = threading.Lock()
         self._older = set[Path]()  # folders of before the last save
-        self._served: str = RankGroup(world).on_main(lambda: check_server(recipe))
+        # what each server calls the base
+        self._served: list[str] = RankGroup(world).on_main(lambda: check_servers(recipe))
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
@@ -231,7 +277,7 @@ class VllmEngine:
         """The completions of the prompts of step `number`, on every rank, once all are there."""
 
         def take() -> list[dict[str, Any]]:
-            taken = self._in_flight.take(number, partial(_require_server, self._recipe))
+            taken = self._in_flight.take(number, self._require_servers)
             self._refuse_stale()
             return [each.as_json() for each in taken]
 
@@ -260,13 +306,13 @@ class VllmEngine:
         needed = {self._name, *(each.weights for each in self._in_flight.flights.values())}
         self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
-    def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Asks for what is answered with nothing that is read."""
-        _send(self._recipe, path, body)
+    def _require_servers(self) -> None:
+        for server in self._servers:
+            server.require()
 
     def hand_over(self) -> None:
-        """Gives the server the weights as they are now, by the stream of an export, unless it has
-        them.
+        """Gives the servers the weights as they are now, by the stream of an export, unless they
+        have them.
         """
         if self._recipe.rollout.max_staleness and self._handed_over == self.version:
             return
@@ -297,16 +343,19 @@ class VllmEngine:
         self.hand_over_seconds = time.perf_counter() - started
 
     def _is_served(self, name: str) -> bool:
-        version = _ask(self._recipe, WeightInfo).weight_version
-        if not self._recipe.lora.use_peft:
-            return version == name
-        return version == UNCHANGED and name in [
-            each.id for each in _ask(self._recipe, ServedModels).data
-        ]
+        return self._find_stale(name) is None
+
+    def _find_stale(self, name: str) -> VllmServer | None:
+        """The first server that has other weights than those of this name; None where none has."""
+        of_adapter = self._recipe.lora.use_peft
+        for server in self._servers:
+            if not server.has_weights(name, of_adapter=of_adapter):
+                return server
+        return None
 
     def _load(self, folder: Path) -> None:
         """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and
-        has them loaded.
+        has all servers load them.
         """
         keys = self._recipe.model
         for name, content in self._descriptions.items():
@@ -325,45 +374,41 @@ class VllmEngine:
         weights = str(export_source(source, folder / WEIGHTS, options, _silent))
         shutil.rmtree(folder / MODEL)
         is_cut = self._cut_requests()
-        if is_adapter:
-            for each in _ask(self._recipe, ServedModels).data:
-                if Path(each.root).is_relative_to(self._folder):  # an earlier one of this run
-                    self._tell("/v1/unload_lora_adapter", {"lora_name": each.id})
-            self._tell("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": weights})
-        else:
-            self._tell(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
-            )
-            if not _ask(self._recipe, CacheReset, body={}).success:
-                raise UserError(
-                    f"{self._url}: kept the keys and values of other weights; does another run use "
-                    "it?"
-                )
-            self._tell("/update_weight_version", {"new_version": folder.name})
-        if is_cut:
-            self._tell("/resume", {})
+
+        def load(server: VllmServer) -> None:
+            if is_adapter:
+                server.load_adapter(folder.name, weights, self._folder)
+            else:
+                server.load_model(folder.name, weights)
+            if is_cut:
+                server.send("/resume", {})
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(load, self._servers))
         for other in self._folder.glob(f"*/{WEIGHTS}"):
             if other.parent != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _cut_requests(self) -> bool:
-        """Has the server end what it computes, and compute nothing until it resumes; returns
+        """Has the servers end what they compute, and compute nothing until they resume; returns
         whether there was anything.
         """
         paused: list[str] = []
 
         def cut() -> None:
-            self._tell("/pause?mode=abort", {})
+            for server in self._servers:
+                server.send("/pause?mode=abort", {})
             paused.append(self._name)
 
         self._in_flight.close(cut, CLOSED_SECONDS)
         return bool(paused)
 
     def _refuse_stale(self) -> None:
-        """Raises `UserError` where the server has other weights than it was given."""
-        if not self._is_served(self._name):
+        """Raises `UserError` where a server has other weights than it was given."""
+        stale = self._find_stale(self._name)
+        if stale is not None:
             raise UserError(
-                f"{self._url}: has other weights than {self._name}, which it was given for this "
+                f"{stale.url}: has other weights than {self._name}, which it was given for this "
                 "step; was it started again, or does another run use it?"
             )
 
@@ -401,8 +446,11 @@ class VllmEngine:
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
-        """The server's completion. Raises `UserError` for an answer that cannot be learned from."""
-        model = self._name if self._recipe.lora.use_peft else self._served
+        """A server's completion. Raises `UserError` for an answer that cannot be learned from."""
+        # all completions of a prompt at one server, which computes the prompt once
+        place = request.seed[2] % len(self._servers)
+        url = self._servers[place].url
+        model = self._name if self._recipe.lora.use_peft else self._served[place]
         most = sampling.limit(request)
         how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
         body = {
@@ -412,32 +460,31 @@ class VllmEngine:
             **how,
         }
         body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        url = self._url + PATHS[ServedCompletion]
-        answer = send(url, body, self._recipe.rollout.vllm_server_timeout)
-        choice = read_answer(ServedCompletion, answer, url).choices[0]
+        path = url + PATHS[ServedCompletion]
+        answer = send(path, body, self._recipe.rollout.vllm_server_timeout)
+        choice = read_answer(ServedCompletion, answer, path).choices[0]
         ids = choice.token_ids
         logs = choice.logprobs.token_logprobs
         ended = ENDS[choice.finish_reason]
         if len(ids) != len(logs):
-            raise UserError(f"{self._url}: {len(ids)} tokens with {len(logs)} log-probabilities")
+            raise UserError(f"{url}: {len(ids)} tokens with {len(logs)} log-probabilities")
         if ended is Ended.ABORTED and not self._recipe.rollout.max_staleness:
-            raise UserError(f"{self._url}: a completion was aborted; does another run use it?")
+            raise UserError(f"{url}: a completion was aborted; does another run use it?")
         if not ids and ended is not Ended.ABORTED:
-            raise UserError(f"{self._url}: a completion without a token")
+            raise UserError(f"{url}: a completion without a token")
         if max(ids, default=0) >= self._vocabulary:
             raise UserError(
-                f"{self._url}: a completion has the token {max(ids)}, but there are "
-                f"{self._vocabulary:,}"
+                f"{url}: a completion has the token {max(ids)}, but there are {self._vocabulary:,}"
             )
         if len(ids) > most:
             raise UserError(
-                f"{self._url}: a completion of {len(ids)} tokens, where {most} were asked for"
+                f"{url}: a completion of {len(ids)} tokens, where {most} were asked for"
             )
         if ended is Ended.CUT and len(ids) != most:
-            raise UserError(f"{self._url}: a completion is cut after {len(ids)} of {most} tokens")
+            raise UserError(f"{url}: a completion is cut after {len(ids)} of {most} tokens")
         if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:
             raise UserError(
-                f"{self._url}: a completion without its last token: it stopped after {ids[-1]}"
+                f"{url}: a completion without its last token: it stopped after {ids[-1]}"
             )
         # an estimate of the entropy: the rest is not answered
         return Sampled(ids, logs, -float(sum(logs)), ended)

@@ -18,16 +18,20 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
 
+LOADING = threading.Lock()  # transformers changes the process while it builds a model
+
+
 class StandInVllm(ThreadingHTTPServer):
     """Serves one model from `url` until the block of `serving` ends; `asked` has every completion's request with its answer."""
 
     request_queue_size = 256  # as many as may be in flight at once
+    generating = threading.Lock()  # of all: torch has one random state
 
     def __init__(self, model: Path, *, heeds_seeds: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.root, self.lock, self.heeds_seeds = str(model), threading.RLock(), heeds_seeds
-        self.generating, self.answering = threading.Lock(), 0
+        self.answering = 0
         self.seconds_a_token = 0.0
         self.versions: list[str] = []  # of the weights at each of `asked`
         self.is_paused, self.aborts = False, 0
@@ -72,9 +76,10 @@ class StandInVllm(ThreadingHTTPServer):
         assert method == "reload_weights"
         if self.generating.locked():
             return 500, {"error": {"message": "the weights change under a request"}}
-        self.model = AutoModelForCausalLM.from_pretrained(
-            kwargs["weights_path"], dtype=torch.float32
-        ).eval()
+        with LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                kwargs["weights_path"], dtype=torch.float32
+            ).eval()
         self.loads.append(kwargs["weights_path"])
         return 200, {"results": [None]}
 
@@ -100,8 +105,9 @@ class StandInVllm(ThreadingHTTPServer):
         return 200, {"success": True, "new_version": new_version}
 
     def at_v1_load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
-        base = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
-        self.adapted = {lora_name: PeftModel.from_pretrained(base, lora_path).eval()}
+        with LOADING:
+            base = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
+            self.adapted = {lora_name: PeftModel.from_pretrained(base, lora_path).eval()}
         self.adapters[lora_name] = lora_path
         self.loads.append(lora_path)
         return 200, f"Success: LoRA adapter '{lora_name}' added successfully."

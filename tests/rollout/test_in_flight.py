@@ -353,7 +353,7 @@ def test_a_server_that_ends_with_requests_in_flight_is_a_sentence(
         keys = [f"vllm_server_base_url={server.url}", "max_staleness=1"]
         engine = open_engine(recipe, model, tmp_path, *keys)
         engine.hand_over()
-        requests = [Request((1, 403), (0, i)) for i in range(6)]
+        requests = [Request((1, 403), (0, 0, i, 0)) for i in range(6)]
         engine.submit(0, requests, Sampling(max_tokens=12, temperature=1.3))
         assert len(engine.take(0)) == 6
         engine.submit(1, requests, Sampling(max_tokens=11, temperature=1.3))

@@ -154,6 +154,45 @@ def test_adapters_are_loaded_under_a_name_of_their_own(
         assert len(asked) == len(server.loads) == STEPS + 1 and "served" not in asked
 
 
+@pytest.mark.parametrize("keys", [[], [*LORA, "max_staleness=1"]], ids=["full", "lora ahead"])
+def test_two_servers_divide_the_prompts(
+    keys: list[str], full: tuple[Path, StandInVllm], recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    """Each has all weights, and all completions of a prompt; the run is that of one server. One was left paused."""
+    with serving(model) as first, serving(model) as second:
+        second.at_pause("/pause?mode=abort")
+        if not keys:
+            second.at_resume()
+        servers = [first, second]
+        given = [f"vllm_server_base_url=[{first.url},{second.url}/v1]", f"output_dir={tmp_path}"]
+        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given + keys)], ranks=1)
+    asked = [
+        {tuple(body["prompt"]) for body, _ in server.asked if body["temperature"]}
+        for server in servers
+    ]
+    assert all(asked) and sum(len(each) for each in asked) == len(set.union(*asked))
+    assert first.loads == second.loads and len(first.loads) >= STEPS
+    if not keys:
+        assert_ratio_is_one(tmp_path)
+        alone = [(line["loss"], line["reward"]) for line in steps_of(full[0])]
+        assert [(line["loss"], line["reward"]) for line in steps_of(tmp_path)] == alone
+
+
+def test_a_server_of_two_with_other_weights_is_named(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    with serving(model) as first, serving(model) as second:
+        engine = open_engine(
+            recipe, model, tmp_path, f"vllm_server_base_url=[{first.url},{second.url}]"
+        )
+        engine.hand_over()
+        second.version = "another"
+        with pytest.raises(UserError, match=f"{second.url}: has other weights"):
+            engine._refuse_stale()
+        engine.hand_over()
+        engine._refuse_stale()
+
+
 RANKS = [
     (2, "full_shard", {}, []),
     (2, "FULL_SHARD", {}, []),

@@ -35,7 +35,7 @@ from finetune.rollout.engine import Ended, Engine, Request, Sampled
 from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
-from finetune.rollout.vllm import VllmEngine, check_server
+from finetune.rollout.vllm import VllmEngine, check_servers
 from finetune.training.objectives.objective import Measured, Objective, Objectives
 from finetune.training.objectives.policy_losses import (
     Completions,
@@ -565,7 +565,7 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
 
     def ask() -> None:
         if recipe.rollout.vllm_server_base_url is not None:
-            check_server(recipe)
+            check_servers(recipe)
         rows = read_rows(examples, np.arange(2) % len(examples))
         sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
         episodes = None
