@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
     prompt_ids: tuple[int, ...]
     # of its random numbers, whatever else is sampled beside it: the run's seed, the step, the place
-    # of the prompt in it, which completion of the prompt, and what tells its parts apart
+    # of the prompt in it, which completion of the prompt, and numbers of its parts
     seed: tuple[int, ...]
     max_tokens: int | None = None  # fewer than those of the `Sampling`
 

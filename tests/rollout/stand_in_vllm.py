@@ -17,7 +17,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-
 LOADING = threading.Lock()  # transformers changes the process while it builds a model
 
 
