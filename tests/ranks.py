@@ -171,15 +171,18 @@ def run_command(
 
 
 def run_python(
-    arguments: Sequence[str], *, timeout: float = 120.0, cwd: Path | None = None
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python ARGUMENTS` (a script or `-m module`) like `run_command`, but in a warm process: its imports are not the point."""
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     output = {name: folder / name for name in ("stdout", "stderr")}
-    env = environment() | {
-        WARM_LAUNCH: "1"
-    }  # no signal is sent to a launcher here, whose ranks are not its children then
-    process = WarmProcess([str(word) for word in arguments], env, **output, cwd=cwd or ROOT)
+    # no signal is sent to a launcher here, whose ranks are not its children then
+    warm = environment() | {WARM_LAUNCH: "1"} | dict(env or {})
+    process = WarmProcess([str(word) for word in arguments], warm, **output, cwd=cwd or ROOT)
     try:
         code = process.wait(timeout)
     finally:

@@ -152,6 +152,15 @@ def _run_command(
     return subprocess.CompletedProcess(command, code, *said)
 
 
+def _read_hub_again() -> None:
+    """What huggingface_hub has read from the environment when it was imported."""
+    from huggingface_hub import constants
+
+    constants.ENDPOINT = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+    constants.HF_HUB_DISABLE_XET = os.environ.get("HF_HUB_DISABLE_XET") == "1"
+
+
 def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
@@ -164,6 +173,7 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ |= env
+    _read_hub_again()
     freeze_imports()
     if (
         int(env.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" not in env

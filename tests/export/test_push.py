@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_python
 from tests.training.layouts import train_all, write_config, write_recipe
 
 
@@ -154,7 +154,6 @@ def push(run: Path, out: Path, hub: StandIn, *flags: str) -> Any:
         "HF_HUB_DISABLE_XET": "1",
     }
     command = [
-        "python",
         "-m",
         "finetune",
         "export",
@@ -165,7 +164,7 @@ def push(run: Path, out: Path, hub: StandIn, *flags: str) -> Any:
         "me/mine",
         *flags,
     ]
-    return run_command(command, env=env)
+    return run_python(command, env=env)
 
 
 def test_the_export_is_pushed_whole_private_and_says_nothing_of_this_machine(
