@@ -158,12 +158,6 @@ def cross(
     )
 
 
-def asks_for_slow(request: pytest.FixtureRequest) -> bool:
-    """Whether slow tests of the module that asks were selected."""
-    own = (item for item in request.session.items if item.path == request.path)
-    return any(item.get_closest_marker("slow") for item in own)
-
-
 def train_families(
     folder: Path,
     recipes: Mapping[str, Path],

@@ -31,7 +31,6 @@ from finetune.session import Session
 from finetune.training.objectives.contrastive import embed_documents
 from tests.conftest import make_model
 from tests.training.layouts import (
-    asks_for_slow,
     assert_bit_equal,
     assert_losses,
     choose_quick,
@@ -120,10 +119,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
-) -> Callable[[str, str], Path]:
-    trains_all = asks_for_slow(request)
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
@@ -131,7 +127,7 @@ def runs(
                 folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
             )
             for kind, recipe in recipes.items():
-                if ranks == count and (trains_all or (name, kind) in QUICK):
+                if ranks == count and (slow_too or (name, kind) in QUICK):
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
         train_all(folder, listed, ranks=count)
     return lambda name, kind: folder / name / kind

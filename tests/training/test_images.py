@@ -100,6 +100,18 @@ WANTED = [
     ("mllama-few", "full_shard", 2),
     ("llama4", "full_shard", 2),
 ]
+# another family or kind has the same code
+SLOW = {
+    *(
+        (family, "single", 1)
+        for family in (
+            *("qwen3_vl_moe", "glm46v", "llava_next", "pixtral", "qwen3_5_moe", "idefics3"),
+            *("mistral4", "gemma3-padded", "qwen3_5-padded", "qwen3_5_moe-padded"),
+        )
+    ),
+    ("llava", "full_shard", 2),
+    ("qwen2_5_vl-few", "full_shard", 2),
+}
 PACKAGES = {"smolvlm": "num2words", "llama4": "torchvision"}  # that a family's processor imports
 TRAINED = [
     each
@@ -165,21 +177,25 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
+    chosen = [each for each in TRAINED if slow_too or each not in SLOW]
     return train_families(
         folder,
         recipes,
-        TRAINED,
+        chosen,
         [
             each
-            for each in TRAINED
+            for each in chosen
             if each[0].endswith("-lora") or each == ("gemma3-tower", "single", 1)
         ],
     )
 
 
-@pytest.mark.parametrize(("name", "layout", "ranks"), WANTED)
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each in SLOW)) for each in WANTED],
+)
 def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     name: str,
     layout: str,

@@ -30,7 +30,6 @@ from finetune.training.objectives.ranks import describe_order
 from finetune.training.objectives.scores import RANKING
 from tests.conftest import make_model
 from tests.training.layouts import (
-    asks_for_slow,
     assert_bit_equal,
     assert_losses,
     choose_quick,
@@ -129,16 +128,13 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
-) -> Callable[[str, str], Path]:
-    trains_all = asks_for_slow(request)
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     for count in sorted({ranks for ranks, *_ in RUNS.values()}):
         listed = []
         for name, (ranks, layout, sizes, keys) in RUNS.items():
             config = write_config(folder, layout, sizes=sizes or None)
             for kind, recipe in recipes.items():
-                if ranks == count and (trains_all or (name, kind) in QUICK):
+                if ranks == count and (slow_too or (name, kind) in QUICK):
                     listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
         train_all(folder, listed, ranks=count)
     return lambda name, kind: folder / name / kind

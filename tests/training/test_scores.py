@@ -34,7 +34,6 @@ from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
 from tests.training.layouts import (
-    asks_for_slow,
     assert_losses,
     choose_quick,
     cross,
@@ -149,10 +148,7 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    folder: Path, recipes: dict[str, Path], request: pytest.FixtureRequest
-) -> Callable[[str, str], Path]:
-    trains_all = asks_for_slow(request)
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     for ranks in sorted({ranks for ranks, *_ in RUNS.values()}):
         train_all(
             folder,
@@ -164,7 +160,7 @@ def runs(
                 )
                 for name, (count, layout, sizes, keys) in RUNS.items()
                 for method, recipe in recipes.items()
-                if count == ranks and (trains_all or (name, method) in QUICK)
+                if count == ranks and (slow_too or (name, method) in QUICK)
             ],
             ranks=ranks,
         )
