@@ -103,28 +103,18 @@ def start_ranks(
 ) -> Ranks:
     """Starts `python script arguments` on `ranks` ranks (gloo finds them by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    Without `env` they are forked from a process that has done the imports.
+    They are forked from a process that has done the imports.
+
+    env: More of their environment; nothing that a library reads when it is imported, but for huggingface_hub.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     logs = tuple(folder / f"rank{rank}.log" for rank in range(ranks))
     port = free_port()
-    processes: list[subprocess.Popen[bytes] | WarmProcess] = []
+    processes = []
     for rank, log in enumerate(logs):
         log.touch()
         environ = environment() | _rendezvous(rank, ranks, port) | dict(env or {})
-        if env is None:
-            processes.append(WarmProcess([str(script), *arguments], environ, log, log))
-            continue
-        with log.open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environ,
-                    start_new_session=True,
-                )
-            )
+        processes.append(WarmProcess([str(script), *arguments], environ, log, log))
     return Ranks(tuple(processes), logs)
 
 

@@ -8,7 +8,7 @@ from tests.ranks import ROOT, run_python
 
 
 @pytest.mark.parametrize(
-    ("faults", "launcher"), [(60, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)]
+    ("faults", "launcher"), [(25, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)]
 )
 def test_random_faults_lose_nothing(faults: int, launcher: float) -> None:
     command = ["tests/soak.py", "--faults", str(faults), "--launcher", str(launcher)]

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from finetune.cli import main
 from tests.checkpoint.test_manifest import write_checkpoint
 from tests.ranks import ROOT, environment
 from tests.training.layouts import train_all, write_config
+from tests.warm_processes import WarmProcess
 
 MakeModel = Callable[..., Path]
 
@@ -40,7 +39,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.cold
 def test_a_folder_is_exported_whole_verified_and_twice_the_same(
     tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,25 +264,18 @@ def test_an_exported_tokenizer_neither_cuts_nor_pads(
 def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:
     """The checkpoint is of no model, which is reported once its checksums match."""
     write_checkpoint(tmp_path / "run", 7)
-    command = [
-        sys.executable,
-        "-m",
-        "finetune",
-        "export",
-        str(tmp_path / "run"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    command = ["-m", "finetune", "export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
     terminal, its_end = os.openpty()
     termios.tcsetwinsize(its_end, (24, 80))
     try:
-        process = subprocess.run(
-            command, cwd=ROOT, env=environment(), stderr=its_end, stdout=subprocess.DEVNULL
+        process = WarmProcess(
+            command, environment(), Path(os.devnull), Path(os.ttyname(its_end)), cwd=ROOT
         )
+        code = process.wait(60)
         shown = os.read(terminal, 100_000).decode()
     finally:
         os.close(terminal)
         os.close(its_end)
-    assert process.returncode == 2
+    assert code == 2
     assert "\rchecking step-00000007:   0%|" in shown
     assert "truncated: 8 bytes" in shown
