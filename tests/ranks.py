@@ -47,7 +47,7 @@ class Finished:
 class Ranks:
     """Ranks that are running; each leads its own process group."""
 
-    processes: tuple[subprocess.Popen[bytes] | WarmProcess, ...]
+    processes: tuple[WarmProcess, ...]
     logs: tuple[Path, ...]
 
     def output(self, rank: int) -> str:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForSequenceClassification
 
 from tests.ranks import ROOT, run_command
@@ -52,7 +53,7 @@ ADDED = {
             "ROWS: Mapping[RowKind, RowFacts] = {\n",
             '    "amounts": RowFacts(head="scores", label="number", averaged_over="text"),\n',
         ),
-        "data/tokenize.py": (
+        "data/groups.py": (
             "READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {\n",
             """    "amounts": lambda row, source, data: ParsedRow(
         (Group((Text(row["text"]),), labels=(label_of_number(row["amount"]),)),), "text", ()
@@ -130,7 +131,7 @@ class AmountScores(Objective):
 
 """,
     ),
-    "data/tokenize.py": ("    parse_row,\n", "    label_of_number,\n"),
+    "data/groups.py": ("    parse_row,\n", "    label_of_number,\n"),
 }
 PAIRS = [{"prompt": f"{n} + {n} = ", "chosen": str(2 * n), "rejected": str(n)} for n in range(12)]
 HELIUM = {"model_type": "helium", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
@@ -223,6 +224,7 @@ def assert_a_kind_of_head(run: list[str], folder: Path) -> None:
     assert opened.num_labels == 1
 
 
+@pytest.mark.slow
 def test_an_export_format_is_added_by_its_row_and_its_file(
     tmp_path: Path, tiny_llama: Callable[..., Path]
 ) -> None:
