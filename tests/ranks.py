@@ -161,7 +161,7 @@ def run_command(
 
 
 def run_python(
-    arguments: Sequence[str],
+    arguments: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
