@@ -161,7 +161,7 @@ def run_command(
 
 
 def run_python(
-    arguments: Sequence[str | Path],
+    arguments: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,

@@ -24,7 +24,7 @@ from finetune.training.lifecycle import prompt_ids
 from finetune.training.objectives.objective import Measured
 from finetune.training.watch import uninterrupted
 from tests.conftest import make_model
-from tests.ranks import ROOT, launch_ranks, run_python
+from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
 
@@ -625,8 +625,9 @@ def test_the_pages_examples_run(tmp_path: Path) -> None:
     )
     script = "\n".join(block.partition("```")[0] for block in page.split("```python\n")[1:])
     (tmp_path / "script.py").write_text(script)
+    command = ("python", str(tmp_path / "script.py"))
     cache = {"HF_HOME": str(tmp_path / "cache")}
-    finished = run_python([tmp_path / "script.py"], cwd=tmp_path, env=cache, timeout=240)
+    finished = run_command(command, cwd=tmp_path, env=cache, timeout=240)
     assert finished.returncode == 0, finished.stderr
     log = (tmp_path / "runs" / "short" / "metrics.jsonl").read_text()
     assert "rewards/short" in log, "the function of the script has paid"
