@@ -9,8 +9,8 @@ from typing import Any
 
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
+from finetune.plan.peaks import find_peak
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
-from finetune.plan.step_memory import find_peak
 
 CONFIG_KEY = "accelerate_config="
 A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in

@@ -32,6 +32,8 @@ from finetune.plan.architecture import (
     read_reward_model,
     set_scores,
 )
+from finetune.plan.loss_memory import compared_bytes, held_out_groups
+from finetune.plan.peaks import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import (
     CPU_PROCESS_BYTES,
     Disk,
@@ -42,7 +44,6 @@ from finetune.plan.run_spec import (
     plan_host,
 )
 from finetune.plan.speed import Links, Speed, assume_mfu, estimate_speed
-from finetune.plan.step_memory import Phase, compared_bytes, find_peak, held_out_groups, plan_phases
 from finetune.plan.table import (
     align_columns,
     format_advice,

@@ -18,9 +18,9 @@ from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE
 from finetune.files.json_files import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
+from finetune.plan.forward_memory import kv_cache_bytes
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.plan.state import StateTensor, split_into_units
-from finetune.plan.step_memory import kv_cache_bytes
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 FIRST_BUCKET = 1 << 20  # bytes of DDP's (torch.nn.parallel.distributed)

@@ -8,6 +8,7 @@ from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice, Need, Room, describe_changes
+from finetune.plan.peaks import Phase
 from finetune.plan.run_spec import Disk, Host, RunSpec
 from finetune.plan.speed import (
     ASSUMED_DEVICE,
@@ -16,7 +17,6 @@ from finetune.plan.speed import (
     PCIE_BYTES_PER_SECOND,
     Speed,
 )
-from finetune.plan.step_memory import Phase
 from finetune.plan.temporary_memory import Snapshot
 from finetune.units import GIB, MIB, count, counted, disk_size, gib
 

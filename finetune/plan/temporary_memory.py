@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
-from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
+from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
@@ -51,7 +51,11 @@ class Snapshot:
 ALLOCATED = tuple(
     part.name for part in fields(Snapshot) if part.name not in ("name", "slack", "context")
 )
+
+
 CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
+
+
 # On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a
 # number of input, output, weight.
 CPU_PRODUCT = (18, 12, 18)
@@ -87,8 +91,12 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
 ROUNDED = 5
+
+
 # bytes a number while torchao rounds to 4 bits in blocks, in fp32 and int32 in any dtype
 ROUNDED_IN_BLOCKS = 29
+
+
 MERGED_IN_BLOCKS = 8  # and beside it those of a weight that an adapter was added to
 
 
@@ -143,84 +151,6 @@ def expert_factor_bytes(architecture: Architecture, run: Computation) -> ExpertF
     )
 
 
-def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
-    gradient cast back; compiled, the scores and their gradient.
-    """
-    if run.compiled:
-        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-        return chunk * vocabulary * 2 * run.itemsize
-    # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
-    if run.cpu or run.divides_vocabulary:
-        casts = FP32
-    else:
-        casts = run.itemsize
-    if run.itemsize == FP32:
-        casts = 0
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-    return chunk * vocabulary * (run.itemsize + FP32 + casts)
-
-
-def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
-    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on
-    a CPU of the fp32 copy that torch adds up; a GPU's kernel adds the product itself, and so does a
-    CPU's in fp32.
-    """
-    if not run.cpu or run.itemsize == FP32:
-        return 0
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
-    return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
-
-
-def divergence_chunk_bytes(
-    vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float
-) -> int:
-    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities,
-    and three more tensors of their size for the divergence and its gradient, two for the forward
-    KL; one more where a temperature makes the student's log-probabilities others than those of the
-    labels.
-    """
-    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
-    chunk = _balanced_chunk(
-        tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")
-    )
-    return chunk * vocabulary * (run.itemsize + tensors * FP32)
-
-
-def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
-    """Tokens in each of as many chunks as are needed."""
-    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
-
-
-def log_probability_backward_bytes(
-    architecture: Architecture, tokens: int, run: Computation, head_gradient: int
-) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
-    first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
-    are computed again for the weight's in fp32.
-
-    head_gradient: bytes of the latter; 0 where the head is frozen.
-    """
-    hidden = architecture.hidden * tokens
-    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
-    scaled = run.residual_itemsize * hidden
-    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
-    if not head_gradient:
-        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
-    trained = run.itemsize * hidden  # the hidden states at the trained positions
-    if run.autocast:
-        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
-    else:
-        cast_head = 0
-    if run.itemsize < FP32 and not run.autocast:
-        cast_back = run.itemsize
-    else:
-        cast_back = 0
-    chunk = loss_chunk_bytes(architecture.head_rows, tokens, run) + cast_head
-    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
-    return prepared + trained + max(product, FP32 * hidden + scaled, again)
-
-
 def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> int:
     """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of
     a layer.
@@ -254,17 +184,6 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
 def teachers_tail(spec: RunSpec) -> int:
     """Bytes of its tail as FSDP gathers it where the logits meet."""
     return _gathered(spec)[1]
-
-
-def meeting_bytes(spec: RunSpec, tokens: int) -> int:
-    """What enters its head, and the chunk in which the logits meet."""
-    assert spec.teacher is not None
-    teacher = spec.teacher.architecture
-    run = spec.computation
-    method = spec.recipe.method
-    widest = max(spec.architecture.vocabulary, teacher.vocabulary)
-    chunk = divergence_chunk_bytes(widest, tokens, run, method.distill_beta, method.temperature)
-    return run.itemsize * teacher.hidden * tokens + chunk
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:

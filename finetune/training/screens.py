@@ -39,8 +39,8 @@ from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
+from finetune.plan.peaks import find_peak
 from finetune.plan.plan import format_plan, make_plan
-from finetune.plan.step_memory import find_peak
 from finetune.report.run_data import plan_run, read_run
 from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher

@@ -23,7 +23,7 @@ from finetune.models.loss_chunks import (
     compute_fused_chunk,
 )
 from finetune.plan.activations import Computation
-from finetune.plan.temporary_memory import loss_chunk_bytes
+from finetune.plan.loss_memory import loss_chunk_bytes
 from finetune.training.metrics import Compilation
 from tests.models.families import relative_error
 from tests.plan.traced import allocated_peak

@@ -25,7 +25,7 @@ from finetune.models.experts import (
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.step_memory import loss_bytes
+from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.temporary_memory import expert_factor_bytes
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec

@@ -9,9 +9,9 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
+from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import plan_host
 from finetune.plan.speed import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
-from finetune.plan.step_memory import find_peak, plan_phases
 from finetune.plan.table import format_speed
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, QWEN3_235B, make_spec
 

@@ -8,8 +8,8 @@ import torch
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.models.contrast import contrast
+from finetune.plan.loss_memory import compared_bytes
 from finetune.plan.plan import Plan, make_plan
-from finetune.plan.step_memory import compared_bytes
 from tests.plan.traced import allocated_peak
 
 HIDDEN = 64

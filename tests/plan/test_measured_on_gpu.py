@@ -10,8 +10,8 @@ import yaml
 from benchmarks.gpu_cases import CASES, Case
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
+from finetune.plan.peaks import CUDA_CONTEXT
 from finetune.plan.plan import make_plan
-from finetune.plan.step_memory import CUDA_CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["cases"]

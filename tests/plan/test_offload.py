@@ -11,9 +11,9 @@ from finetune.checkpoint.shards import allocate_on_host
 from finetune.config.schema import Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
 from finetune.plan.advice import list_changes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 from finetune.plan.speed import estimate_speed
-from finetune.plan.step_memory import plan_phases
 from finetune.plan.table import format_speed, format_storage
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 

@@ -17,9 +17,10 @@ from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
+from finetune.plan.loss_memory import loss_backward_bytes, loss_bytes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.speed import estimate_epoch_tokens, estimate_speed
-from finetune.plan.step_memory import loss_backward_bytes, loss_bytes, plan_phases
 from finetune.plan.table import format_header, format_speed
 from finetune.training.objectives.preference import PreferenceObjective
 from finetune.training.reference import without_adapters

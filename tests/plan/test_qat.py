@@ -9,7 +9,7 @@ from torch import nn
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, QuantizationAware
 from finetune.models.fake_quantize import FakeQuantizedLinear, fake_quantize
-from finetune.plan.step_memory import find_peak
+from finetune.plan.peaks import find_peak
 from finetune.plan.temporary_memory import rounded_bytes
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak

@@ -13,9 +13,10 @@ from finetune.config.quantization import quantized_bytes
 from finetune.config.schema import Quantization
 from finetune.errors import UserError
 from finetune.plan.advice import Room, advise, list_changes
+from finetune.plan.forward_memory import dequantized_bytes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.step_memory import dequantized_bytes, plan_phases
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, QWEN3_235B, make_spec, recipe
 
 GIB = 2**30

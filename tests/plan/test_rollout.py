@@ -9,8 +9,8 @@ from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.models.documents import install_attention
 from finetune.plan.architecture import read_architecture
+from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.step_memory import plan_phases
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Request, Sampling
 from tests.plan.traced import allocated_peak

@@ -17,7 +17,7 @@ from finetune.models.documents import install_attention
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import Room, advise
 from finetune.plan.architecture import read_architecture
-from finetune.plan.step_memory import find_peak
+from finetune.plan.peaks import find_peak
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 from tests.plan.traced import saved_for_backward
 

@@ -14,9 +14,10 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Method, Quantization
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
+from finetune.plan.loss_memory import loss_bytes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.speed import estimate_speed
-from finetune.plan.step_memory import loss_bytes, plan_phases
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 from tests.plan.traced import allocated_peak
 

@@ -25,8 +25,9 @@ from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import ChunkOptions, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import list_changes
+from finetune.plan.loss_memory import loss_bytes
+from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.step_memory import find_peak, loss_bytes, plan_phases
 from finetune.plan.table import name_layout
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.plan.peaks import plan_phases
 from finetune.plan.plan import compare_layouts
-from finetune.plan.step_memory import plan_phases
 from finetune.plan.table import name_layout
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 

@@ -1,0 +1,375 @@
+"""The points of a backward at which memory could be highest, by the units of a layout."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from finetune.plan.activations import (
+    kept_bytes,
+    layer_bytes,
+    mask_bytes,
+    prefetched_bytes,
+    recomputed_bytes,
+    working_bytes,
+)
+from finetune.plan.loss_memory import vector_bytes
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.state import StateTensor
+from finetune.plan.temporary_memory import (
+    InBackwardMemory,
+    LayoutMemory,
+    Snapshot,
+    UnitMemory,
+    expert_factor_bytes,
+    plan_updates_in_backward,
+)
+
+
+def kept_for_backward(spec: RunSpec) -> int:
+    """Bytes of activations that the forward of a micro-batch leaves."""
+    architecture = spec.computed
+    run = spec.computation
+    masks = mask_bytes(architecture, run, spec.tokens)
+    kept = _kept_per_token(spec)
+    # then made again
+    if spec.recipe.quantization.bits is not None:
+        factors = 0
+    else:
+        factors = expert_factor_bytes(architecture, run).kept
+    vectors = vector_bytes(spec, spec.rows_per_step)
+    return spec.tokens * sum(kept.values()) + factors + masks + vectors
+
+
+def _kept_per_token(spec: RunSpec) -> dict[str, int]:
+    """Bytes per token that the forward leaves, by what they are of."""
+    kept = kept_bytes(spec.computed, spec.computation)
+    return kept if spec.is_last_stage else kept | {"final norm": 0}
+
+
+@dataclass(slots=True)
+class ShardedBackward:
+    """How far a backward under FSDP is.
+
+    The gradients of a unit are whole until its backward ends. Then they are reduced to this rank's
+    shard, which under `optim_in_backward` is freed once it has been used. Amounts are bytes of this
+    rank.
+    """
+
+    spec: RunSpec
+    memory: LayoutMemory
+    before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
+    layer_temporaries: int  # temporaries of a layer's backward
+    gradients: int  # shards that wait for the update
+    # the reduce-scatter of the unit before, which the next backward runs beside
+    reducing_before: int = 0
+    waiting_gradient: int = 0  # the tail's, whole, where the embedding's is added to it (tied)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether each unit adds a shard to `gradients`; else there is room for it already, or it
+        is freed.
+        """
+        in_backward = self.spec.recipe.optimization.optim_in_backward
+        return (
+            not in_backward and not self.spec.sharding.cpu_offload and self.spec.accumulation == 1
+        )
+
+    def end_unit(self, unit: UnitMemory) -> None:
+        """Counts a unit as reduced."""
+        if self.adds_up:
+            self.gradients += unit.shard
+        self.reducing_before = unit.reducing
+
+
+def sharded_points(
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, layer_temporaries: int
+) -> Iterator[Snapshot]:
+    """The points of a backward under FSDP, by its units: the head, the layers from the last, the
+    embedding.
+
+    Args:
+        spec: The run.
+        memory: What a unit takes in its layout.
+        before: The backward's beginning, with the gradients of earlier micro-batches.
+        layer_temporaries: Bytes of temporaries of a layer's backward.
+    """
+    backward = ShardedBackward(spec, memory, before, layer_temporaries, gradients=before.gradients)
+    if memory.tail_waits:
+        backward.waiting_gradient = memory.tail.unreduced
+    else:
+        yield from _reduction_points(
+            backward,
+            "head",
+            "the head",
+            memory.tail,
+            kept_for_backward(spec),
+            memory.layer.arriving,
+        )
+        backward.end_unit(memory.tail)
+    for done in range(memory.layers):
+        if _name_layer(done, memory.layers):
+            yield from _sharded_layer(backward, done)
+        backward.end_unit(memory.layer)
+    yield from _sharded_embedding(backward)
+
+
+def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
+    """The backward of the layer before which `done` are done, then its reduction."""
+    spec = backward.spec
+    memory = backward.memory
+    name = _name_layer(done, memory.layers)
+    is_last = done + 1 == memory.layers
+    next_unit = memory.embedding if is_last else memory.layer
+    staying = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
+    if memory.tail_waits:
+        staying += memory.tail.gathered
+    point = replace(
+        backward.before,
+        name=f"backward of {name}",
+        gradients=backward.gradients,
+        gathered=staying + memory.layer.gathered,
+        temporaries=backward.layer_temporaries,
+    )
+    for moment in _within_layer(spec, done):
+        unreduced = spec.computation.itemsize * moment.gradient_elements
+        communication = backward.reducing_before + backward.waiting_gradient + unreduced
+        yield replace(point, communication=communication, activations=moment.activations)
+    passed = spec.part.layers if is_last else done + 1
+    yield from _reduction_points(
+        backward, "layer", name, memory.layer, _after_layers(spec, passed), staying
+    )
+
+
+def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
+    """The backward of the embedding, and its reduction, with the tail's gradient where that has
+    waited for it.
+    """
+    spec = backward.spec
+    memory = backward.memory
+    unit = memory.tail if memory.tail_waits else memory.embedding
+    activations = _after_layers(spec, spec.part.layers)
+    yield replace(
+        backward.before,
+        name="backward of the embedding",
+        gradients=backward.gradients,
+        activations=activations,
+        gathered=unit.gathered,
+        communication=backward.reducing_before + unit.unreduced,
+    )
+    backward.waiting_gradient = 0
+    yield from _reduction_points(backward, "embedding", "the embedding", unit, activations, 0)
+
+
+def _reduction_points(
+    backward: ShardedBackward,
+    part: str,
+    name: str,
+    unit: UnitMemory,
+    activations: int,
+    gathered: int,
+) -> Iterator[Snapshot]:
+    """Two points of a unit's reduce-scatter: its whole gradients beside the input that is made of
+    them, and that input beside the shard that comes out.
+
+    Args:
+        backward: How far it is.
+        part: The unit's key in `plan_updates_in_backward`.
+        name: What the points are called after.
+        unit: Bytes of the unit.
+        activations: Bytes.
+        gathered: Bytes of the weights that are gathered meanwhile.
+    """
+    waiting = backward.waiting_gradient
+    point = replace(
+        backward.before,
+        name=f"reduction of {name}",
+        gradients=backward.gradients,
+        activations=activations,
+        gathered=gathered,
+    )
+    yield replace(point, communication=waiting + unit.unreduced + unit.reducing)
+    temporaries = 0
+    if backward.spec.recipe.optimization.optim_in_backward:
+        temporaries = plan_updates_in_backward(backward.spec)[part].temporaries
+    yield replace(
+        point,
+        gradients=backward.gradients + unit.shard,
+        temporaries=temporaries,
+        communication=waiting + unit.reducing,
+    )
+
+
+def whole_points(
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, layer_temporaries: int
+) -> Iterator[Snapshot]:
+    """The points of a backward on one rank or under DDP, where gradients are whole.
+
+    They stay until the step, or are freed once used under `optim_in_backward`.
+
+    Args:
+        spec: The run.
+        memory: What a unit takes in its layout.
+        before: The backward's beginning, with the gradients of earlier micro-batches.
+        full: With the gradients of the whole step.
+        layer_temporaries: Bytes of temporaries of a layer's backward.
+    """
+    is_updated = spec.recipe.optimization.optim_in_backward
+    updates = plan_updates_in_backward(spec) if is_updated else {}
+    at_embedding = replace(
+        before,
+        name="backward of the embedding",
+        gradients=full.gradients + memory.waiting_gradient,
+        activations=_after_layers(spec, memory.layers),
+        communication=memory.buckets,
+    )
+    if is_updated:
+        yield from _updated_head(spec, memory, before, updates["head"])
+        at_embedding = replace(
+            at_embedding,
+            gradients=updates["embedding"].gradients,
+            temporaries=updates["embedding"].temporaries,
+        )
+    for done in range(memory.layers):
+        name = _name_layer(done, memory.layers)
+        if not name:
+            continue
+        point = replace(
+            before,
+            name=f"backward of {name}",
+            gathered=memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying,
+            communication=memory.buckets,
+            temporaries=layer_temporaries,
+        )
+        if is_updated:
+            yield from _updated_layer(spec, done, point, updates["layer"])
+        else:
+            yield from _whole_layer(spec, memory, done, point)
+    yield at_embedding
+
+
+def _updated_head(
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, update: InBackwardMemory
+) -> Iterator[Snapshot]:
+    """The update of the head, where it is not tied to the embedding."""
+    if update.gradients:
+        yield replace(
+            before,
+            name="update of the head",
+            activations=kept_for_backward(spec),
+            gathered=memory.layers * memory.layer_staying,
+            gradients=update.gradients,
+            temporaries=update.temporaries,
+            communication=memory.buckets,
+        )
+
+
+def _whole_layer(
+    spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
+) -> Iterator[Snapshot]:
+    """The backward of the layer after `done` others, whose gradients stay."""
+    itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
+    earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
+    for moment in _within_layer(spec, done):
+        own = earlier + itemsize * moment.gradient_elements
+        # a micro-batch before this one has left room for all of them
+        gradients = max(point.gradients, own)
+        yield replace(point, gradients=gradients, activations=moment.activations)
+
+
+def _updated_layer(
+    spec: RunSpec, done: int, point: Snapshot, update: InBackwardMemory
+) -> Iterator[Snapshot]:
+    """The backward of the layer after `done` others, whose weights it updates."""
+    # the gradients of what gate and up have made, which are not there yet at the update
+    missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
+    for moment in _within_layer(spec, done):
+        yield replace(point, gradients=0, activations=moment.activations)
+        yield replace(
+            point,
+            gradients=update.gradients,
+            activations=moment.activations - missing,
+            temporaries=point.temporaries + update.temporaries,
+        )
+
+
+def _name_layer(done: int, layers: int) -> str:
+    """The decoder layer that follows in the backward where so many are done; empty for those in
+    between.
+
+    >>> [_name_layer(done, 5) for done in range(5)]
+    ['the last layer', 'the last layer but one', '', 'the second layer', 'the first layer']
+    """
+    named = {
+        1: "the last layer but one",
+        layers - 2: "the second layer",
+        0: "the last layer",
+        layers - 1: "the first layer",
+    }
+    return named.get(done, "")
+
+
+def _after_layers(spec: RunSpec, done: int) -> int:
+    """Bytes of activations once the backward has passed the head and so many layers, with its
+    gradient.
+    """
+    architecture = spec.computed
+    run = spec.computation
+    kept = _kept_per_token(spec)
+    # Offloaded, all layers together keep what one of them does.
+    of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
+    handed_on = architecture.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
+    return kept_for_backward(spec) + int(spec.tokens * handed_on)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMoment:
+    """A moment of a layer's backward."""
+
+    activations: int  # bytes
+    gradient_elements: int  # of the layer's weights, not yet reduced
+
+
+def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
+    """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before
+    it.
+    """
+    architecture = spec.computed
+    run = spec.computation
+    activations = _at_layer(spec, done)
+    unit = f"layer {architecture.widest_layer}"
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
+    if architecture.trace(run) is not None:  # where its MLP is, is not known
+        return [LayerMoment(activations, _count_elements(trained))]
+    mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
+    down = [tensor for tensor in mlp if "down_proj" in tensor.name]
+    freed = spec.tokens * (
+        layer_bytes(architecture, run)["mlp"] + architecture.mlp_width * run.itemsize
+    )
+    return [
+        LayerMoment(activations, _count_elements(down)),
+        LayerMoment(activations - freed, _count_elements(mlp)),
+    ]
+
+
+def _at_layer(spec: RunSpec, done: int) -> int:
+    """Bytes of activations where the backward of the layer after `done` others begins, with what it
+    computes again.
+    """
+    architecture = spec.computed
+    run = spec.computation
+    computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
+    if computes_again:
+        factors = expert_factor_bytes(architecture, run).layer
+    else:
+        factors = 0
+    per_token = (
+        recomputed_bytes(architecture, run)
+        + working_bytes(architecture, run)
+        + prefetched_bytes(architecture, run)
+    )
+    handed_on = architecture.hidden * run.residual_itemsize
+    return _after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
+
+
+def _count_elements(tensors: Iterable[StateTensor]) -> int:
+    """The elements that this rank has of `tensors`."""
+    return sum(tensor.numel // tensor.divided for tensor in tensors)

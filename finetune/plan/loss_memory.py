@@ -1,0 +1,195 @@
+"""The memory of a loss and of its backward: chunks of logits, gradients, compared vectors."""
+
+from finetune.constants import CONTRASTED_QUERIES, FP32, divergence_chunk_tokens, loss_chunk_tokens
+from finetune.plan.activations import Computation
+from finetune.plan.architecture import Architecture
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.temporary_memory import FP64
+
+VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
+
+
+def vector_bytes(spec: RunSpec, groups: int) -> int:
+    """The vectors of all documents of `groups` queries, in fp64, or their gradients; 0 where none
+    are compared.
+    """
+    if not spec.recipe.method_facts.embeds:
+        return 0
+    return FP64 * groups * spec.recipe.group_size * spec.computed.hidden
+
+
+def held_out_groups(spec: RunSpec) -> int | None:
+    """The held-out queries, all of which are compared at once; None where the recipe alone does not
+    say how many they are.
+    """
+    data = spec.recipe.data
+    if data.eval_datasets:
+        most = [source.max_samples for source in data.eval_datasets]
+        known = [count for count in most if count is not None]
+        return sum(known) if len(known) == len(most) else None
+    size = data.eval_split_size or 0
+    return int(size) if size == 0 or size >= 1 else None
+
+
+def compared_bytes(spec: RunSpec, groups: int) -> int:
+    """The vectors of `groups` queries with their documents while they are compared, and their
+    cosines.
+    """
+    queries = min(groups, CONTRASTED_QUERIES)
+    cosines = 3 * FP64 * queries * groups * (spec.recipe.group_size - 1)
+    return VECTOR_COPIES * vector_bytes(spec, groups) + cosines
+
+
+def loss_bytes(spec: RunSpec) -> int:
+    """One chunk of logits, and the gradients that the loss computes in its forward: of head and
+    hidden states.
+    """
+    architecture = spec.computed
+    run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        # states that are pooled, cast, their gradient
+        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
+    if run.autocast:
+        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
+    else:
+        cast_head = 0
+    # else it is computed in the backward
+    if spec.weighs_documents:
+        head_gradient = 0
+    else:
+        head_gradient = _head_gradient(spec)
+    # a copy of the trained positions, and its gradient
+    hidden = 2 * run.itemsize * architecture.hidden * spec.tokens
+    if head_gradient:
+        product = weight_product_bytes(spec.part.head_rows, architecture.hidden, spec.tokens, run)
+    else:
+        product = 0
+    return head_gradient + cast_head + hidden + max(chunk_bytes(spec, spec.tokens), product)
+
+
+def chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    method = spec.recipe.method
+    if spec.teacher is not None:
+        return meeting_bytes(spec, tokens)
+    if method.distill_top_k is not None:
+        vocabulary = spec.architecture.vocabulary
+        return divergence_chunk_bytes(
+            vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
+        )
+    return loss_chunk_bytes(spec.part.head_rows, tokens, spec.computation)
+
+
+def loss_backward_bytes(spec: RunSpec) -> int:
+    """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in
+    between.
+    """
+    architecture = spec.computed
+    run = spec.computation
+    if spec.recipe.method_facts.embeds:
+        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
+    if spec.weighs_documents:
+        return log_probability_backward_bytes(architecture, spec.tokens, run, _head_gradient(spec))
+    if run.itemsize < FP32 and not run.autocast:
+        cast_back = run.itemsize
+    else:
+        cast_back = 0
+    hidden = architecture.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
+    return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
+
+
+def _head_gradient(spec: RunSpec) -> int:
+    architecture = spec.architecture
+    head = architecture.embedding.name if architecture.tied else architecture.head_name
+    is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
+    if is_trained:
+        return FP32 * spec.part.head_rows * spec.part.hidden
+    return 0
+
+
+def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
+    gradient cast back; compiled, the scores and their gradient.
+    """
+    if run.compiled:
+        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+        return chunk * vocabulary * 2 * run.itemsize
+    # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
+    if run.cpu or run.divides_vocabulary:
+        casts = FP32
+    else:
+        casts = run.itemsize
+    if run.itemsize == FP32:
+        casts = 0
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    return chunk * vocabulary * (run.itemsize + FP32 + casts)
+
+
+def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
+    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on
+    a CPU of the fp32 copy that torch adds up; a GPU's kernel adds the product itself, and so does a
+    CPU's in fp32.
+    """
+    if not run.cpu or run.itemsize == FP32:
+        return 0
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
+    return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
+
+
+def divergence_chunk_bytes(
+    vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float
+) -> int:
+    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities,
+    and three more tensors of their size for the divergence and its gradient, two for the forward
+    KL; one more where a temperature makes the student's log-probabilities others than those of the
+    labels.
+    """
+    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
+    chunk = _balanced_chunk(
+        tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")
+    )
+    return chunk * vocabulary * (run.itemsize + tensors * FP32)
+
+
+def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
+    """Tokens in each of as many chunks as are needed."""
+    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
+
+
+def log_probability_backward_bytes(
+    architecture: Architecture, tokens: int, run: Computation, head_gradient: int
+) -> int:
+    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
+    first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
+    are computed again for the weight's in fp32.
+
+    head_gradient: bytes of the latter; 0 where the head is frozen.
+    """
+    hidden = architecture.hidden * tokens
+    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
+    scaled = run.residual_itemsize * hidden
+    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
+    if not head_gradient:
+        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
+    trained = run.itemsize * hidden  # the hidden states at the trained positions
+    if run.autocast:
+        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
+    else:
+        cast_head = 0
+    if run.itemsize < FP32 and not run.autocast:
+        cast_back = run.itemsize
+    else:
+        cast_back = 0
+    chunk = loss_chunk_bytes(architecture.head_rows, tokens, run) + cast_head
+    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
+    return prepared + trained + max(product, FP32 * hidden + scaled, again)
+
+
+def meeting_bytes(spec: RunSpec, tokens: int) -> int:
+    """What enters its head, and the chunk in which the logits meet."""
+    assert spec.teacher is not None
+    teacher = spec.teacher.architecture
+    run = spec.computation
+    method = spec.recipe.method
+    widest = max(spec.architecture.vocabulary, teacher.vocabulary)
+    chunk = divergence_chunk_bytes(widest, tokens, run, method.distill_beta, method.temperature)
+    return run.itemsize * teacher.hidden * tokens + chunk

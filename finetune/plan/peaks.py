@@ -1,0 +1,236 @@
+"""The peak memory of one rank in every phase of a run, from snapshots at the points where memory
+could be highest.
+
+The points of a step follow torch's order of events; the backward's are in `backward_memory.py`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from finetune.constants import FP32
+from finetune.plan.backward_memory import kept_for_backward, sharded_points, whole_points
+from finetune.plan.forward_memory import (
+    compare_vectors,
+    dequantized_bytes,
+    plan_forward,
+    plan_rollout,
+    score_completions,
+    teacher_first,
+)
+from finetune.plan.loss_memory import (
+    held_out_groups,
+    loss_backward_bytes,
+    loss_bytes,
+    meeting_bytes,
+)
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.state import State
+from finetune.plan.temporary_memory import (
+    Snapshot,
+    fp8_bytes,
+    plan_layout_memory,
+    rounded_bytes,
+    teachers_tail,
+    update_temporaries,
+)
+
+# of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+SLACK = 0.06
+
+
+CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
+
+
+NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a run, and the snapshot in it with the most memory."""
+
+    name: str
+    peak: Snapshot
+
+
+def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
+    """Every phase of the run with its peak, on the rank that holds the most."""
+    if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
+        loading, *training = plan_phases(replace(spec, teacher=None))
+        return (loading, _plan_asking(spec), *training)
+    by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
+    return tuple(
+        max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True)
+    )
+
+
+def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
+    """The phases of a pipeline stage, or of a run without one, each at its highest point."""
+    state = spec.state()
+    on_cpu = spec.sharding.cpu_offload
+    on_device = State(0, 0, 0, 0) if on_cpu else state
+    keeps_state_in_files = spec.files() is not None
+    weights = Snapshot(
+        "weights in place",
+        parameters=on_device.trained + on_device.frozen,
+        teacher=0 if on_cpu else spec.teacher_bytes,
+        rewards=spec.reward_bytes,
+    )
+    at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
+    if keeps_state_in_files:  # the buffers of the optimizer's files are there from the start
+        weights = replace(at_rest, name=weights.name)
+    step = [
+        replace(point, activations=point.activations + pipeline_bytes(spec))
+        for point in _step(spec, replace(at_rest, gradients=on_device.gradients))
+    ]
+    points = {"load": [_load(spec, weights)]}
+    if spec.reference == "stored":
+        points["reference"] = [plan_forward(spec, weights, "a batch", spec.tokens)]
+    rollout = plan_rollout(spec, at_rest)
+    sampling = [] if rollout is None else [rollout]
+    sampling += score_completions(spec, at_rest)
+    if sampling:
+        points["rollout"] = sampling
+    points["first step"] = step if keeps_state_in_files else _first_step(spec, step)
+    points["steady step"] = step
+    points["evaluation"] = _evaluate(spec, at_rest, rollout)
+    points["save"] = [at_rest]
+    points["resume"] = [_read_optimizer(spec, at_rest)]
+    points["export"] = [at_rest]
+    return tuple(Phase(name, _find_highest(spec, points[name])) for name in points)
+
+
+def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
+    with_overhead = (_with_overhead(spec, point) for point in points)
+    return max(with_overhead, key=lambda point: point.total)
+
+
+def _load(spec: RunSpec, weights: Snapshot) -> Snapshot:
+    state = spec.loaded_state()
+    on_cpu = spec.sharding.cpu_offload
+    return replace(weights, parameters=0 if on_cpu else state.trained + state.frozen)
+
+
+def _read_optimizer(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    """Reads the optimizer's state of a checkpoint: beside it, the largest shard in fp32."""
+    largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
+    temporaries = largest * FP32 // spec.shards
+    return replace(at_rest, name="optimizer state read", temporaries=temporaries)
+
+
+def _evaluate(spec: RunSpec, at_rest: Snapshot, rollout: Snapshot | None) -> list[Snapshot]:
+    """An evaluation; of a method that samples, it is a rollout of held-out prompts."""
+    rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
+    tokens = spec.share_tokens(rows)
+    held_out = rollout or plan_forward(spec, at_rest, "a held-out batch", tokens)
+    return [
+        *teacher_first(spec, at_rest, tokens),
+        held_out,
+        *compare_vectors(spec, at_rest, held_out, held_out_groups(spec) or 0),
+    ]
+
+
+def _plan_asking(spec: RunSpec) -> Phase:
+    """The teacher, asked before training: beside the model, and freed before the first step."""
+    if spec.sharding.cpu_offload:
+        state = State(0, 0, 0, 0)
+    else:
+        state = spec.state()
+    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
+    weights = Snapshot("", parameters=state.trained + state.frozen, teacher=teacher)
+    scores = replace(
+        weights,
+        name="its likeliest tokens",
+        loss=meeting_bytes(spec, spec.tokens),
+        gathered=teachers_tail(spec),
+    )
+    points = [*teacher_first(spec, weights, spec.tokens), scores]
+    return Phase("teacher", _find_highest(spec, points))
+
+
+def find_peak(spec: RunSpec) -> Snapshot:
+    """The snapshot of the whole run with the most memory."""
+    return max((phase.peak for phase in plan_phases(spec)), key=lambda point: point.total)
+
+
+def pipeline_bytes(spec: RunSpec) -> int:
+    """What a rank of a pipeline keeps of the micro-batches before the one that it computes, and the
+    buffers of what it gets from its neighbors in a step: the states that enter each of its groups
+    of layers, and their gradients.
+    """
+    if spec.stages == 1:
+        return 0
+    state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
+    groups = spec.sharding.pipeline_chunks // spec.stages
+    in_flight = spec.micro_batches_in_flight
+    received = groups - (spec.stage == 0)
+    sent = groups - spec.is_last_stage
+    buffers = spec.accumulation * (received + sent)
+    if groups == 1 and spec.accumulation >= spec.stages:
+        buffers = int(in_flight) * received + sent
+    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + in_flight * sent) * state)
+
+
+def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
+    """The points of a step before which there is no optimizer's state: it is made by the first
+    update.
+    """
+    last = "backward of the head"
+    if spec.recipe.optimization.optim_in_backward:
+        made = [point.name for point in step].index(last)
+    else:
+        made = len(step) - 2
+    return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
+
+
+def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
+    """The points of an optimizer step that could be its peak.
+
+    `full` has the whole state, gradients included.
+    """
+    layout = plan_layout_memory(spec)
+    all_kept = kept_for_backward(spec)
+    # of earlier micro-batches
+    if spec.accumulation > 1:
+        before = full
+    else:
+        before = replace(full, gradients=0)
+    if spec.reference == "adapters off":
+        yield plan_forward(spec, before, "forward of the reference", spec.tokens)
+    yield from teacher_first(spec, before, spec.tokens)
+    whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
+    yield from compare_vectors(spec, before, whole_step, spec.rows_per_step)
+    head = replace(before, activations=all_kept, communication=layout.buckets)
+    tail = layout.tail.gathered
+    layers = layout.kept_in_forward
+    at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
+    of_loss, of_backward = (
+        (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
+    )
+    yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
+    if not layout.layer_staying:
+        following = layout.layer.arriving
+    else:
+        following = 0
+    at_backward = tail + layout.layers * layout.layer_staying + following
+    yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
+    layer_temporaries = dequantized_bytes(
+        spec, recomputes_layer=spec.computation.checkpoint_every is not None
+    )
+    layer_temporaries += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
+    if spec.sharding.is_fsdp:
+        yield from sharded_points(spec, layout, before, layer_temporaries)
+    else:
+        yield from whole_points(spec, layout, before, full, layer_temporaries)
+    if not spec.recipe.optimization.optim_in_backward:
+        update = replace(full, name="optimizer step", communication=layout.buckets)
+        yield replace(update, temporaries=update_temporaries(spec))
+
+
+def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
+    """The snapshot with what the device needs beside the tensors."""
+    if spec.device == "cpu":
+        return point
+    resting = point.parameters + point.teacher + point.rewards + point.optimizer
+    moving = point.allocated - resting
+    context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
+    return replace(point, slack=int(SLACK * moving), context=context)
