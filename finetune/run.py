@@ -84,7 +84,7 @@ def fine_tune(
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.lifecycle import finish, is_finished, leave_ranks, try_folder
     from finetune.training.loop import train
-    from finetune.training.objectives.policy import try_rewards
+    from finetune.training.objectives.online import try_rewards
     from finetune.training.screens import print_plan
 
     imported = time.perf_counter() - started

@@ -55,7 +55,8 @@ from finetune.training.objectives.distill import (
     teacher_flop_per_token,
 )
 from finetune.training.objectives.objective import SFT, Objective, Objectives
-from finetune.training.objectives.policy import PolicyObjective, make_policy_objectives
+from finetune.training.objectives.online import make_policy_objectives
+from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.scores import SCORING
 from finetune.training.reference import find_references

@@ -25,7 +25,7 @@ from finetune.models.reach import BlankDocument
 from finetune.plan.architecture import read_reward_model
 from finetune.training.lifecycle import fix_template_date, open_run_folder
 from finetune.training.objectives.distill import read_teacher_facts
-from finetune.training.objectives.policy import check_rewards
+from finetune.training.objectives.online import check_rewards
 from finetune.training.screens import check_offload_dir
 
 

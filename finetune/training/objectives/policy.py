@@ -15,28 +15,13 @@ from torch import Tensor, nn
 
 from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
-from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.data.environments import has_tools
 from finetune.data.packing import StoredBatches
-from finetune.data.paid_text import read_reward_texts
-from finetune.data.prepare import PreparedData
-from finetune.data.tokenizer import end_of_answer_ids
-from finetune.data.tool_calls import make_tool_turns
-from finetune.distributed.model_parts import unwrap
-from finetune.distributed.world import RankGroup, World
-from finetune.errors import UserError
-from finetune.models.documents import can_continue
+from finetune.distributed.world import World
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
-from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
-from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Ended, Engine, Request, Sampled
-from finetune.rollout.episodes import Episodes, list_own_rewards
-from finetune.rollout.reward_models import load_reward_models
-from finetune.rollout.rewards import Rewards
-from finetune.rollout.vllm import VllmEngine, check_servers
-from finetune.training.objectives.objective import Measured, Objective, Objectives
+from finetune.rollout.collect import Rollouts, Sampler
+from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.policy_losses import (
     Completions,
     Level,
@@ -48,21 +33,24 @@ from finetune.training.objectives.policy_losses import (
     find_clipped,
     find_completions,
     find_corrected,
-    is_outside,
     loss_level,
     policy_loss,
     ratio_bounds,
     sum_losses,
 )
+from finetune.training.objectives.policy_metrics import (
+    SQUARE,
+    describe_completions,
+    describe_ratios,
+    describe_staleness,
+)
 from finetune.training.objectives.preference import sum_and_count
-from finetune.training.reference import adapters_off, evaluating
 
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
+
+
 # the share of these ratios that are outside the bounds
 SAMPLING_CORRECTED = "importance_sampling/corrected"
-
-
-SQUARE = "ratio/square"  # their mean square, which the effective sample size is computed from
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +101,7 @@ class PolicyObjective(Objective):
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
         if self.recipe.rollout.max_staleness:
             log_ratios = log_probabilities.detach() - rollout["sampled"].double()
-            own, oldest = _describe_staleness(
+            own, oldest = describe_staleness(
                 log_ratios, batch.step - rollout["versions"].double(), completions, self.recipe
             )
             metrics |= own
@@ -203,8 +191,8 @@ class PolicyObjective(Objective):
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         log_ratios = log_probabilities - rollout["sampled"].double()
         metrics = {
-            **_describe_completions(rollout),
-            **_describe_ratios(log_ratios, completions, ratio_bounds(self.recipe)),
+            **describe_completions(rollout),
+            **describe_ratios(log_ratios, completions, ratio_bounds(self.recipe)),
             **self._describe_stages(log_ratios.new_zeros(2)),
             **self._describe_rollout(rollout),
         }
@@ -329,255 +317,9 @@ class HeldOutRewards(Objective):
         return Measured(-columns[0].nan_to_num().sum(), metrics)
 
 
-def _describe_completions(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
-
-    `rollout`: the columns that `completion_rows` makes, [completions] each.
-    """
-    rewards = rollout["rewards"]
-    return {
-        "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
-        "reward_std": sum_and_count(rollout["deviations"]),
-        "frac_reward_zero_std": sum_and_count(rollout["flat"]),
-        "reward_failures": sum_and_count(rollout["failed"]),
-        "completions/mean_length": sum_and_count(rollout["tokens"]),
-        "completions/clipped_ratio": sum_and_count(rollout["is_cut"]),
-        "entropy": torch.stack(
-            [rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]
-        ),
-    }
-
-
-def _describe_ratios(
-    log_ratios: Tensor, completions: Completions, bounds: tuple[float, float]
-) -> dict[str, Tensor]:
-    """Metrics of how far the model in training is from the one that sampled; `log_ratios`:
-    fp64[positions].
-    """
-    is_trained = completions.is_trained
-    distances = torch.where(is_trained, log_ratios, 0.0).abs()
-    ratios = log_ratios.exp()
-    return {
-        "log_ratio/mean": sum_and_count(distances, is_trained),
-        "log_ratio/mean_square": sum_and_count(distances.square(), is_trained),
-        "ratio/outside": sum_and_count(is_outside(ratios, bounds).double(), is_trained),
-        **_describe_spread(log_ratios, is_trained),
-    }
-
-
-def _describe_spread(log_ratios: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """Mean, mean square and histogram of the ratios that count; `counts`: bool[positions]."""
-    ratios = log_ratios.exp()
-    metrics = {
-        "ratio/mean": sum_and_count(ratios, counts),
-        SQUARE: sum_and_count((2 * log_ratios).exp(), counts),
-    }
-    borders_below = torch.stack([ratios > border for border in RATIO_BORDERS]).sum(0)
-    for place, name in enumerate(RATIO_SHARES):
-        metrics[name] = sum_and_count((borders_below == place).double(), counts)
-    return metrics
-
-
-def _describe_staleness(
-    log_ratios: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
-) -> tuple[dict[str, Tensor], Tensor]:
-    """(metrics of how old the weights are that sampled, and of the ratios by that; the oldest,
-    0-dim).
-
-    Args:
-        log_ratios: fp64[positions].
-        staleness: fp64[positions]: the steps from the weights that sampled to those of the step.
-        completions: Of the positions.
-        recipe: With `max_staleness`.
-    """
-    keys = recipe.rollout
-    is_trained = completions.is_trained
-    metrics = {"staleness/mean": sum_and_count(staleness, is_trained)}
-    # steps of a generation are trained on in turn, the last one after updates of its own
-    generations = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
-    for age in range(keys.max_staleness + 1):
-        is_own = is_trained & (generations == age)
-        metrics[f"staleness/{age}/share"] = sum_and_count(is_own.double(), is_trained)
-        for name, pair in _describe_spread(log_ratios, is_own).items():
-            metrics[f"staleness/{age}/{name}"] = pair
-    ages = torch.where(is_trained, staleness, 0.0)
-    return metrics, (ages.max() if len(ages) else ages.new_zeros(())).float()
-
-
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
+
+
 """(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
 log-probabilities.
 """
-
-
-def make_policy_objectives(
-    model: nn.Module,
-    recipe: Recipe,
-    data: PreparedData,
-    world: World,
-    teacher: Teacher | None,
-    folder: Path | None,
-) -> Objectives:
-    """The objective of a run that samples, with its engine and rewards; and that of held-out
-    prompts.
-
-    Args:
-        model: The model that is trained.
-        recipe: Of a method that samples.
-        data: The prompts.
-        world: The ranks of the run.
-        teacher: Or the reference, where it is a model of its own.
-        folder: The run's, where it has one.
-    """
-    assert isinstance(data.train, StoredBatches), "streaming is refused"
-    engine = _make_engine(model, recipe, data, world, folder)
-    models = [model] if teacher is None else [model, teacher.model]
-    can_share = all(can_continue(unwrap(each)) for each in models)
-    shares_prompts = recipe.data.packing and not world.any(not can_share)
-    if recipe.rollout.takes_turns and has_tools(data.tokenizer):
-        tools = make_tool_turns(recipe, data.tokenizer)
-    else:
-        tools = None
-    rewards = Rewards(recipe.rollout)
-    paying = load_reward_models(recipe, world)
-    sampler = Sampler(
-        recipe,
-        world,
-        data.tokenizer,
-        engine,
-        rewards,
-        data.train.steps,
-        shares_prompts,
-        tools,
-        paying,
-    )
-    rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world))
-    training = PolicyObjective(recipe, rollouts, _make_other_model(recipe, teacher), teacher)
-    return Objectives(training, HeldOutRewards(sampler, data.evaluation))
-
-
-def _make_engine(
-    model: nn.Module, recipe: Recipe, data: PreparedData, world: World, folder: Path | None
-) -> Engine:
-    """What samples: the model itself, or a vLLM server.
-
-    Raises `UserError` for a server without a run's folder.
-    """
-    keys = recipe.rollout
-    stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
-    if keys.vllm_server_base_url is None:
-        return EmbeddedEngine(model, world, stop_ids, keys.per_device_generation_batch_size)
-    if folder is None:
-        raise UserError(
-            "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
-            "none"
-        )
-    return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
-
-
-def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
-    """Returns what asks the teacher or the reference: a second, frozen model, or the trained one
-    without its adapters. None where neither is asked.
-    """
-    head = partial(head_log_probabilities, temperature=recipe.method.temperature)
-
-    def ask_second_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        assert teacher is not None
-        with torch.no_grad():
-            return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
-
-    def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        with evaluating(model), adapters_off(model):
-            return model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
-
-    if teacher is not None:
-        return ask_second_model
-    return ask_without_adapters if recipe.method.beta else None
-
-
-def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:
-    """What asks for log-probabilities in training before the first update; None where the loss
-    needs none of them.
-
-    Only a correction of the sampler needs them, once the weights have moved since it sampled.
-    """
-    keys = recipe.rollout
-    if keys.importance_sampling_correction == NO_CORRECTION or keys.updates_per_generation == 1:
-        return None
-    head = partial(head_log_probabilities, temperature=recipe.method.temperature)
-
-    def score(batch: StepBatch) -> list[Tensor]:
-        on_device = (micro_batch.to(world.device) for micro_batch in batch.micro_batches)
-        with evaluating(model):
-            return [model(**each.inputs, head_function=head).float().cpu() for each in on_device]
-
-    return score
-
-
-CHECKED_ROWS = 100  # of the data, whose columns reward functions may take
-
-
-def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Looks whether the reward functions are there and take what the rows have, before a model is
-    loaded.
-
-    All ranks call it. Raises `UserError` on all.
-    """
-    assert isinstance(data.train, StoredBatches), "streaming is refused"
-    examples = data.train.examples
-    rewards = Rewards(recipe.rollout)
-    if (
-        not recipe.rollout.rewards
-        and not recipe.method_facts.needs_teacher
-        and not list_own_rewards(data.tokenizer.environments)
-    ):
-        raise UserError(
-            "environment: says nothing of what a completion is worth; give it a method get_reward, "
-            "or set rewards"
-        )
-
-    def check() -> None:
-        rows = read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples))))
-        given = {"environments"} if recipe.rollout.environment else set[str]()
-        rewards.check_arguments(sorted(given.union(*(row["columns"] for row in rows))))
-
-    try:
-        RankGroup(world).on_main(check)
-    finally:
-        rewards.close()
-
-
-def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Asks the rewards about an empty and a short completion, and whether the server can sample.
-
-    All ranks call it.
-
-    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for
-    another server.
-    """
-    assert isinstance(data.train, StoredBatches), "streaming is refused"
-    examples = data.train.examples
-    tokenizer = data.tokenizer
-    rewards = Rewards(recipe.rollout)
-    ends = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
-    sampled = [Sampled(ids + ends, [], 0.0, Ended.STOPPED) for ids in texts]
-
-    def ask() -> None:
-        if recipe.rollout.vllm_server_base_url is not None:
-            check_servers(recipe)
-        rows = read_rows(examples, np.arange(2) % len(examples))
-        sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
-        episodes = None
-        if recipe.rollout.environment:
-            episodes = Episodes(recipe, tokenizer, rewards, rows)
-            episodes.begin([Request((0,), (recipe.run.seed, 0, place)) for place in range(2)])
-        sampler.score(rows, sampled, [[], []], 0, episodes)
-        completions = sampler.read_completions(rows, sampled, [[], []])
-        for text in read_reward_texts(recipe):
-            text.encode(rows[0]["prompt"], completions[0])
-
-    try:
-        RankGroup(world).on_main(ask)
-    finally:
-        rewards.close()
