@@ -150,7 +150,7 @@ def import_more() -> None:
 
     import finetune.data.images
     import finetune.models.vision
-    import finetune.training.objectives.policy  # noqa: F401
+    import finetune.training.objectives.online  # noqa: F401
 
     gc.collect()
     gc.freeze()
