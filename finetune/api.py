@@ -60,7 +60,7 @@ def load_recipe(
     """
     given: Mapping[str, Any] = keys
     if model is not None:
-        from finetune.models.given import name_model
+        from finetune.models.given_model import name_model
 
         given = name_model(model, keys)
     named = name_given(given)

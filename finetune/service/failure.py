@@ -29,11 +29,11 @@ SECONDS_TO_READ = 2.0  # in which clients that wait fetch their answers from a s
 
 
 @contextmanager
-def telling_others(world: World) -> Iterator[None]:
-    """The block that all ranks do: an error of this one alone is told to the others, and then waits
-    for `watch_for_failure` to end the process.
+def sharing_failure(world: World) -> Iterator[None]:
+    """The block that all ranks do: an error of this one alone is shared with the others, after
+    which it waits for `watch_for_failure` to end the process.
 
-    An `AgreedError` is raised: all ranks have it, and can go on.
+    An `AgreedError` is raised, and so is any error where one rank is all.
     """
     try:
         yield
@@ -54,9 +54,9 @@ def telling_others(world: World) -> Iterator[None]:
 
 
 def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
-    """Starts a thread that ends this process once a rank has failed in `telling_others`.
+    """Starts a thread that ends this process once a rank has failed in `sharing_failure`.
 
-    answer: On rank 0, tells the clients what happened.
+    answer: Called with what happened; on rank 0 it answers the clients.
     """
     if world.size > 1:
         arguments = (world, answer)
@@ -68,8 +68,7 @@ def _watch(world: World, answer: Callable[[str], None]) -> NoReturn:
     while not store.check([KEY]):
         time.sleep(POLL_SECONDS)
     said = store.get(KEY).decode()
-    sentence = f"{said}; the server has ended: start the same command again, which goes on from "
-    sentence += "what was answered"
+    sentence = f"{said}; the server has ended; start the same command again, which resumes"
     answer(sentence)
     print(sentence, file=sys.stderr, flush=True)
     time.sleep(SECONDS_TO_READ)  # the first rank that ends ends all, by the launcher

@@ -154,7 +154,7 @@ def _tell(world: "World", operation: str, arguments: Mapping[str, Any] | None = 
 
 def _follow(operations: "Operations") -> None:
     """Does what rank 0 names."""
-    from finetune.service.failure import telling_others, watch_for_failure
+    from finetune.service.failure import sharing_failure, watch_for_failure
 
     world = operations.session.world
     watch_for_failure(world, lambda _: None)
@@ -163,7 +163,7 @@ def _follow(operations: "Operations") -> None:
         if operation == STOP:
             return
         if operation != NOTHING:
-            with suppress(AgreedError), telling_others(world):  # rank 0 answers
+            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers
                 operations.run(operation, arguments)
 
 
@@ -174,14 +174,14 @@ def _lead(
     key: str | None,
     stopping: list[int],
 ) -> None:
-    from finetune.service.failure import telling_others, watch_for_failure
+    from finetune.service.failure import sharing_failure, watch_for_failure
     from finetune.service.server import Border, start_server
     from finetune.service.service import Service
 
     world = operations.session.world
 
     def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        with telling_others(world):
+        with sharing_failure(world):
             _tell(world, operation, arguments)
             return operations.run(operation, arguments)
 

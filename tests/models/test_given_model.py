@@ -96,7 +96,7 @@ def test_a_resumed_session_finds_the_model_again_and_refuses_another(
 ON_RANKS = """
 import sys, finetune
 from transformers import AutoModelForCausalLM
-from tests.models.test_given import KEYS, losses
+from tests.models.test_given_model import KEYS, losses
 from tests.ranks import open_stores
 open_stores()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
