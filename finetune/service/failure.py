@@ -64,7 +64,7 @@ def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
 
 
 def _watch(world: World, answer: Callable[[str], None]) -> NoReturn:
-    store = _get_default_store().clone()
+    store = _get_default_store().clone()  # type: ignore[attr-defined]
     while not store.check([KEY]):
         time.sleep(POLL_SECONDS)
     said = store.get(KEY).decode()
