@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -63,10 +62,11 @@ def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
         threading.Thread(target=_watch, args=arguments, daemon=True, name="failure").start()
 
 
-def _watch(world: World, answer: Callable[[str], None]) -> NoReturn:
+def _watch(world: World, answer: Callable[[str], None]) -> None:
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     while not store.check([KEY]):
-        time.sleep(POLL_SECONDS)
+        if world.left.wait(POLL_SECONDS):  # the server has stopped as it was asked
+            return
     said = store.get(KEY).decode()
     sentence = f"{said}; the server has ended; start the same command again, which resumes"
     answer(sentence)
