@@ -23,6 +23,8 @@ from finetune.files.json_files import read_json_lines
 from finetune.files.phases import PHASE
 
 if TYPE_CHECKING:  # imports torch or takes long
+    from transformers import PreTrainedModel
+
     from finetune.data.prepare import PreparedData
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
@@ -32,11 +34,19 @@ if TYPE_CHECKING:  # imports torch or takes long
 add_hints(hints)
 
 
-def load_recipe(recipe: str | Path | None = None, **keys: Unpack["RecipeKeys"]) -> Recipe:
+def load_recipe(
+    recipe: str | Path | None = None,
+    *,
+    model: "PreTrainedModel | None" = None,
+    **keys: Unpack["RecipeKeys"],
+) -> Recipe:
     """Reads a recipe: a file or a name in recipes/, keys alone, or a file with keys laid over it.
 
     Args:
         recipe: The file. Paths in it are relative to it; those in `keys` to the current folder.
+        model: In place of model_name_or_path, a model of transformers, which is written to a
+            folder. Without tokenizer_name_or_path, the tokenizer is that of what it was loaded
+            from.
         keys: Keys of docs/recipes.md, as values of Python. Where a file of rows is named, a list
             of rows, a `datasets.Dataset` or a data frame may stand; where a function, the function.
             Without `datasets` only a `Session` can train on it.
@@ -48,7 +58,12 @@ def load_recipe(recipe: str | Path | None = None, **keys: Unpack["RecipeKeys"]) 
     >>> recipe.optimization.learning_rate, recipe.data.max_length
     (0.001, 128)
     """
-    named = name_given(keys)
+    given: Mapping[str, Any] = keys
+    if model is not None:
+        from finetune.models.given_model import name_model
+
+        given = name_model(model, keys)
+    named = name_given(given)
     overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in named.items()]
     name = None if recipe is None else str(recipe)
     return read_recipe(name, overrides, needs_data=False, place=LOAD_RECIPE)

@@ -65,6 +65,10 @@ class UserError(Exception):
         return cls("\n".join(problems))
 
 
+class AgreedError(UserError):
+    """A mistake that all ranks have met at the same place: none waits for another."""
+
+
 def install_command(extra: str) -> str:
     """The command that installs an optional part of this package. It is on no package index.
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.config.layout import Sharding
-from finetune.errors import UserError
+from finetune.errors import AgreedError, UserError
 from finetune.units import disk_size
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class RankGroup:
         rank.
 
         Where it raises `OSError` or `UserError` on one rank, every rank raises the same
-        `UserError`; anything else is a fault of the program, which is raised as it is where it
+        `AgreedError`; anything else is a fault of the program, which is raised as it is where it
         happens.
         """
         result = None
@@ -249,9 +249,9 @@ class RankGroup:
         if error is not None and not isinstance(error, OSError | UserError):
             raise error
         if len(set(failed.values())) == 1:
-            raise UserError(next(iter(failed.values()))) from error
+            raise AgreedError(next(iter(failed.values()))) from error
         if failed:
-            raise UserError(
+            raise AgreedError(
                 "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             ) from error
         return [outcome["result"] for outcome in outcomes]

@@ -199,28 +199,30 @@ class Ledger:
         keeps_gradients: bool = False,
         drops_gradients: bool = False,
     ) -> None:
-        """Writes a result with the records that it has changed.
+        """Writes a result with the records that it has changed; the first of a request counts.
 
         keeps_gradients: It has made some. drops_gradients: Those of its queue are used, or lost.
         """
-        with self._transaction() as database:
-            if drops_gradients:
-                database.execute(
-                    "UPDATE request SET status = ?, arguments = NULL "
-                    "WHERE queue = ? AND status = ?",
-                    [DONE, asked.queue, AGAIN],
-                )
-            if not asked.is_again:
-                arguments = json.dumps(asked.arguments) if keeps_gradients else None
-                status = AGAIN if keeps_gradients else DONE
-                database.execute(
-                    "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, at = ? "
-                    "WHERE number = ?",
-                    [status, arguments, *result, time.time(), asked.number],
-                )
-            for (kind, name), body in records.items():
-                _put(database, kind, name, body)
         with self._lock:
+            if asked.number not in self._waiting:
+                return
+            with self._transaction() as database:
+                if drops_gradients:
+                    database.execute(
+                        "UPDATE request SET status = ?, arguments = NULL "
+                        "WHERE queue = ? AND status = ?",
+                        [DONE, asked.queue, AGAIN],
+                    )
+                if not asked.is_again:
+                    arguments = json.dumps(asked.arguments) if keeps_gradients else None
+                    status = AGAIN if keeps_gradients else DONE
+                    database.execute(
+                        "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, "
+                        "at = ? WHERE number = ?",
+                        [status, arguments, *result, time.time(), asked.number],
+                    )
+                for (kind, name), body in records.items():
+                    _put(database, kind, name, body)
             del self._waiting[asked.number]
             if not asked.is_again and asked.operation != "sample":
                 self._next[asked.queue] = asked.seq + 1

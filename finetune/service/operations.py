@@ -13,7 +13,7 @@ from finetune.config.pretrained import text_config_of
 from finetune.data.batches import MicroBatch
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.model_parts import unwrap
-from finetune.errors import UserError
+from finetune.errors import AgreedError
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
@@ -44,7 +44,7 @@ class Operations:
         self.limits = Limits(config.vocab_size, longest)
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
-        """Does one of `OPERATIONS`. Raises `UserError` on all ranks."""
+        """Does one of `OPERATIONS`. Raises `AgreedError` on all ranks; any other is of this one."""
         form = AdapterForm(**arguments["form"])
         return OPERATIONS[operation](self, **{**arguments, "form": form})
 
@@ -111,7 +111,7 @@ class Operations:
         """Updates the model by its gradients and writes its next state."""
         gradients = self._gradients.pop(model, None)
         if gradients is None:
-            raise UserError("optim_step: no gradients; call forward_backward first")
+            raise AgreedError("optim_step: no gradients; call forward_backward first")
         self._adapters.activate(state, form)
         session = self.session
         session.give_gradients(gradients)
@@ -123,7 +123,7 @@ class Operations:
         session.recipe = replace(session.recipe, optimization=keys)
         update = session.optim_step(params["learning_rate"])
         if update.is_skipped:
-            raise UserError(
+            raise AgreedError(
                 "optim_step: the loss or gradient is not finite; the parameters were not updated, "
                 "and the gradients were dropped"
             )

@@ -7,8 +7,8 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import Recipe
-from finetune.errors import UserError, end_process, exit_code, set_library_environment
+from finetune.errors import AgreedError, UserError, end_process, exit_code, set_library_environment
 from finetune.run import launch_script
 from finetune.units import read_size
 
@@ -154,15 +154,17 @@ def _tell(world: "World", operation: str, arguments: Mapping[str, Any] | None = 
 
 def _follow(operations: "Operations") -> None:
     """Does what rank 0 names."""
+    from finetune.service.failure import sharing_failure, watch_for_failure
+
+    world = operations.session.world
+    watch_for_failure(world, lambda _: None)
     while True:
-        operation, arguments = operations.session.world.gather(None)[0]
+        operation, arguments = world.gather(None)[0]
         if operation == STOP:
             return
         if operation != NOTHING:
-            try:
+            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers
                 operations.run(operation, arguments)
-            except UserError:
-                continue  # which rank 0 answers
 
 
 def _lead(
@@ -172,14 +174,16 @@ def _lead(
     key: str | None,
     stopping: list[int],
 ) -> None:
+    from finetune.service.failure import sharing_failure, watch_for_failure
     from finetune.service.server import Border, start_server
     from finetune.service.service import Service
 
     world = operations.session.world
 
     def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        _tell(world, operation, arguments)
-        return operations.run(operation, arguments)
+        with sharing_failure(world):
+            _tell(world, operation, arguments)
+            return operations.run(operation, arguments)
 
     service = Service(
         operations,
@@ -189,6 +193,7 @@ def _lead(
         most_body_bytes=read_size(options.max_body),
         most_disk_bytes=read_size(options.max_disk),
     )
+    watch_for_failure(world, service.give_up)
     server, port = start_server(Border(service, key).make_app(), options.host, options.port)
     url = f"http://{options.host}:{port}"
     print(f"serving {service.model_name} at {url}")
@@ -196,13 +201,8 @@ def _lead(
     print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
     nothing = partial(_tell, world, NOTHING)
     while not stopping:
-        try:
-            if not service.work(TURN_SECONDS):
-                nothing()
-        except Exception:
-            if world.size > 1:  # the others may wait for this one
-                raise
-            traceback.print_exc()  # the client has its answer
+        if not service.work(TURN_SECONDS):
+            nothing()
     server.should_exit = True
     service.ledger.close()
     _tell(world, STOP)

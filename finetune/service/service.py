@@ -2,6 +2,7 @@
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -63,6 +64,7 @@ class Service:
         self._tokenizer = operations.session.tokenizer
         self._run = run
         self._most_disk_bytes = most_disk_bytes
+        self._in_hand: Sequence[Asked] = ()
         self.remove_unused()
 
     def seed_of(self, name: str) -> int:
@@ -82,9 +84,10 @@ class Service:
     def work(self, seconds: float) -> bool:
         """Does what is to be done next; returns whether there was something, within so long.
 
-        What goes wrong with it is its answer. A fault of the program is raised, too.
+        What goes wrong with it is its answer. A fault of the program is printed, too.
         """
         asked = self.ledger.take(seconds)
+        self._in_hand = asked
         if not asked:
             return False
         act = self._sample if asked[0].operation == "sample" else self._do
@@ -94,8 +97,12 @@ class Service:
             self._fail(asked, str(error), "user")
         except Exception as error:
             self._fail(asked, f"{type(error).__name__}: {error}", "server")
-            raise
+            traceback.print_exc()
         return True
+
+    def give_up(self, error: str) -> None:
+        """Answers an error to what is being done. For another thread than that of `work`."""
+        self._fail(self._in_hand, error, "server")
 
     def _fail(self, asked: Sequence[Asked], error: str, category: str) -> None:
         """Answers an error, in the API's form. Gradients are lost with it."""

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -120,3 +122,34 @@ def datum(ids: Sequence[int], **inputs: float | Sequence[float]) -> dict[str, An
         for name, value in inputs.items()
     }
     return {"tokens": list(ids[:-1]), "inputs": {"target_tokens": targets, **spread}}
+
+
+def encode_forward_backward(data: Sequence[Mapping[str, Any]], **own: Any) -> bytes:
+    """The body of a forward_backward of `datum`s by cross_entropy."""
+    request = wire._classes()["ForwardBackwardRequest"](loss_fn="cross_entropy", **own)
+    for each in data:
+        message = request.data.add()
+        message.model_input.add().encoded_text.tokens = np.array(each["tokens"], "<i4").tobytes()
+        for name, values in each["inputs"].items():
+            is_ids = name == "target_tokens"
+            tensor = message.loss_fn_inputs[name]
+            tensor.dense = np.array(values, "<i8" if is_ids else "<f4").tobytes()
+            tensor.dtype = 2 if is_ids else 1
+    raw: bytes = request.SerializeToString()
+    return raw
+
+
+def fetch(url: str, body: object = None, **headers: str) -> tuple[int, bytes]:
+    """The status and the body of an answer; without a body it is a GET."""
+    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        with urlopen(Request(url, raw, headers), timeout=30) as answer:
+            return answer.status, answer.read()
+    except HTTPError as error:
+        return error.code, error.read()
+
+
+def call(url: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:
+    """As `fetch`, where the answer is JSON."""
+    status, content = fetch(url, body, **headers)
+    return status, json.loads(content)

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
 from finetune.service import wire
 from finetune.service.service import Service
-from tests.service.served import datum, serving
+from tests.service.served import call, datum, encode_forward_backward, serving
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -39,16 +37,6 @@ def listening(service: Service, key: str | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/api/v1/"
     finally:
         running.should_exit = True
-
-
-def call(url: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON of an answer; without a body it is a GET."""
-    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    try:
-        with urlopen(Request(url, raw, headers), timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def test_what_is_no_call_of_the_api_is_refused_in_its_form(service: Service) -> None:
@@ -119,23 +107,9 @@ def test_a_result_is_waited_for_and_is_a_protocol_buffer(
                 {"type": "create_model", "model_id": promise["model_id"]},
             )
             assert time.monotonic() - begun < 10
-        request = wire._classes()["ForwardBackwardRequest"](
-            model_id=promise["model_id"], seq_id=1, loss_fn="cross_entropy", forward_only=True
-        )
-        each = datum([1, 403, 407], weights=1.0)
-        message = request.data.add()
-        message.model_input.add().encoded_text.tokens = b"".join(
-            n.to_bytes(4, "little") for n in each["tokens"]
-        )
-        message.loss_fn_inputs["target_tokens"].dense = b"".join(
-            n.to_bytes(8, "little") for n in each["inputs"]["target_tokens"]
-        )
-        message.loss_fn_inputs["target_tokens"].dtype = 2
-        message.loss_fn_inputs["weights"].dense = b"\0\0\x80\x3f" * 2
-        message.loss_fn_inputs["weights"].dtype = 1
-        _, promise = call(
-            f"{url}forward_backward", request.SerializeToString(), **{"Content-Type": wire.PROTOBUF}
-        )
+        own = {"model_id": promise["model_id"], "seq_id": 1, "forward_only": True}
+        body = encode_forward_backward([datum([1, 403, 407], weights=1.0)], **own)
+        _, promise = call(f"{url}forward_backward", body, **{"Content-Type": wire.PROTOBUF})
         assert service.work(1.0)
         raw = json.dumps({"request_id": promise["request_id"]}).encode()
         with urlopen(Request(f"{url}retrieve_future", raw), timeout=30) as answer:

@@ -1,99 +1,25 @@
 """The Tinker SDK and its cookbook, as their users have them, against `finetune serve-training`: slow, and skipped where they are not installed."""
 
-import importlib.util
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks import ROOT, free_port
+from tests.service.sdk import NAME, environment, make_home, run_script, server
 
 pytestmark = pytest.mark.slow
-NAME = "Qwen/Qwen3-8B-Base"  # what the tiny model is called, whose renderer the cookbook knows
-PACKAGES = ("tinker", "starlette", "uvicorn")
-TWO_RANKS = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: 'no'\n"
 
 
 @pytest.fixture
 def home(shared: Path, tmp_path: Path) -> Path:
-    """A folder where the tiny model lies under NAME, with a recipe."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    (tmp_path / NAME).parent.mkdir()
-    (tmp_path / NAME).symlink_to(shared / "models" / "stories260k")
-    (tmp_path / "two.yaml").write_text(TWO_RANKS)
-    recipe = {
-        "model_name_or_path": NAME,
-        "use_peft": True,
-        "lora_r": 32,
-        "max_length": 512,
-        "output_dir": "run",
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    return tmp_path
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, "TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0"}
-
-
-@contextmanager
-def server(home: Path, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, in a process group of its own, once it listens."""
-    command = [
-        sys.executable,
-        "-m",
-        "finetune",
-        "serve-training",
-        "--recipe",
-        "recipe.yaml",
-        "--port",
-        str(port),
-    ]
-    log = home / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *more],
-            cwd=home,
-            env=environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while b"serving" not in log.read_bytes():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def run_script(home: Path, *command: str, seconds: float = 280) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=home,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    return finished.stdout
+    return make_home(tmp_path, shared)
 
 
 CALLS = """
