@@ -58,6 +58,7 @@ FAMILIES = (
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4", "gemma4_text"),
+    (r"gemma-?3n", "gemma3n_text"),
     (r"gemma-?3", "gemma3_text"),
     (r"gemma-?2-|gemma2", "gemma2"),
     (r"gemma", "gemma"),
@@ -143,7 +144,7 @@ VISION_FAMILIES = (
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|"
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
     r"minicpm-[vo]"
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that
@@ -267,6 +268,11 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
         value = settings.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
+    entries = settings.get("datasets")
+    for entry in entries if isinstance(entries, list) else []:
+        path = str(entry.get("path")) if isinstance(entry, dict) else ""
+        if "audio" in path.rpartition("/")[2].lower():
+            yield f"datasets: {path}", "audio", True
     name = name_model(settings)
     lower = name.lower()
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
@@ -493,7 +499,7 @@ TURN_ENDS: Mapping[str, str] = {
     "phi3": "<|end|>",
 }
 FAMILY_TEMPLATES = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text"), "gemma"),
     "gemma4_text": "gemma4",
     "phi3": "phi3",
 }

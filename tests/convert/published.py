@@ -229,7 +229,11 @@ def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[s
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
         rows = len(tokenizer) + MORE_TOKENS
         sizes = {"vocab_size": rows, "initializer_range": 0.02}
-        sizes |= {"vocab_size_per_layer_input": rows} if family == "gemma4_text" else {}
+        sizes |= (
+            {"vocab_size_per_layer_input": rows}
+            if family in ("gemma3n_text", "gemma4_text")
+            else {}
+        )
         sizes |= SMALL.get(family, {})
         if family == "gemma4_text" and is_mixture(name):
             sizes |= {

@@ -1873,6 +1873,7 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
         ("HuggingFaceTB/SmolLM-360M", "llama"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3"),
         ("google/gemma-4-31B", "gemma4_text"),
+        ("google/gemma-3n-E2B-it", "gemma3n_text"),
         ("ibm-granite/granite-4.0-tiny-preview", "granitemoehybrid"),
         ("mistralai/Devstral-2-123B-Instruct-2512", "ministral3"),
         ("mistralai/Ministral-8B-Instruct-2410", "mistral"),
@@ -1880,6 +1881,16 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
 )
 def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
     assert guess_family(name) == family
+
+
+def test_gemma_3n_is_trained_on_text_and_images_and_refused_on_sound(converted: Convert) -> None:
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "google/gemma-3n-E2B-it")
+    ours, _, _ = converted(theirs)
+    assert ours["model_name_or_path"] == "google/gemma-3n-E2B-it"
+    ours, said, _ = converted(theirs + "processor_type: AutoProcessor\n")
+    assert ours["max_length"] == 4096 and "images" not in said.partition("Worth a look")[0]
+    with pytest.raises(AssertionError, match="a/text-audio-2k: audio: not supported"):
+        converted(theirs.replace("tatsu-lab/alpaca", "a/text-audio-2k"))
 
 
 def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:
