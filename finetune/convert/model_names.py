@@ -170,7 +170,7 @@ HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
 QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
-    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized)"
+    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 REFUSED_NAMES = {

@@ -183,7 +183,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
         recipe["global_batch_size"] = 1
-    if "qat_group_size" in recipe:  # that divides the small model's widths
+    if recipe.get("qat_group_size"):  # that divides the small model's widths
         recipe["qat_group_size"] = 8
     if "trainable_modules" in recipe:  # a layer that the small model has
         recipe["trainable_modules"] = [
