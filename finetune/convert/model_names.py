@@ -567,20 +567,26 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.recipe["chat_template"] = name
 
 
-def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone,
-    without `eot_tokens`.
+CHANNEL = (
+    "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
+    "row has no thinking; both are here"
+)
+
+
+def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl leaves the start of a turn untrained, which gpt-oss writes itself, or
+    its end: it trains the EOS token alone, without `eot_tokens`.
     """
     entries = settings.get("datasets")
     entries = entries if isinstance(entries, list) else []
     kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
-    if (
-        settings.get("rl")
-        or settings.get("eot_tokens")
-        or not any(kind.startswith("chat_template") for kind in kinds)
-    ):
+    if settings.get("rl") or not any(kind.startswith("chat_template") for kind in kinds):
         return
     name = name_model(settings)
+    if guess_family(name) == "gpt_oss":
+        conversion.add_difference("datasets.type", "chat_template", CHANNEL)
+    if settings.get("eot_tokens"):
+        return
     template = str(
         conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or "")
     )

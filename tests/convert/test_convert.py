@@ -1335,7 +1335,8 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
     converted: Convert, tmp_path: Path
 ) -> None:
     """llamafactory/v1/config: batches of 1, 1e-4, ChatML without thoughts; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
-    ours, _, _ = converted(V1)
+    ours, said, _ = converted(V1)
+    assert "instruction and input of a row of alpaca follow one another there" in said
     expected = {
         "model_name_or_path": "Qwen/Qwen3-4B", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "weight_decay": 0.01,
         "lr_scheduler_type": "constant", "max_steps": 10, "max_length": 2048, "chat_template": "chatml", "lora_r": 16,
@@ -1891,6 +1892,20 @@ def test_gemma_3n_is_trained_on_text_and_images_and_refused_on_sound(converted: 
     assert ours["max_length"] == 4096 and "images" not in said.partition("Worth a look")[0]
     with pytest.raises(AssertionError, match="a/text-audio-2k: audio: not supported"):
         converted(theirs.replace("tatsu-lab/alpaca", "a/text-audio-2k"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (TORCHTUNE + "max_steps_per_epoch: 50\n", "an epoch that is shorter ends there"),
+        (
+            TRL.replace("dataset_name: ", "datasets:\n  - fraction: 0.3\n    path: "),
+            "the first rows of each",
+        ),
+    ],
+)
+def test_what_makes_a_run_longer_here_is_listed(theirs: str, said: str, converted: Convert) -> None:
+    assert said in converted(theirs)[1].partition("Worth a look")[0]
 
 
 def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:
