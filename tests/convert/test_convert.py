@@ -1894,9 +1894,42 @@ def test_gemma_3n_is_trained_on_text_and_images_and_refused_on_sound(converted: 
         converted(theirs.replace("tatsu-lab/alpaca", "a/text-audio-2k"))
 
 
+COLUMNS = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: org/model}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset
+  path_or_dataset_id: rows.jsonl
+  column_mapping: {question: asked, answer: said}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ("", "prompt_completion", "a space stands between prompt and answer there"),
+        ("  use_hf_chat_template: true\n", "messages", "a system message without words there"),
+    ],
+)
+def test_automodels_two_columns_are_plain_text_unless_a_template_is_asked_for(
+    more: str, kind: str, said: str, converted: Convert
+) -> None:
+    """nemo-automodel 0.7, ColumnMappedTextInstructionDataset._apply_tokenizer."""
+    ours, output, _ = converted(COLUMNS + more)
+    assert ours["datasets"] == [
+        {"path": "rows.jsonl", "type": kind, "prompt_column": "asked", "completion_column": "said"}
+    ]
+    assert said in output
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
+        (
+            AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "deepseek-ai/DeepSeek-V2-Lite")
+            + "trust_remote_code: true\n",
+            "adds a loss for the routers' balance",
+        ),
         (TORCHTUNE + "max_steps_per_epoch: 50\n", "an epoch that is shorter ends there"),
         (
             TRL.replace("dataset_name: ", "datasets:\n  - fraction: 0.3\n    path: "),
@@ -1904,7 +1937,9 @@ def test_gemma_3n_is_trained_on_text_and_images_and_refused_on_sound(converted: 
         ),
     ],
 )
-def test_what_makes_a_run_longer_here_is_listed(theirs: str, said: str, converted: Convert) -> None:
+def test_what_only_the_tools_source_says_is_listed(
+    theirs: str, said: str, converted: Convert
+) -> None:
     assert said in converted(theirs)[1].partition("Worth a look")[0]
 
 
