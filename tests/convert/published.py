@@ -13,6 +13,7 @@ import yaml
 
 from finetune.config.families import find_family
 from finetune.config.methods import METHODS
+from finetune.config.quantization import SCHEMES
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import guess_family, is_mixture
@@ -183,8 +184,9 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
         recipe["global_batch_size"] = 1
-    if recipe.get("qat_group_size"):  # that divides the small model's widths
-        recipe["qat_group_size"] = 8
+    if recipe.get("qat_group_size"):  # that divides the small model's widths, where it is free
+        scheme = SCHEMES[recipe["quantization_aware_training"]]
+        recipe["qat_group_size"] = scheme.group_of(8)
     if "trainable_modules" in recipe:  # a layer that the small model has
         recipe["trainable_modules"] = [
             re.sub(r"layers\.[^.]+", "layers.1", name) for name in recipe["trainable_modules"]
