@@ -1,6 +1,7 @@
 """Tiny vision-language checkpoints with random weights, by transformers, of the families that are tried."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,38 @@ MORE["mllama"] = {
     },
     "image_token_index": IMAGE,
 }
+# whose tower timm builds; without batch statistics, as the published one
+CONVNEXT = {"model_type": "gemma3n_vision", "architecture": "convnext_atto", "hidden_size": 16}
+WITH_TIMM: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        "text_config": {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": IMAGE,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,  # as the published ones have them
+            "laurel_rank": 4,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        },
+        "vision_config": CONVNEXT
+        | {"model_args": {"depths": [1, 1, 1, 1], "dims": [4, 8, 12, 16]}}
+        | {"vocab_offset": IMAGE, "vocab_size": 4},
+        "audio_config": {
+            "hidden_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [8, 8],
+            "vocab_offset": IMAGE + 4,
+            "vocab_size": 4,
+        },
+        "vision_soft_tokens_per_image": 4,
+        "image_token_id": IMAGE,
+        "audio_token_id": IMAGE + 4,
+        "boi_token_id": START,
+        "eoi_token_id": END,
+    }
+}
 MISTRAL_4 = {
     "model_type": "mistral4",
     "n_routed_experts": 4,
@@ -301,7 +334,7 @@ def whole_config(family: str) -> dict[str, Any]:
     ids = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    keys = (FAMILIES | MORE | PIXTRAL)[family]
+    keys = (FAMILIES | MORE | PIXTRAL | WITH_TIMM)[family]
     text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
     return {"model_type": family} | keys | {"text_config": text}
 
@@ -319,8 +352,8 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
             AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
         )
         for name, parameter in model.named_parameters():
-            # Those of Gemma 3 and Llama 3.2 begin at zero, and every image would be the same.
-            if "mm_input_projection" in name or name.endswith("_gate") or "gate_attn" in name:
+            # Those of Gemma 3, Llama 3.2 and ConvNeXt begin near zero: images would be the same.
+            if re.search(r"mm_input_projection|_gate$|gate_attn|\.gamma$", name):
                 torch.nn.init.normal_(parameter, std=0.2)
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
@@ -467,6 +500,12 @@ PROCESSORS |= {
         {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "max_soft_tokens": 70},
         {"image_seq_length": 70},
         GEMMA_NAMES | {"audio_token": "<|img|>", "boa_token": "<|img|>", "eoa_token": "<|img|>"},
+        "<|image|>",
+    ),
+    "gemma3n": (
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 64, "width": 64}},
+        {"image_seq_length": 4, "audio_seq_length": 4},
+        GEMMA_NAMES | {"audio_token": "<|aud|>", "boa_token": "<|img|>", "eoa_token": "<|img|>"},
         "<|image|>",
     ),
     "llava": (CLIP, STRATEGY, {"image_token": "<|image|>"}, "<|image|>"),

@@ -31,9 +31,14 @@ class Scheme:
     input_bits: int | None = None  # None: inputs are not rounded
     is_float: bool = False
     block: int | None = None  # numbers under a scale of one byte; None: as qat_group_size says
+    is_ternary: bool = False  # weights are -1, 0 or 1 times one number for all of a layer's
     # why what it trains cannot be quantized, and so not compared with what was trained
     refused: str = ""
     not_exported: str = ""  # why what it trains is not written in its format
+
+    def group_of(self, given: int | None) -> int | None:
+        """Returns the numbers under one scale, where `given` is qat_group_size."""
+        return None if self.is_ternary else self.block or given
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
         """Counts the bytes of a number in an export: its code, and its part of a scale of
@@ -65,6 +70,12 @@ SCHEMES: Mapping[str, Scheme] = {
         not_exported="its inputs need a scale that is measured on data",
     ),
     "mxfp4": Scheme(4, 4, is_float=True, block=32),
+    "int8-ternary": Scheme(
+        2,
+        8,
+        is_ternary=True,
+        not_exported="the plain export holds what was trained, which the package onebitllms packs",
+    ),
 }
 EXPORTED = (
     "fp8-fp8",
@@ -121,7 +132,8 @@ class QuantizationAware:
         SameOnResume,
         "Round the weights of linear layers, and the inputs where two numbers are named, in every "
         "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
-        "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16. The "
+        "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16; "
+        "int8-ternary is BitNet b1.58. The "
         "output head stays as it is. What is trained and saved has full "
         "precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
     ] = None

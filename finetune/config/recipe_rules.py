@@ -96,6 +96,10 @@ def exports(name: str) -> Callable[[Case], bool]:
     return lambda case: case["export_at_end"] and name in case["export_formats"]
 
 
+def _own_group(case: Case) -> int | None:
+    return SCHEMES[case[QAT]].group_of(case["qat_group_size"])
+
+
 def _uneven_widths(case: Case) -> list[int]:
     """Returns the inputs of linear layers that the group size does not divide, by the sizes that a
     config names.
@@ -484,12 +488,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a scheme with blocks of its own",
         keys=("qat_group_size", QAT),
-        when=lambda c: has_qat(c) and SCHEMES[c[QAT]].block not in (None, c["qat_group_size"]),
+        when=lambda c: has_qat(c) and _own_group(c) != c["qat_group_size"],
         message=lambda c: (
             f"qat_group_size: {c['qat_group_size']}: {c[QAT]} has a scale for "
-            f"{SCHEMES[c[QAT]].block} numbers"
+            f"{_own_group(c) or 'all'} numbers"
         ),
-        advice=lambda c: f"set qat_group_size: {SCHEMES[c[QAT]].block}",
+        advice=lambda c: f"set qat_group_size: {_own_group(c) or 'null'}",
     ),
     Rule(
         name="a trained scheme that is not exported",
@@ -504,7 +508,18 @@ RULES: tuple[Rule, ...] = (
             f"export_formats: compressed-tensors: {c[QAT]} is not written: "
             f"{SCHEMES[c[QAT]].not_exported}"
         ),
-        advice="remove it, and quantize the export with llmcompressor",
+        advice="remove it, and quantize the plain export with a tool that knows the scheme",
+    ),
+    Rule(
+        name="an export that is not rounded",
+        keys=(QAT,),
+        when=lambda c: has_qat(c) and SCHEMES[c[QAT]].is_ternary and c["export_at_end"],
+        message=lambda c: (
+            f"{QAT}: {c[QAT]}: the export holds the weights before rounding, which answer as they "
+            "were trained only once they are rounded"
+        ),
+        advice="round it with onebitllms' convert_in_bf16 before you chat with it",
+        is_note=True,
     ),
     Rule(
         name="groups that do not divide",

@@ -11,7 +11,7 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import is_factory_v1
-from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_end
+from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
@@ -29,6 +29,14 @@ NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("w1", "w3", "w2")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+V1_ALPACA = (
+    "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
+    "between; on lines of their own here"
+)
+AN_EPOCH_AT_MOST = (
+    "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
+    "where the rows make fewer steps"
+)
 V1_COMMAND = (
     "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it "
     "does not)"
@@ -121,7 +129,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         recipe["streaming"] = True
     if not settings.get("rl"):
         conversion.remarks.append(RANKS_ALIKE)
-    report_turn_end(settings, conversion)
+    report_turn_ends(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
         conversion.add_remark(
@@ -173,7 +181,7 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if is_factory_v1(yaml.safe_load(text)):
-        conversion.remarks += [V1_COMMAND, HEADER_TRAINED]
+        conversion.remarks += [V1_COMMAND, HEADER_TRAINED, V1_ALPACA]
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
@@ -192,6 +200,7 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
     epochs = settings.get("epochs", 1)
     if isinstance(per_epoch, int) and isinstance(epochs, int):
         recipe["max_steps"] = per_epoch * epochs
+        conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
 

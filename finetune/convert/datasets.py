@@ -188,6 +188,10 @@ AUTOMODEL_ENDS = {
     ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
+HEADER_THERE = "under a chat template the header of an answer is trained too there"
+# ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
+SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
+SYSTEM_THERE = "each row begins with a system message without words there"
 BY_CODE = (
     "this class joins several columns of a row in code; write the rows as messages and name that "
     "file as path, or yield them: `function: my_data.py:rows`"
@@ -225,8 +229,7 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
     keys |= _take_automodel_format(entry, kind, path, conversion)
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
-        note = "under a chat template the header of an answer is trained too there"
-        conversion.remarks.append(f"{entry.where}: {note}")
+        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
     template = entry.take("chat_template")
     if template:
         is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
@@ -247,9 +250,17 @@ def _take_automodel_format(
     question = entry.take("column_mapping.question")
     answer = entry.take("column_mapping.answer")
     if question and answer and not entry.unread.get("column_mapping.context"):
-        if entry.take("answer_only_loss_mask") is False:
+        masks_prompt = entry.take("answer_only_loss_mask") is not False
+        columns = {"prompt_column": question, "completion_column": answer}
+        if not entry.take("use_hf_chat_template"):
+            note = SPACE_BETWEEN if masks_prompt else f"{SPACE_BETWEEN}, and the prompt is trained"
+            conversion.add_difference(f"{entry.where}.column_mapping", columns, note)
+            return {"type": "prompt_completion", **columns}
+        if not masks_prompt:
             conversion.recipe["assistant_only_loss"] = False
-        return {"type": "messages", "prompt_column": question, "completion_column": answer}
+        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
+        conversion.add_difference(f"{entry.where}.use_hf_chat_template", True, SYSTEM_THERE)
+        return {"type": "messages", **columns}
     if kind in AUTOMODEL_FORMATS:
         row_format = AUTOMODEL_FORMATS[kind]
         conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")

@@ -58,6 +58,7 @@ FAMILIES = (
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
     (r"gemma-?4", "gemma4_text"),
+    (r"gemma-?3n", "gemma3n_text"),
     (r"gemma-?3", "gemma3_text"),
     (r"gemma-?2-|gemma2", "gemma2"),
     (r"gemma", "gemma"),
@@ -143,7 +144,7 @@ VISION_FAMILIES = (
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|"
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
     r"minicpm-[vo]"
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that
@@ -169,7 +170,7 @@ HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
 QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
-    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit|prequantized)"
+    r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 REFUSED_NAMES = {
@@ -267,6 +268,11 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
         value = settings.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
+    entries = settings.get("datasets")
+    for entry in entries if isinstance(entries, list) else []:
+        path = str(entry.get("path")) if isinstance(entry, dict) else ""
+        if "audio" in path.rpartition("/")[2].lower():
+            yield f"datasets: {path}", "audio", True
     name = name_model(settings)
     lower = name.lower()
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
@@ -493,7 +499,7 @@ TURN_ENDS: Mapping[str, str] = {
     "phi3": "<|end|>",
 }
 FAMILY_TEMPLATES = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text"), "gemma"),
     "gemma4_text": "gemma4",
     "phi3": "phi3",
 }
@@ -561,20 +567,26 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.recipe["chat_template"] = name
 
 
-def report_turn_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl leaves the end of a turn untrained: it trains the EOS token alone,
-    without `eot_tokens`.
+CHANNEL = (
+    "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
+    "row has no thinking; both are here"
+)
+
+
+def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl leaves the start of a turn untrained, which gpt-oss writes itself, or
+    its end: it trains the EOS token alone, without `eot_tokens`.
     """
     entries = settings.get("datasets")
     entries = entries if isinstance(entries, list) else []
     kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
-    if (
-        settings.get("rl")
-        or settings.get("eot_tokens")
-        or not any(kind.startswith("chat_template") for kind in kinds)
-    ):
+    if settings.get("rl") or not any(kind.startswith("chat_template") for kind in kinds):
         return
     name = name_model(settings)
+    if guess_family(name) == "gpt_oss":
+        conversion.add_difference("datasets.type", "chat_template", CHANNEL)
+    if settings.get("eot_tokens"):
+        return
     template = str(
         conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or "")
     )

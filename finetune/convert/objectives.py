@@ -604,6 +604,8 @@ def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}})
     {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32}
     """
+    if settings.get("use_onebitllms"):
+        return {"quantization_aware_training": "int8-ternary", "qat_group_size": None}
     if not asks_for_rounding(settings):
         return None
     qat = settings.get("qat") or {}
@@ -628,6 +630,8 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if keys is None:
         return
     conversion.recipe |= keys
+    if settings.get("use_onebitllms"):
+        return
     key = "qat" if "qat" in settings else "quantizer"
     conversion.add_difference(key, settings[key], HEAD_ROUNDED)
     component = str(read_section(settings, "model").get("_component_"))

@@ -47,7 +47,6 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "a reward for each step of an answer": ("process_reward_model",),
         "diffusion": ("diffusion", "diffusion_lm"),
         "distillation": ("kd_trainer",),
-        "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
         "LLaMA-Factory's v1 schema with that key": (

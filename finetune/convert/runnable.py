@@ -106,11 +106,19 @@ def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
     _rename_targets(conversion, facts)
 
 
+BALANCED_THERE = (
+    "the code beside the model's files adds a loss for the routers' balance in training "
+    "(aux_loss_alpha of config.json); transformers' own does not"
+)
+
+
 def _drop_remote_code(family: str, conversion: Conversion) -> None:
     if conversion.recipe.pop("trust_remote_code", None):
         conversion.remarks.append(
             f"trust_remote_code is dropped: transformers has the code of {family} itself"
         )
+        if family == "deepseek_v2":
+            conversion.add_difference("trust_remote_code", True, BALANCED_THERE)
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:

@@ -34,11 +34,7 @@ from finetune.errors import UserError
 from finetune.units import name_place
 
 SHOWN_BAD_ROWS = 5
-
-
 MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
-
-
 PREFETCH_BATCHES = 4  # for each thread
 
 

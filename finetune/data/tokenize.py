@@ -21,11 +21,7 @@ from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import CONTEXT, Encoder, Renderer, keeps_border
 
 LONG_TEXT = 2**18  # characters that are encoded at a time; what is longer is cut
-
-
 CUTS_TRIED = 100
-
-
 WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 

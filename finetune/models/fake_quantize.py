@@ -83,7 +83,7 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
     from peft.tuners.lora.layer import Linear as AdaptedLinear
 
     assert keys.quantization_aware_training is not None
-    group = SCHEMES[keys.quantization_aware_training].block or keys.qat_group_size
+    group = SCHEMES[keys.quantization_aware_training].group_of(keys.qat_group_size)
     layers = find_quantizable(model)
     for name, layer in layers.items():
         if group is not None and layer.in_features % group:
@@ -107,9 +107,8 @@ def _make_rounding(keys: QuantizationAware) -> Rounding:
     from torchao.quantization.qat import QATConfig
 
     name = keys.quantization_aware_training
-    if name in IN_BLOCKS:
-        in_blocks = partial(_pass_gradient, IN_BLOCKS[name])
-        return Rounding(in_blocks, in_blocks)
+    if name in ROUNDED_HERE:
+        return Rounding(*(partial(_pass_gradient, each) for each in ROUNDED_HERE[name]))
     sample = nn.Sequential(nn.Linear(keys.qat_group_size or 1, 1, bias=False))
     quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
     made: Any = sample[0]
@@ -159,9 +158,31 @@ def round_to_nvfp4(numbers: Tensor) -> Tensor:
     return rounded.view(numbers.shape).to(numbers.dtype)
 
 
-IN_BLOCKS: Mapping[str | None, Callable[[Tensor], Tensor]] = {
-    "mxfp4": round_to_mxfp4,
-    "nvfp4": round_to_nvfp4,
+SMALLEST = 1e-5  # of what a scale is made of, as in the code of BitNet b1.58
+
+
+def round_to_ternary(numbers: Tensor) -> Tensor:
+    """Rounds a weight to -1, 0 or 1 times the mean size of its numbers (BitNet b1.58)."""
+    scale = 1.0 / numbers.float().abs().mean().clamp_(min=SMALLEST)
+    return _round_scaled(numbers, scale, 1).to(numbers.dtype)
+
+
+def round_tokens(numbers: Tensor) -> Tensor:
+    """Rounds inputs [..., in] to 8 bits, the largest of each token being 127 steps."""
+    largest = numbers.abs().amax(-1, keepdim=True).float().clamp_(min=SMALLEST)
+    return _round_scaled(numbers, 127.0 / largest, 127).to(numbers.dtype)
+
+
+def _round_scaled(numbers: Tensor, scale: Tensor, most: int) -> Tensor:
+    """Rounds in fp32; a tie goes up, as in onebitllms."""
+    return (numbers.float() * scale).add_(0.5).floor_().clamp_(-most, most).div_(scale)
+
+
+# scheme -> what rounds (inputs, weights)
+ROUNDED_HERE: Mapping[str | None, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "mxfp4": (round_to_mxfp4, round_to_mxfp4),
+    "nvfp4": (round_to_nvfp4, round_to_nvfp4),
+    "int8-ternary": (round_tokens, round_to_ternary),
 }
 
 

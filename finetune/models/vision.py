@@ -47,7 +47,9 @@ def forward_images(
         features = base.get_image_features(**images, return_dict=True)
     kwargs["use_cache"] = False
     if not any(counts):
-        hidden: Tensor = trunk(**kwargs).last_hidden_state
+        # what is sharded is gathered by all ranks, in the same order
+        entry = base if find_family(base.config.model_type).embeds_text_thrice else trunk
+        hidden: Tensor = entry(**kwargs).last_hidden_state
         tensors = [
             leaf
             for leaf in tree_leaves(features)

@@ -36,11 +36,7 @@ from finetune.plan.temporary_memory import (
 
 # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
 SLACK = 0.06
-
-
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
-
-
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
 

@@ -91,13 +91,9 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
 ROUNDED = 5
-
-
 # bytes a number while torchao rounds to 4 bits in blocks, in fp32 and int32 in any dtype
 ROUNDED_IN_BLOCKS = 29
-
-
-MERGED_IN_BLOCKS = 8  # and beside it those of a weight that an adapter was added to
+MERGED_IN_FP32 = 8  # and beside it those of a weight that an adapter was added to
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
@@ -107,9 +103,17 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
         return 0
     if SCHEMES[name].block:
-        of_weight = ROUNDED_IN_BLOCKS + MERGED_IN_BLOCKS * spec.recipe.lora.use_peft
+        of_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * spec.recipe.lora.use_peft
         return max(
             max(of_weight * linear.numel, ROUNDED_IN_BLOCKS * tokens * linear.shape[1])
+            for linear in spec.architecture.linears()
+        )
+    if SCHEMES[name].is_ternary:
+        copies = 1 if spec.computation.itemsize == FP32 else 2
+        of_input = copies * FP32
+        of_weight = of_input + MERGED_IN_FP32 * spec.recipe.lora.use_peft
+        return max(
+            of_weight * linear.numel + of_input * tokens * linear.shape[1]
             for linear in spec.architecture.linears()
         )
     rounds_inputs = SCHEMES[name].input_bits is not None

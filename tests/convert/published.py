@@ -13,6 +13,7 @@ import yaml
 
 from finetune.config.families import find_family
 from finetune.config.methods import METHODS
+from finetune.config.quantization import SCHEMES
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import guess_family, is_mixture
@@ -183,8 +184,9 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
         recipe["global_batch_size"] = 1
-    if "qat_group_size" in recipe:  # that divides the small model's widths
-        recipe["qat_group_size"] = 8
+    if recipe.get("qat_group_size"):  # that divides the small model's widths, where it is free
+        scheme = SCHEMES[recipe["quantization_aware_training"]]
+        recipe["qat_group_size"] = scheme.group_of(8)
     if "trainable_modules" in recipe:  # a layer that the small model has
         recipe["trainable_modules"] = [
             re.sub(r"layers\.[^.]+", "layers.1", name) for name in recipe["trainable_modules"]
@@ -229,7 +231,11 @@ def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[s
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
         rows = len(tokenizer) + MORE_TOKENS
         sizes = {"vocab_size": rows, "initializer_range": 0.02}
-        sizes |= {"vocab_size_per_layer_input": rows} if family == "gemma4_text" else {}
+        sizes |= (
+            {"vocab_size_per_layer_input": rows}
+            if family in ("gemma3n_text", "gemma4_text")
+            else {}
+        )
         sizes |= SMALL.get(family, {})
         if family == "gemma4_text" and is_mixture(name):
             sizes |= {

@@ -121,3 +121,29 @@ def test_a_prompt_strategy_gives_axolotls_ids(
         assert ours_trained == [False, *trained[1:]]  # nothing predicts the first token
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("thinking", "untrained"),
+    [({"reasoning_content": "Add."}, "<|channel|>"), ({}, "<|channel|>final<|message|>")],
+)
+def test_what_of_gpt_oss_is_untrained_is_listed(
+    thinking: dict[str, str], untrained: str, tmp_path: Path
+) -> None:
+    """Axolotl trains where the text differs from that with another answer without thinking (find_turn), here all after the prompt."""
+    tokenizer = load("byte BPE")
+    tokenizer.chat_template = read_template("gpt-oss")
+    prompt = [{"role": "user", "content": "1 + 1?"}]
+    answers = [{"content": "2.", **thinking}, {"content": "[[dummy_message]]"}]
+    texts = [
+        tokenizer.apply_chat_template([*prompt, {"role": "assistant", **each}], tokenize=False)
+        for each in answers
+    ]
+    asked = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    alike = asked + untrained
+    assert all(text.startswith(alike) for text in texts)
+    assert len({text[len(alike)] for text in texts}) == 2
+    file = tmp_path / "theirs.yaml"
+    entry = {"path": "rows.jsonl", "type": "chat_template", "field_thinking": "thinking"}
+    file.write_text(yaml.safe_dump({"base_model": "openai/gpt-oss-20b", "datasets": [entry]}))
+    assert any("<|channel|>" in line for line in convert_file(file).differences)

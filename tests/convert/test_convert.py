@@ -1335,7 +1335,8 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
     converted: Convert, tmp_path: Path
 ) -> None:
     """llamafactory/v1/config: batches of 1, 1e-4, ChatML without thoughts; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
-    ours, _, _ = converted(V1)
+    ours, said, _ = converted(V1)
+    assert "instruction and input of a row of alpaca follow one another there" in said
     expected = {
         "model_name_or_path": "Qwen/Qwen3-4B", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "weight_decay": 0.01,
         "lr_scheduler_type": "constant", "max_steps": 10, "max_length": 2048, "chat_template": "chatml", "lora_r": 16,
@@ -1873,6 +1874,7 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
         ("HuggingFaceTB/SmolLM-360M", "llama"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3"),
         ("google/gemma-4-31B", "gemma4_text"),
+        ("google/gemma-3n-E2B-it", "gemma3n_text"),
         ("ibm-granite/granite-4.0-tiny-preview", "granitemoehybrid"),
         ("mistralai/Devstral-2-123B-Instruct-2512", "ministral3"),
         ("mistralai/Ministral-8B-Instruct-2410", "mistral"),
@@ -1880,6 +1882,65 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
 )
 def test_the_family_that_a_models_name_says(name: str, family: str) -> None:
     assert guess_family(name) == family
+
+
+def test_gemma_3n_is_trained_on_text_and_images_and_refused_on_sound(converted: Convert) -> None:
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "google/gemma-3n-E2B-it")
+    ours, _, _ = converted(theirs)
+    assert ours["model_name_or_path"] == "google/gemma-3n-E2B-it"
+    ours, said, _ = converted(theirs + "processor_type: AutoProcessor\n")
+    assert ours["max_length"] == 4096 and "images" not in said.partition("Worth a look")[0]
+    with pytest.raises(AssertionError, match="a/text-audio-2k: audio: not supported"):
+        converted(theirs.replace("tatsu-lab/alpaca", "a/text-audio-2k"))
+
+
+COLUMNS = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: org/model}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset
+  path_or_dataset_id: rows.jsonl
+  column_mapping: {question: asked, answer: said}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ("", "prompt_completion", "a space stands between prompt and answer there"),
+        ("  use_hf_chat_template: true\n", "messages", "a system message without words there"),
+    ],
+)
+def test_automodels_two_columns_are_plain_text_unless_a_template_is_asked_for(
+    more: str, kind: str, said: str, converted: Convert
+) -> None:
+    """nemo-automodel 0.7, ColumnMappedTextInstructionDataset._apply_tokenizer."""
+    ours, output, _ = converted(COLUMNS + more)
+    assert ours["datasets"] == [
+        {"path": "rows.jsonl", "type": kind, "prompt_column": "asked", "completion_column": "said"}
+    ]
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (
+            AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "deepseek-ai/DeepSeek-V2-Lite")
+            + "trust_remote_code: true\n",
+            "adds a loss for the routers' balance",
+        ),
+        (TORCHTUNE + "max_steps_per_epoch: 50\n", "an epoch that is shorter ends there"),
+        (
+            TRL.replace("dataset_name: ", "datasets:\n  - fraction: 0.3\n    path: "),
+            "the first rows of each",
+        ),
+    ],
+)
+def test_what_only_the_tools_source_says_is_listed(
+    theirs: str, said: str, converted: Convert
+) -> None:
+    assert said in converted(theirs)[1].partition("Worth a look")[0]
 
 
 def test_what_asks_for_what_is_always_done_is_no_difference(converted: Convert) -> None:

@@ -71,7 +71,6 @@ def test_a_world_of_one_leaves_the_environment_as_it_found_it(
 ) -> None:
     for name in (*ALONE, "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    import torch._inductor.config  # noqa: F401: sets a variable of its own
 
     found = dict(os.environ)
     for layout in ("fsdp2", "single", "fsdp2"):

@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return None
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int8-int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["int4", "int8-int4", "mxfp4", "nvfp4", "int8-ternary"])
 @pytest.mark.parametrize("tokens", [16, 1024])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_a_layer_holds_while_it_rounds(scheme: str, tokens: int, adapted: bool) -> None:

@@ -36,11 +36,13 @@ KEYS: dict[str, list[str]] = {
     "lora int8-int4": ["quantization_aware_training=int8-int4", "qat_group_size=8", *LORA],
     "mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32"],
     "nvfp4": ["quantization_aware_training=nvfp4", "qat_group_size=16"],
+    "int8-ternary": ["quantization_aware_training=int8-ternary", "qat_group_size=null"],
     "lora mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32", *LORA],
 }
 ONE_RANK = [("single", name) for name in KEYS]
 TWO_RANKS = [
-    ("full_shard", name) for name in ("int4", "int8-int4", "lora int8-int4", "mxfp4", "nvfp4")
+    ("full_shard", name)
+    for name in ("int4", "int8-int4", "lora int8-int4", "mxfp4", "nvfp4", "int8-ternary")
 ]
 MORE_ON_TWO = [
     ("FULL_SHARD", "int4"),
@@ -123,6 +125,9 @@ def prepare(model: Any, name: str) -> None:
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
+    if name == "int8-ternary":
+        multiply_as_bitnet(model)
+        return
     quantize_(model, QATConfig(torchao_base(name), step="prepare"), filter_fn=is_rounded)
     nvfp4._addmm_nvfp4_dispatch = lambda x, weight, *_: x.dequantize() @ weight.dequantize()
     later = read_keys(name).fake_quant_after_n_steps
@@ -139,6 +144,19 @@ def prepare(model: Any, name: str) -> None:
     for layer in model.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
             layer.forward = functools.partial(merged_forward, layer)
+
+
+def multiply_as_bitnet(model: Any) -> None:
+    """transformers' own layers for BitNet, which round in every forward; not compiled."""
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    for name, layer in model.named_modules():
+        if is_rounded(layer, name):
+            layer.online_quant = True
+            layer.rms_norm = None
+            layer.forward = torch.compiler.set_stance("force_eager")(
+                functools.partial(AutoBitLinear.forward, layer)
+            )
 
 
 def merged_forward(layer: Any, x: torch.Tensor) -> Any:

@@ -47,8 +47,6 @@ from finetune.training.objectives.policy_metrics import (
 from finetune.training.objectives.preference import sum_and_count
 
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
-
-
 # the share of these ratios that are outside the bounds
 SAMPLING_CORRECTED = "importance_sampling/corrected"
 
