@@ -92,7 +92,7 @@ class RecipeKeys(TypedDict, total=False):
     load_in_8bit: bool
     bnb_4bit_quant_type: Literal['nf4', 'fp4']
     bnb_4bit_use_double_quant: bool
-    quantization_aware_training: Literal['int4', 'int8', 'int8-int4', 'int8-int8', 'int4-packed', 'fp8-int4', 'fp8-fp8', 'nvfp4', 'mxfp4'] | None
+    quantization_aware_training: Literal['int4', 'int8', 'int8-int4', 'int8-int8', 'int4-packed', 'fp8-int4', 'fp8-fp8', 'nvfp4', 'mxfp4', 'int8-ternary'] | None
     qat_group_size: int | None
     fake_quant_after_n_steps: int
     datasets: Any  # sources, rows or a data set: see load_recipe
@@ -172,4 +172,4 @@ class RecipeKeys(TypedDict, total=False):
     export_at_end: bool
     export_dtype: Literal['float32', 'bfloat16', 'float16'] | None
     export_formats: Sequence[Literal['safetensors', 'gguf', 'compressed-tensors']]
-    export_quantization: Literal['int4', 'int8', 'int8-int4', 'int8-int8', 'int4-packed', 'fp8-int4', 'fp8-fp8', 'nvfp4', 'mxfp4'] | None
+    export_quantization: Literal['int4', 'int8', 'int8-int4', 'int8-int8', 'int4-packed', 'fp8-int4', 'fp8-fp8', 'nvfp4', 'mxfp4', 'int8-ternary'] | None
