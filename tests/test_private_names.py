@@ -38,6 +38,7 @@ ATTRIBUTES = {
     "_mixed_precision": "accelerate.state",
     "_model_mapping": "transformers.models.auto.auto_factory",
     "_modules": "torch.nn.modules.module",
+    "_name_or_path": "transformers.configuration_utils",
     "_non_persistent_buffers_set": "torch.nn.modules.module",
     "_orig_dtype": f"{FSDP2}._fsdp_param_group",
     "_params": "torch.distributed.fsdp._flat_param",

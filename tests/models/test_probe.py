@@ -135,7 +135,8 @@ def test_the_check_changes_neither_losses_nor_random_state_nor_graphs(
         assert found["gradients"] == 0 and found["graphs"] == 0
         assert found["with check"] == found["without"]
         assert found["graphs of training"] == found["graphs without check"]
-    assert checked["compiled"][0]["graphs of training"] > 0
+    if layout == "compiled":
+        assert checked["compiled"][0]["graphs of training"] > 0
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
