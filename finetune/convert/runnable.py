@@ -94,14 +94,22 @@ def make_runnable(conversion: Conversion) -> None:
         _change(change, conversion)
 
 
+# transformers' classes whose mask is of whole rows, whatever documents are packed in them
+WHOLE_ROW_MASKS = ("afmoe", "biogpt", "opt")
+
+
 def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
     """Drops what the code of the family makes needless or does not have, and names its layers."""
     recipe = conversion.recipe
     family = facts.model_type
     _drop_remote_code(family, conversion)
-    if facts.family.sinks and recipe.get("attn_implementation") == "sdpa":
-        del recipe["attn_implementation"]
+    reason = None
+    if facts.family.sinks:
         reason = f"transformers' {family} has sinks, which it does not compute"
+    elif recipe.get("packing") and family in WHOLE_ROW_MASKS:
+        reason = f"transformers' {family} does not keep packed documents apart with it"
+    if reason and recipe.get("attn_implementation") == "sdpa":
+        del recipe["attn_implementation"]
         conversion.remarks.append(f"attn_implementation: sdpa is dropped: {reason}")
     _rename_targets(conversion, facts)
 

@@ -1726,6 +1726,9 @@ def test_mixtures_that_are_published_in_fp8_or_mxfp4_are_read_as_they_are(
     assert (
         "attn_implementation" not in converted(sinks)[0]
     )  # transformers' gpt_oss: _supports_sdpa = False
+    packed = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "arcee-ai/Trinity-Nano-Preview")
+    ours, said, _ = converted(packed)  # its mask is of whole rows
+    assert ours["packing"] and "attn_implementation" not in ours
 
 
 def test_automodels_lengths(converted: Convert) -> None:
