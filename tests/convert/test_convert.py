@@ -1727,7 +1727,7 @@ def test_mixtures_that_are_published_in_fp8_or_mxfp4_are_read_as_they_are(
         "attn_implementation" not in converted(sinks)[0]
     )  # transformers' gpt_oss: _supports_sdpa = False
     packed = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "arcee-ai/Trinity-Nano-Preview")
-    ours, said, _ = converted(f"{packed}sdp_attention: true\n")  # its mask is of whole rows
+    ours, _, _ = converted(f"{packed}sdp_attention: true\n")  # its mask is of whole rows
     assert ours["packing"] and "attn_implementation" not in ours
 
 
