@@ -175,28 +175,27 @@ def prune(
     if keep is None:
         return []
     older = [
-        (s, path)
-        for s, path in list_checkpoints(run_folder)
-        if s < newest and not find_damage(path, checksums=False)
+        (step, path)
+        for step, path in list_checkpoints(run_folder)
+        if step < newest and not find_damage(path, checksums=False)
     ]
-    surplus = older[: max(0, len(older) - (keep - 1))]
-    leave = [
-        path
-        for s, path in surplus
-        if s != best_step and not (keep_every_steps and s % keep_every_steps == 0)
-    ]
-    damaged = [
-        (_DAMAGED.fullmatch(path.name), path)
-        for path in sorted(checkpoints_folder(run_folder).glob("damaged-*"))
-    ]
-    leave += [path for match, path in damaged if match and int(match[1]) <= newest]
+    unwanted = []
+    for step, path in older[: max(0, len(older) - (keep - 1))]:
+        is_milestone = keep_every_steps is not None and step % keep_every_steps == 0
+        if step != best_step and not is_milestone:
+            unwanted.append(path)
+    for path in sorted(checkpoints_folder(run_folder).glob("damaged-*")):
+        match = _DAMAGED.fullmatch(path.name)
+        if match and int(match[1]) <= newest:
+            unwanted.append(path)
     problems = []
-    for path in leave:
-        leaving = path.with_name(f".pruned-{path.name.removeprefix('step-')}")
+    for path in unwanted:
+        # under another name first: what is removed in part is no checkpoint
+        set_aside = path.with_name(f".pruned-{path.name.removeprefix('step-')}")
         try:
-            durable.remove_tree(leaving)
-            durable.rename(path, leaving)
-            durable.remove_tree(leaving)
+            durable.remove_tree(set_aside)
+            durable.rename(path, set_aside)
+            durable.remove_tree(set_aside)
         except OSError as error:
             problems.append(
                 f"{path}: an old checkpoint that could not be removed: {error.strerror or error}"

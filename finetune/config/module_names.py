@@ -329,15 +329,14 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
     layers: dict[str, str] = {}
     for sources, target in _find_conversions(model_type, "WeightConverter"):
         listed = [sources] if isinstance(sources, str) else sources or []
-        if (
-            isinstance(target, str)
-            and ".experts." in f".{target}"
-            and all(EXPERTS in each for each in listed)
-        ):
-            parameter = f"experts.{target.rpartition('experts.')[2]}"
-            layers |= {
-                each.removesuffix(".weight").rpartition(".")[2]: parameter for each in listed
-            }
+        if not isinstance(target, str) or ".experts." not in f".{target}":
+            continue
+        if not all(EXPERTS in each for each in listed):
+            continue
+        parameter = f"experts.{target.rpartition('experts.')[2]}"
+        for source in listed:
+            layer = source.removesuffix(".weight").rpartition(".")[2]
+            layers[layer] = parameter
     return {
         name: parameter
         for name, parameter in layers.items()

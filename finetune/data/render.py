@@ -367,22 +367,22 @@ def _compare_with_asked(
     token of that.
     """
     for i, turn in sorted(turns.items()):
-        if not turn.is_continued:
-            expected = turn.prompt
-        else:
+        if turn.is_continued:
             expected = turn.text[: turn.end]
-        if rendered.text.startswith(expected) and turn.is_continued:
-            continue
-        if not turn.is_continued:
-            name = "prompt_not_continued"
-        else:
             name = "unlike_inference"
+            if rendered.text.startswith(expected):
+                continue
+        else:
+            expected = turn.prompt
+            name = "prompt_not_continued"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
         # what it would say is part of this
         known = [each for each in rendered.findings if each != "no_reasoning"]
         return replace(rendered, findings=(*known, name), difference=difference)
-    for i, turn in sorted(turns.items() if renderer.response_template else ()):
+    if not renderer.response_template:
+        return rendered
+    for i, turn in sorted(turns.items()):
         difference = _read_back(turn, conversation.messages[i], conversation.tools, renderer)
         if difference:
             difference = f"message {i + 1}: {difference}"

@@ -173,20 +173,16 @@ def _probe_turns(
     around = [(0, 0)] * len(messages)
     for of_kind in kinds.values():
         for i in dict.fromkeys((of_kind[0], of_kind[-1])):
-            turn, (start, end) = _ask_turn(messages, i, (), renderer), contents[i]
+            turn = _ask_turn(messages, i, (), renderer)
             if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
                 return None
-            if (
-                not start - len(between[i])
-                <= turn.start
-                <= start
-                <= end
-                <= turn.end
-                <= end + len(between[i + 1])
-            ):
+            start, end = contents[i]
+            before = start - turn.start  # characters of the turn around its content
+            after = turn.end - end
+            if not 0 <= before <= len(between[i]) or not 0 <= after <= len(between[i + 1]):
                 return None  # another message's words would be within the turn
             for other in of_kind:
-                around[other] = (start - turn.start, turn.end - end)
+                around[other] = (before, after)
     return tuple(around)
 
 

@@ -79,11 +79,9 @@ class Pipeline:
         assert world.mesh is not None
         self.group = world.mesh[PIPELINE].get_group()
         self.device = world.device
-        self.rank, self.size, ranks = (
-            self.group.rank(),
-            self.group.size(),
-            dist.get_process_group_ranks(self.group),
-        )
+        self.rank = self.group.rank()
+        self.size = self.group.size()
+        ranks = dist.get_process_group_ranks(self.group)
         self._before = ranks[self.rank - 1]
         self._after = ranks[(self.rank + 1) % self.size]
         self._first_rank = ranks[0]

@@ -163,13 +163,12 @@ def make_block_mask(first: Tensor) -> BlockMask:
     blocks = max(2, -(-tokens // BLOCK_TOKENS))
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
-    first_of_start, first_of_end = (
-        first[each.clamp(max=tokens - 1)][:, None] for each in (starts, ends)
-    )
+    first_of_start = first[starts.clamp(max=tokens - 1)][:, None]
+    first_of_end = first[ends.clamp(max=tokens - 1)][:, None]
     is_before = starts < starts[:, None]
-    is_seen = ((is_before & (first_of_start <= ends)) | (starts == starts[:, None])) & (
-        starts < tokens
-    )[:, None]
+    is_own = starts == starts[:, None]
+    has_tokens = (starts < tokens)[:, None]
+    is_seen = ((is_before & (first_of_start <= ends)) | is_own) & has_tokens
     is_full = is_before & (first_of_end <= starts) & (ends < tokens)[:, None]
 
     def is_visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -130,16 +130,10 @@ def _compare(
     noise = _difference(ours, document)
     rounding = 2 * torch.finfo(dtype).eps
     if _difference(repeated, ours[:REPEATED]) > max(LEAK_SHARE[dtype] * leak, 4 * noise, rounding):
-        if not data.packing:
-            rows, advice = "padded rows", "name another model"
-        elif recipe.attn_implementation == "auto":
-            rows, advice = "packed documents", "set packing: false"
-        else:  # some classes make a mask that knows nothing of documents
-            rows = "packed documents"
-            advice = "set attn_implementation: auto, or packing: false"
+        rows = "packed documents" if data.packing else "padded rows"
         raise UserError(
             f"{name}: a document's outputs change with the documents around it in {rows}: its "
-            f"layers do not keep documents apart; {advice}"
+            f"layers do not keep documents apart; {_advise(data, recipe)}"
         )
     logits = own.result[0].float()
     losses = F.cross_entropy(logits[:DOCUMENT], labels, reduction="none")
@@ -155,6 +149,16 @@ def _compare(
             f"(loss {float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); "
             "this family is not supported: name another model"
         )
+
+
+def _advise(data: Data, recipe: Model) -> str:
+    """What to do where documents are not kept apart."""
+    if not data.packing:
+        return "name another model"
+    if recipe.attn_implementation == "auto":
+        return "set packing: false"
+    # some classes make a mask that knows nothing of documents
+    return "set attn_implementation: auto, or packing: false"
 
 
 def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:

@@ -511,8 +511,8 @@ class Disk:
     checkpoint: int  # one of them
     checkpoints_kept: int | None  # save_total_limit; None: all
     checkpoints: int  # those kept, and the one being written
-    export: int
-    adapter: int
+    export: int = 0
+    adapter: int = 0
     offload: int = 0  # of one node, in offload_dir while it trains
     # weights for a server that samples: the ranks' shards, what is made of them, and those before
     rollouts: int = 0
@@ -549,31 +549,34 @@ def plan_disk(spec: RunSpec) -> Disk:
     the base's files.
     """
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    lora = spec.recipe.lora.use_peft
-    recipe = spec.recipe.checkpoint
-    files = spec.files()
+    has_adapters = spec.recipe.lora.use_peft
+    keys = spec.recipe.checkpoint
     optim = spec.recipe.optimization.optim
     moments = sum(
         count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True)
         for t in trained
     )
     # A full model's checkpoint is complete, also where some is frozen.
-    stored = trained if lora else spec.tensors
+    stored = trained if has_adapters else spec.tensors
     weights = sum(t.numel * t.itemsize for t in stored)
     checkpoint = weights + moments
-    is_handed_over = spec.recipe.rollout.vllm_server_base_url is not None
-    return Disk(
+    disk = Disk(
         checkpoint=checkpoint,
-        checkpoints_kept=recipe.save_total_limit,
-        checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
-        export=_exported_bytes(spec, ITEMSIZE[recipe.export_dtype or spec.base_dtype])
-        if recipe.export_at_end
-        else 0,
-        adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
-        offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
-        rollouts=is_handed_over
-        * (weights + 2 * ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)),
+        checkpoints_kept=keys.save_total_limit,
+        checkpoints=checkpoint * ((keys.save_total_limit or 1) + 1),
     )
+    if keys.export_at_end:
+        itemsize = ITEMSIZE[keys.export_dtype or spec.base_dtype]
+        disk = replace(disk, export=_exported_bytes(spec, itemsize))
+    if has_adapters:
+        disk = replace(disk, adapter=weights)
+    files = spec.files()
+    if files is not None:
+        disk = replace(disk, offload=files.size * min(spec.ranks, spec.ranks_per_node))
+    if spec.recipe.rollout.vllm_server_base_url is not None:
+        exported = ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)
+        disk = replace(disk, rollouts=weights + 2 * exported)
+    return disk
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:

@@ -125,59 +125,65 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
-    """The method of preference training, and where its reference comes from."""
+    """What a row is of a method that looks at whole documents; nothing of another."""
     if not spec.weighs_documents:
         return []
-    if spec.recipe.method_facts.samples:
-        keys = spec.recipe.rollout
-        return [
-            f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
-            f"{counted(spec.global_batch_size, 'prompt')} a step, of up to "
-            f"{keys.max_completion_length:,} tokens each, {keys.per_device_generation_batch_size} "
-            "at once on a rank; as if each filled a row",
-            *(
-                ["           tools answer in between, whose time is not planned"]
-                if keys.takes_turns
-                else []
-            ),
-            *(
-                []
-                if spec.recipe.samples_itself
-                else [
-                    "           sampled by the vLLM server, whose memory and time "
-                    "are not planned; each step writes it the weights"
-                ]
-            ),
-        ]
-    if spec.recipe.method_facts.scores:
+    facts = spec.recipe.method_facts
+    if facts.samples:
+        return _describe_sampling(spec)
+    method = spec.recipe.method.method
+    if facts.scores:
         scored = f"{counted(spec.architecture.scores, 'score')} of each document, at its last token"
-        return [f"method     {spec.recipe.method.method}: {scored}"]
-    if spec.recipe.method_facts.embeds:
+        return [f"method     {method}: {scored}"]
+    if facts.embeds:
         documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
         return [
-            f"method     {spec.recipe.method.method}: {counted(spec.rows_per_step, 'pair')} a "
-            f"step, each query among {documents}; one more forward of each micro-batch, without "
-            "gradients"
+            f"method     {method}: {counted(spec.rows_per_step, 'pair')} a step, each query among "
+            f"{documents}; one more forward of each micro-batch, without gradients"
         ]
-    if spec.recipe.method_facts.rows == "pairs":
-        rows = "pairs"
-    else:
-        rows = "an answer and a mismatched one"
-    references = {
-        "adapters off": (
-            "the model with its adapters off: one more forward of each micro-batch, without "
-            "gradients"
-        ),
-        "stored": (
-            "log-probabilities, computed once before training and stored; no second copy of the "
-            "weights"
-        ),
-    }
-    return [
-        f"method     {spec.recipe.method.method}: a row holds {rows} of up to "
-        f"{spec.recipe.data.max_length:,} tokens each; log-probabilities by document",
-        *([f"reference  {references[spec.reference]}"] if spec.reference else []),
+    return _describe_preferences(spec)
+
+
+def _describe_sampling(spec: RunSpec) -> list[str]:
+    """How much is sampled, and what of it is not planned."""
+    keys = spec.recipe.rollout
+    lines = [
+        f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
+        f"{counted(spec.global_batch_size, 'prompt')} a step, of up to "
+        f"{keys.max_completion_length:,} tokens each, {keys.per_device_generation_batch_size} "
+        "at once on a rank; as if each filled a row"
     ]
+    if keys.takes_turns:
+        lines.append("           tools answer in between, whose time is not planned")
+    if not spec.recipe.samples_itself:
+        lines.append(
+            "           sampled by the vLLM server, whose memory and time are not planned; each "
+            "step writes it the weights"
+        )
+    return lines
+
+
+REFERENCES = {
+    "adapters off": (
+        "the model with its adapters off: one more forward of each micro-batch, without gradients"
+    ),
+    "stored": (
+        "log-probabilities, computed once before training and stored; no second copy of the weights"
+    ),
+}
+
+
+def _describe_preferences(spec: RunSpec) -> list[str]:
+    """The answers in a row, and where their reference comes from."""
+    is_pair = spec.recipe.method_facts.rows == "pairs"
+    answers = "pairs" if is_pair else "an answer and a mismatched one"
+    lines = [
+        f"method     {spec.recipe.method.method}: a row holds {answers} of up to "
+        f"{spec.recipe.data.max_length:,} tokens each; log-probabilities by document"
+    ]
+    if spec.reference:
+        lines.append(f"reference  {REFERENCES[spec.reference]}")
+    return lines
 
 
 def _describe_teacher(spec: RunSpec) -> list[str]:

@@ -354,11 +354,10 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
     ids = check.example_ids[:SHOWN_IDS]
     more = max(0, len(check.example_ids) - SHOWN_IDS)
     reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
-    bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(
-        enumerate(reports)
-    )
+    by_rank = dict(enumerate(reports))
+    bad = {rank: report for rank, report in by_rank.items() if report["loss"] in ("nan", "inf")}
     places = []
-    for rank, report in bad.items():
+    for rank, report in (bad or by_rank).items():
         more_ids = f" and {report['more']} more" if report["more"] else ""
         places.append(
             f"rank {rank}: loss {report['loss']}, examples "
@@ -369,17 +368,17 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
         f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
     )
     if policy.on_nonfinite == "stop":
+        advice = (
+            "Look at these examples with `finetune inspect --examples ID,ID`, or lower "
+            "learning_rate"
+        )
         if policy.optim_in_backward:
-            kept = (
-                "by optim_in_backward some parameters were updated with their finite gradients "
-                "before; nothing of this step is saved"
+            raise UserError(
+                f"{what}; by optim_in_backward some parameters were updated with their finite "
+                f"gradients before; nothing of this step is saved. {advice}"
             )
-        else:
-            kept = "the parameters were not updated"
         raise UserError(
-            f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or "
-            "lower learning_rate"
-            + ("" if policy.optim_in_backward else ", or set on_nonfinite: skip")
+            f"{what}; the parameters were not updated. {advice}, or set on_nonfinite: skip"
         )
     if skipped >= policy.max_skipped_steps:
         raise UserError(
