@@ -127,10 +127,9 @@ def test_a_change_of_weights_cuts_what_is_in_flight(
             assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= 2
         # each part of a completion was sampled by one version, and no later part by an earlier one
         names = list(dict.fromkeys(server.versions))
-        by_tokens = {
-            tuple(choice["token_ids"]): names.index(name)
-            for name, (_, choice) in zip(server.versions, server.asked, strict=True)
-        }
+        by_tokens = defaultdict[tuple[int, ...], set[int]](set)  # short parts may be alike
+        for name, (_, choice) in zip(server.versions, server.asked, strict=True):
+            by_tokens[tuple(choice["token_ids"])].add(names.index(name))
         mixed = 0
         for each in kept:
             versions = each["versions"]
@@ -138,7 +137,7 @@ def test_a_change_of_weights_cuts_what_is_in_flight(
             mixed += len(set(versions)) > 1
             for version in set(versions):
                 part = [t for t, v in zip(each["token_ids"], versions, strict=True) if v == version]
-                assert by_tokens[tuple(part)] == version
+                assert version in by_tokens[tuple(part)]
         assert (mixed > 0) is (in_flight == "keep")
         assert {tuple(line["token_ids"]) for line in lines_of(run)} == {
             tuple(each["token_ids"]) for each in kept
