@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
