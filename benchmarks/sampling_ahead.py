@@ -31,10 +31,6 @@ ROOM = 256
 FIRST = 2  # steps that fill what is in flight, and do not count
 STALENESS = (0, 1, 2)
 START_SECONDS = 300
-LAYOUT = (
-    "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\n"
-    "mixed_precision: 'no'\nnum_processes: 1\nuse_cpu: true\n"
-)
 REWARD = (
     "def even(completion_ids, **_):\n"
     "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
@@ -95,11 +91,10 @@ def write_recipe(folder: Path, model: Path, steps: int) -> Path:
     rows = [json.dumps({"prompt": f"Once there were {i} children "}) for i in range(200)]
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "my_rewards.py").write_text(REWARD)
-    (folder / "single.yaml").write_text(LAYOUT)
     keys = {
         "method": "grpo",
         "model_name_or_path": str(model),
-        "accelerate_config": str(folder / "single.yaml"),
+        "accelerate_config": "single",
         "datasets": [{"path": str(folder / "prompts.jsonl"), "type": "prompt_completion"}],
         "dataset_cache_dir": str(folder / "cache"),
         "rewards": ["my_rewards.py:even"],

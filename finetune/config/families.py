@@ -98,7 +98,7 @@ class Family:
     # layers of cross attention read the images, and one token stands for each
     images_are_read_across: bool = False
     # the embedders of images and of audio look at every token, before the language model
-    embeds_text_thrice: bool = False
+    embedders_read_all_tokens: bool = False
     rows_beyond_head: int = 0  # of the embedding: the ids of images
     # Its sizes and layers.
     # sizes that may be omitted; empty: layers not in the table
@@ -425,7 +425,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Whole vision-language models.
     "gemma3": Family(takes_images=True, images_see_themselves=True),
-    "gemma3n": replace(WITH_IMAGES, embeds_text_thrice=True),
+    "gemma3n": replace(WITH_IMAGES, embedders_read_all_tokens=True),
     **dict.fromkeys(("gemma4", "glm4v", "glm46v", "idefics3", "internvl", "llava"), WITH_IMAGES),
     **dict.fromkeys(("llama4", "llava_next", "smolvlm"), WITH_IMAGES),
     "mllama": Family(takes_images=True, images_are_read_across=True),

@@ -18,6 +18,7 @@ from finetune.config.methods import (
     ROWS,
     Method,
     RolloutKeys,
+    list_addresses,
     name_of_reward,
 )
 from finetune.config.rule import Case, Rule, all_of, is_set, no_effect, samples, samples_itself
@@ -106,13 +107,13 @@ def _follows_every_ratio(case: Case) -> bool:
     return correction is None or correction.beyond == "ratio"
 
 
-def _names_no_server(case: Case) -> bool:
-    """Whether `vllm_server_base_url` is empty, or has an entry that is no address."""
+def _list_wrong_addresses(case: Case) -> list[str]:
+    """Of `vllm_server_base_url` what is no address: entries, or the list where it is empty."""
     given = case["vllm_server_base_url"]
-    servers = (given,) if isinstance(given, str) else given
-    if servers is None:
-        return False
-    return not servers or not all(each.startswith(("http://", "https://")) for each in servers)
+    if given is not None and not given:
+        return ["[]"]
+    addresses = list_addresses(given)
+    return [each for each in addresses if not each.startswith(("http://", "https://"))]
 
 
 def _names_apart(key: str) -> Rule:
@@ -561,9 +562,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a server's address",
         keys=("vllm_server_base_url",),
-        when=_names_no_server,
-        message=(
-            "vllm_server_base_url: {vllm_server_base_url} is no address; write it as "
+        when=_list_wrong_addresses,
+        message=lambda case: (
+            f"vllm_server_base_url: {_list_wrong_addresses(case)[0]} is no address; write it as "
             "http://localhost:8000"
         ),
     ),

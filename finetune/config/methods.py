@@ -150,6 +150,11 @@ def name_of_reward(name: str) -> str:
 
 
 # A key: its type and marks, then its help and default.
+def list_addresses(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The addresses of `vllm_server_base_url`, which is one, a list of them, or not set."""
+    return (given,) if isinstance(given, str) else given or ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
@@ -358,8 +363,7 @@ class RolloutKeys:
     @property
     def servers(self) -> tuple[str, ...]:
         """The addresses of the servers that sample."""
-        given = self.vllm_server_base_url
-        return (given,) if isinstance(given, str) else given or ()
+        return list_addresses(self.vllm_server_base_url)
 
     @property
     def takes_turns(self) -> bool:

@@ -69,8 +69,6 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
 
 
 Run = tuple[bool, list[int]]
-
-
 """Ids that follow one another, and whether all of them are trained on or none."""
 
 

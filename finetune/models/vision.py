@@ -48,7 +48,7 @@ def forward_images(
     kwargs["use_cache"] = False
     if not any(counts):
         # what is sharded is gathered by all ranks, in the same order
-        entry = base if find_family(base.config.model_type).embeds_text_thrice else trunk
+        entry = base if find_family(base.config.model_type).embedders_read_all_tokens else trunk
         hidden: Tensor = entry(**kwargs).last_hidden_state
         tensors = [
             leaf

@@ -142,8 +142,6 @@ class VllmServer:
             served = self.ask(ServedModels).data[0]
             logprobs_mode = self.ask(ServerInfo).vllm_config.model.logprobs_mode
             version = self.ask(WeightInfo).weight_version
-            if recipe.rollout.max_staleness:  # a killed run may have left it paused
-                self.send("/resume", {})
         except UserError as error:
             raise UserError(
                 f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}"
@@ -235,8 +233,16 @@ class VllmEngine:
         self._noting = threading.Lock()
         self._older = set[Path]()  # folders of before the last save
         # what each server calls the base
-        self._served: list[str] = RankGroup(world).on_main(lambda: check_servers(recipe))
+        self._served: list[str] = RankGroup(world).on_main(self._open_servers)
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
+
+    def _open_servers(self) -> list[str]:
+        """What each server calls its model. One that a killed run has left paused goes on."""
+        names = check_servers(self._recipe)
+        if self._recipe.rollout.max_staleness:
+            for server in self._servers:
+                server.send("/resume", {})
+        return names
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """A completion of each request.

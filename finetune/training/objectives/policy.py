@@ -316,8 +316,6 @@ class HeldOutRewards(Objective):
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
-
-
 """(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
 log-probabilities.
 """
