@@ -1,7 +1,7 @@
-"""Eight LoRA adapters on one base: their forward and backward one after the other beside one pass
-of all, by PEFT's mixed batches and by products that are batched over the adapters.
+"""Eight LoRA adapters on one base: their `forward_backward` one after the other beside one pass of
+all, as `finetune serve-training` does them, and beside PEFT's mixed batches.
 
-    python benchmarks/adapters.py [--model FOLDER] [--datums 1 4] [--tokens 64 256]
+    python benchmarks/adapters.py [--model FOLDER] [--datums 1 4] [--tokens 32 128]
 
 Without a model, a Llama with random weights (hidden size 512, 4 layers). One process; fp32 on the
 CPU, bf16 on a GPU. Every row is of one run, its times the median of `--rounds` that take turns.
@@ -9,6 +9,7 @@ CPU, bf16 on a GPU. Every row is of one run, its times the median of `--rounds` 
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,15 +21,23 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from torch import nn  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast  # noqa: E402
 
+import finetune  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
+from finetune.service.operations import Operations  # noqa: E402
+from finetune.service.serve import prepare  # noqa: E402
 
 ADAPTERS = 8
 RANK = 16
+ROOM = 2048  # tokens of a micro-batch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CROSS_ENTROPY = {"loss": "cross_entropy", "options": {}}
+HEADINGS = ("datums", "tokens", "in turn, ms", "one pass", "PEFT mixed", "loss differs by")
+Data = list[dict[str, Any]]
+Losses = list[float]
 
 
 def main() -> None:
@@ -41,137 +50,129 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = make_model(options.model)
-    rows = [("datums", "tokens", "in turn, ms", "PEFT mixed", "batched", "loss differs by")]
-    for datums in options.datums:
-        for tokens in options.tokens:
-            rows.append(compare(model, datums, tokens, options.rounds))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        base = options.model or make_model(folder / "model")
+        recipe = finetune.load_recipe(
+            model_name_or_path=str(base),
+            output_dir=folder / "run",
+            use_peft=True,
+            lora_r=RANK,
+            lora_alpha=RANK,
+            max_length=ROOM,
+        )
+        with finetune.Session(prepare(recipe)) as session:
+            service = Service(session, folder)
+            contestants = {"turn": service.in_turn, "together": service.together}
+            contestants["mixed"] = partial(mixed, make_mixed(str(base)))
+            rows = [HEADINGS]
+            vocabulary = AutoConfig.from_pretrained(base).vocab_size
+            for datums in options.datums:
+                for tokens in options.tokens:
+                    every = make_data(vocabulary, datums, tokens)
+                    rows.append(compare(contestants, every, options.rounds))
     print(align_columns(rows, ()))
 
 
-def make_model(folder: str | None) -> Any:
-    if folder is None:
-        config = LlamaConfig(
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            vocab_size=8192,
-        )
-        base = AutoModelForCausalLM.from_config(config)
-    else:
-        base = AutoModelForCausalLM.from_pretrained(folder)
-    base = base.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LINEAR, init_lora_weights=False)
-    model = get_peft_model(base, config, adapter_name="0")
-    for number in range(1, ADAPTERS):
-        model.add_adapter(str(number), config)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
-    return model.eval()  # PEFT mixes adapters in this mode alone; there is no dropout
+def make_model(folder: Path) -> Path:
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        vocab_size=8192,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+    return folder
 
 
-def compare(model: Any, datums: int, tokens: int, rounds: int) -> tuple[str, ...]:
+def make_data(vocabulary: int, datums: int, tokens: int) -> list[Data]:
+    """The datums of each adapter."""
+    ids = torch.randint(0, vocabulary, (ADAPTERS, datums, tokens + 1)).tolist()
+    return [[as_datum(row) for row in own] for own in ids]
+
+
+def as_datum(ids: list[int]) -> dict[str, Any]:
+    inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    return {"tokens": ids[:-1], "inputs": inputs}
+
+
+def compare(
+    contestants: dict[str, Callable[[list[Data]], Losses]], every: list[Data], rounds: int
+) -> tuple[str, ...]:
     """A row of the table."""
-    shape = (ADAPTERS, datums, tokens)
-    ids = torch.randint(0, model.config.vocab_size, shape, device=DEVICE)
-    contestants = {"turn": in_turn, "mixed": mixed, "batched": partial(batched, make_groups(model))}
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    losses: dict[str, Tensor] = {}
-    for _ in range(rounds + 1):
+    losses: dict[str, Losses] = {}
+    for _ in range(rounds + 1):  # of which the first does not count
         for name, contestant in contestants.items():
-            model.zero_grad()
-            times[name].append(
-                timed(lambda c=contestant, n=name: losses.update({n: c(model, ids)}))
-            )
+            begun = time.perf_counter()
+            losses[name] = contestant(every)
+            times[name].append(time.perf_counter() - begun)
     alone = median(times["turn"][1:])
-    far = max(float((losses[name] - losses["turn"]).abs().max()) for name in losses)
+    pairs = zip(losses["together"], losses["turn"], strict=True)
+    far = max(abs(one - other) / other for one, other in pairs)
     return (
-        str(datums),
-        str(tokens),
+        str(len(every[0])),
+        str(len(every[0][0]["tokens"])),
         f"{alone * 1000:.1f}",
-        *(f"{alone / median(times[name][1:]):.2f}x" for name in ("mixed", "batched")),
+        *(f"{alone / median(times[name][1:]):.2f}x" for name in ("together", "mixed")),
         f"{far:.1e}",
     )
 
 
-def timed(act: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    act()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
+class Service:
+    """The operations of a service on this process. Reading a loss waits for the device."""
+
+    def __init__(self, session: finetune.Session, folder: Path) -> None:
+        self.operations = Operations(session, folder / "states")
+        self.models = []
+        for number in range(ADAPTERS):
+            form = {"rank": RANK, "seed": number}
+            target = f"{number}/0"
+            self.operations.run("create", {"state": None, "form": form, "target": target})
+            self.models.append({"model": str(number), "state": target, "form": form})
+
+    def in_turn(self, every: list[Data]) -> Losses:
+        parts = self.list_parts(every)
+        answers = [self.operations.run("forward_backward", own | CROSS_ENTROPY) for own in parts]
+        return [answer["loss"] for answer in answers]
+
+    def together(self, every: list[Data]) -> Losses:
+        asked = {"parts": self.list_parts(every)} | CROSS_ENTROPY
+        answer = self.operations.run("forward_backward_together", asked)
+        return [own["loss"] for own in answer["answers"]]
+
+    def list_parts(self, every: list[Data]) -> list[dict[str, Any]]:
+        self.operations._gradients.clear()
+        return [model | {"data": own} for model, own in zip(self.models, every, strict=True)]
 
 
-def measure(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    """The loss of each row."""
-    logits = model(ids, use_cache=False, **options).logits[:, :-1].float()
-    scores = nn.functional.cross_entropy(
-        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    return scores.view(len(ids), -1).sum(1)
+def make_mixed(base: str) -> Any:
+    """The base with as many adapters of PEFT."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(DEVICE)
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear")
+    mixing = get_peft_model(model, config, adapter_name="0")
+    for number in range(1, ADAPTERS):
+        mixing.add_adapter(str(number), config)
+    for name, parameter in mixing.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    return mixing.eval()  # PEFT mixes adapters in this mode alone; there is no dropout
 
 
-def in_turn(model: Any, ids: Tensor) -> Tensor:
-    """As the service does."""
-    losses = []
-    for number, own in enumerate(ids):
-        set_active(model, str(number))
-        loss = measure(model, own).sum()
-        loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def set_active(model: Any, name: str) -> None:
-    for layer in model.modules():
-        if hasattr(layer, "lora_A"):
-            layer._active_adapter = [name]
-
-
-def mixed(model: Any, ids: Tensor) -> Tensor:
-    names = [str(number) for number in range(ADAPTERS) for _ in range(ids.shape[1])]
-    loss = measure(model, ids.flatten(0, 1), adapter_names=names)
-    loss.sum().backward()
-    return loss.detach().view(ADAPTERS, -1).sum(1)
-
-
-class Group(nn.Module):
-    """A layer whose rows are of all adapters, as many of each."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.base = layer.base_layer
-        numbers = [str(number) for number in range(ADAPTERS)]
-        down = [layer.lora_A[each].weight for each in numbers]
-        up = [layer.lora_B[each].weight for each in numbers]
-        self.down = nn.Parameter(torch.stack(down).detach().mT.contiguous())
-        self.up = nn.Parameter(torch.stack(up).detach().mT.contiguous())
-
-    def forward(self, rows: Tensor) -> Tensor:
-        grouped = rows.reshape(ADAPTERS, -1, rows.shape[-1])
-        return self.base(rows) + (grouped @ self.down @ self.up).view(*rows.shape[:-1], -1)
-
-
-def make_groups(model: Any) -> dict[str, tuple[Any, Group]]:
-    return {
-        name: (layer, Group(layer))
-        for name, layer in model.named_modules()
-        if hasattr(layer, "lora_A")
-    }
-
-
-def batched(groups: dict[str, tuple[Any, Group]], model: Any, ids: Tensor) -> Tensor:
-    for layer, group in groups.values():
-        layer.forward = group.forward
-    for _, group in groups.values():
-        group.down.grad = None
-        group.up.grad = None
-    loss = measure(model, ids.flatten(0, 1))
-    loss.sum().backward()
-    for layer, _ in groups.values():
-        del layer.forward
-    return loss.detach().view(ADAPTERS, -1).sum(1)
+def mixed(model: Any, every: list[Data]) -> Losses:
+    model.zero_grad()
+    data = [datum for own in every for datum in own]
+    ids = torch.tensor([datum["tokens"] for datum in data], device=DEVICE)
+    targets = torch.tensor([datum["inputs"]["target_tokens"] for datum in data], device=DEVICE)
+    names = [str(number) for number, own in enumerate(every) for _ in own]
+    logits = model(ids, use_cache=False, adapter_names=names).logits.float()
+    scores = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    scores.sum().backward()
+    losses: Losses = scores.detach().view(ADAPTERS, -1).sum(1).tolist()
+    return losses
 
 
 if __name__ == "__main__":

@@ -263,6 +263,14 @@ def add_service_options(serve: argparse.ArgumentParser) -> None:
         default="127.0.0.1",
     )
     _take(serve, "--port", "N", "default: 8010; 0: a free one", type=int, default=8010)
+    _take(
+        serve,
+        "--max-stacked",
+        "N",
+        "adapters that share a pass of the base (default: 8); 1: they take turns",
+        type=int,
+        default=8,
+    )
     _take(serve, "--max-sessions", "N", "open at once (default: 64)", type=int, default=64)
     _take(serve, "--max-body", "SIZE", "of a request (default: 64MiB)", default="64MiB")
     _take(serve, "--max-disk", "SIZE", "of all states (default: 100GiB)", default="100GiB")

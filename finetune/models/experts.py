@@ -227,7 +227,7 @@ def compute_in_groups(
             dtype = weight.dtype
         rows = rows.to(dtype)
         is_transposed = getattr(module, "is_transposed", False)
-        product = _multiply(rows, weight if is_transposed else weight.mT, ends)
+        product = multiply_grouped(rows, weight if is_transposed else weight.mT, ends)
         if factors and name in factors:
             product = _add_adapter(product, rows, factors[name], is_transposed, ends)
         if module.has_bias:
@@ -271,12 +271,12 @@ def _add_adapter(
         down = F.pad(down, (0, 0, 0, padding))
         up = F.pad(up, (0, padding))
     # As peft keeps it, no row of an expert's B lies in one piece.
-    added = _multiply(_multiply(rows, down.mT, ends), up.contiguous().mT, ends)
+    added = multiply_grouped(multiply_grouped(rows, down.mT, ends), up.contiguous().mT, ends)
     return product.add(added, alpha=scale)
 
 
-def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each row with its expert's matrix.
+def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies each row with the matrix of its expert, or of its adapter.
 
     Args:
         rows: [n, in], sorted by expert.

@@ -99,11 +99,34 @@ class Adapters:
                     local_part(moments[parameter][name]).copy_(values)
                 moments[parameter]["step"].fill_(held.steps)
         self._steps = held.steps
+        for layer in self._layers:
+            layer.scaling[ADAPTER_NAME] = self.scale_of(form)
+        self._active = (state, form)
+
+    def scale_of(self, form: AdapterForm) -> float:
+        """What an adapter's product is multiplied by."""
         lora = self._session.recipe.lora
         rank = max(1, form.rank)
-        for layer in self._layers:
-            layer.scaling[ADAPTER_NAME] = lora.lora_alpha / (rank**0.5 if lora.use_rslora else rank)
-        self._active = (state, form)
+        return lora.lora_alpha / (rank**0.5 if lora.use_rslora else rank)
+
+    def read_whole(self, state: str, form: AdapterForm) -> dict[str, Tensor]:
+        """An adapter's tensors by parameter name, whole on every rank, filled up with zeros.
+
+        Raises `UserError` for a state that is damaged.
+        """
+        values = self._find(state, form).values
+        named = zip(self._parameters.items(), values, strict=True)
+        return {name: _whole(_place_like(parameter, own)) for (name, parameter), own in named}
+
+    def share_gradients(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+        """This rank's part of whole gradients, in the order of the optimizer's parameters."""
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        groups = self._session.optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
+        return [
+            _place_like(each, whole[names[each]][find_local_slices(each)].contiguous())
+            for each in trained
+        ]
 
     def count_step(self) -> None:
         """Says that the adapter in the model was updated, and is no state any more."""
@@ -215,8 +238,21 @@ class Adapters:
 
 def _gather(tensor: Tensor) -> Tensor:
     """All of a tensor that ranks may share, on the host."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu()
+    return _whole(tensor).detach().cpu()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _place_like(like: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a tensor on the device, sharded as `like` is."""
+    part = part.to(like.device)
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def _on_host(tensor: Tensor) -> Tensor:

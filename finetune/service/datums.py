@@ -132,6 +132,7 @@ def _collate(
 ) -> MicroBatch:
     if not len(ids):
         return make_filler(is_packed)
+    ids = np.sort(ids)  # by the client that they are of, where there are several
     chosen = [examples[index] for index in ids]
     micro_batch = pack_documents(chosen) if is_packed else pad_documents(chosen, 0)
     micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist())).with_documents()

@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
+
+# Of an operation that several requests may share: what is the same in all of them.
+ALIKE = {"sample": ("sampler", "temperature", "stop_ids"), "forward_backward": ("loss", "options")}
 SAMPLED_TOGETHER = 256  # requests
 
 SCHEMA = """
@@ -45,11 +49,17 @@ class Asked(NamedTuple):
     arguments: Mapping[str, Any]
     is_again: bool = False
 
-    def samples_beside(self, other: "Asked") -> bool:
+    @property
+    def tokens(self) -> int:
+        """Of its datums; 0 where it has none."""
+        return sum(len(datum["tokens"]) for datum in self.arguments.get("data", ()))
+
+    def goes_beside(self, other: "Asked") -> bool:
         """Whether one forward can serve both."""
-        names = ("sampler", "temperature", "stop_ids")
-        is_alike = all(self.arguments.get(each) == other.arguments.get(each) for each in names)
-        return self.operation == other.operation == "sample" and is_alike
+        if self.operation != other.operation or self.operation not in ALIKE:
+            return False
+        names = ALIKE[self.operation]
+        return all(self.arguments.get(each) == other.arguments.get(each) for each in names)
 
 
 class Result(NamedTuple):
@@ -62,14 +72,25 @@ class Result(NamedTuple):
 class Ledger:
     """Records and requests. Every method may be called by any thread."""
 
-    def __init__(self, path: Path, most_waiting: int) -> None:
-        """Reads what an earlier process has left in `path`."""
+    def __init__(
+        self, path: Path, most_waiting: int, *, most_stacked: int = 1, most_tokens: int = 0
+    ) -> None:
+        """Reads what an earlier process has left in `path`.
+
+        Args:
+            path: Of the database.
+            most_waiting: Requests.
+            most_stacked, most_tokens: Models whose `forward_backward` may share a pass, and the
+                tokens of all their datums.
+        """
         self._lock = threading.Condition()
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=FULL")
         self._database.executescript(SCHEMA)
         self._most_waiting = most_waiting
+        self._most_tokens = most_tokens
+        self._most_together = {"sample": SAMPLED_TOGETHER, "forward_backward": most_stacked}
         self._waiting: dict[int, Asked] = {}
         self._next: dict[str, int] = {}  # by queue, the `seq` to be done next
         self.on_change: Callable[[], None] = lambda: None  # a result can be read
@@ -187,8 +208,14 @@ class Ledger:
         ready = sorted(
             each for each in self._waiting.values() if each.seq == self._next.get(each.queue, 0)
         )
-        beside = [each for each in ready if each.samples_beside(ready[0])]
-        return beside[:SAMPLED_TOGETHER] or ready[:1]
+        if not ready:
+            return []
+        first = ready[0]
+        alike = [first, *(each for each in ready[1:] if each.goes_beside(first))]
+        if first.operation == "forward_backward":
+            sums = accumulate(each.tokens for each in alike)
+            alike = alike[: max(1, sum(tokens <= self._most_tokens for tokens in sums))]
+        return alike[: self._most_together.get(first.operation, 1)]
 
     def finish(
         self,

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from finetune.config.pretrained import text_config_of
-from finetune.data.batches import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.gradients import without_gradient_sync
 from finetune.distributed.model_parts import unwrap
 from finetune.errors import AgreedError
+from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
 from finetune.service.datums import Limits, by_datum, make_batch
 from finetune.service.losses import LOSSES
+from finetune.service.stack import AdapterStack, can_stack
 from finetune.session import Gradients, Session
+from finetune.training.objectives.objective import Measured
 from finetune.training.objectives.user_loss import LossFunction
 
 Answer = dict[str, Any]
@@ -42,11 +46,11 @@ class Operations:
         config = text_config_of(unwrap(session.model).config)
         longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
         self.limits = Limits(config.vocab_size, longest)
+        self.can_stack = can_stack(session.model, session.recipe)
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
         """Does one of `OPERATIONS`. Raises `AgreedError` on all ranks; any other is of this one."""
-        form = AdapterForm(**arguments["form"])
-        return OPERATIONS[operation](self, **{**arguments, "form": form})
+        return OPERATIONS[operation](self, **_with_form(arguments))
 
     def create(self, state: str | None, form: AdapterForm, target: str) -> Answer:
         """Writes the first state of a model: a start of its own, or that of `state`."""
@@ -80,8 +84,7 @@ class Operations:
         for micro_batch, values in zip(
             batch.micro_batches, session.log_probabilities(batch), strict=True
         ):
-            if micro_batch.example_ids:
-                total += measure(values, micro_batch.to(session.world.device))
+            total += measure(values, micro_batch.to(session.world.device)).sum()
         return self._describe(float(session.world.sum_over_groups(total)), scored, len(data))
 
     def forward_backward(
@@ -101,9 +104,63 @@ class Operations:
             session.give_gradients(before)
         batch = make_batch(data, session.recipe, session.world)
         scored: dict[int, list[float]] = {}
-        measured = session.forward_backward(batch, _recorded(loss, options, scored))
+        measured = session.forward_backward(batch, _summed(_recorded(loss, options, scored)))
         self._gradients[model] = session.take_gradients()
         return self._describe(measured.loss, scored, len(data))
+
+    def forward_backward_together(
+        self, parts: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, float]
+    ) -> Answer:
+        """As `forward_backward` of several models, whose adapters share the passes of the base.
+
+        parts: Of each its `model`, `state`, `form` and `data`.
+        """
+        session = self.session
+        world = session.world
+        stack = self._stack([_with_form(part) for part in parts])
+        data = [datum for part in parts for datum in part["data"]]
+        owners = [number for number, part in enumerate(parts) for _ in part["data"]]
+        batch = make_batch(data, session.recipe, world)
+        scored: dict[int, list[float]] = {}
+        measure = _recorded(loss, options, scored)
+        losses = torch.zeros(len(parts), device=world.device)
+        session.model.train()
+        with session.computing(), without_gradient_sync(session.model), stack.in_model():
+            for micro_batch in batch.micro_batches:
+                stack.deal(micro_batch, owners)
+                on_device = micro_batch.to(world.device)
+                scores = session.model(**on_device.inputs, head_function=head_log_probabilities)
+                of_tokens = measure(scores, on_device)
+                world.accelerator.backward(of_tokens.sum())
+                losses += _sum_by_owner(of_tokens.detach(), on_device, owners, len(parts))
+        gradients = stack.gather_gradients(world)
+        for part, loss_sum, own in zip(parts, losses, gradients, strict=True):
+            self._add_gradients(part["model"], own, (batch, Measured(loss_sum)))
+        values = iter(self._gather(scored, len(data)))
+        sums = world.sum_over_groups(losses.clone()).tolist()
+        return {
+            "answers": [
+                {"loss": total, "log_probabilities": [next(values) for _ in part["data"]]}
+                for part, total in zip(parts, sums, strict=True)
+            ]
+        }
+
+    def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
+        whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
+        scales = [self._adapters.scale_of(part["form"]) for part in parts]
+        return AdapterStack(self.session.model, whole, scales)
+
+    def _add_gradients(
+        self, model: str, whole: Mapping[str, Tensor], backward: tuple[StepBatch, Measured]
+    ) -> None:
+        """Adds gradients to those of a model since its last update."""
+        tensors: list[Tensor | None] = [*self._adapters.share_gradients(whole)]
+        before = self._gradients.get(model, Gradients([None] * len(tensors), []))
+        for place, earlier in enumerate(before.tensors):
+            own = tensors[place]
+            if earlier is not None and own is not None:
+                tensors[place] = earlier + own
+        self._gradients[model] = Gradients(tensors, [*before.backward, backward])
 
     def optim_step(
         self, model: str, state: str, form: AdapterForm, target: str, params: Mapping[str, float]
@@ -197,28 +254,56 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
     "load": Operations.load,
     "forward": Operations.forward,
     "forward_backward": Operations.forward_backward,
+    "forward_backward_together": Operations.forward_backward_together,
     "optim_step": Operations.optim_step,
     "sample": Operations.sample,
 }
 
 
+def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with the form of an adapter in place of its fields."""
+    if "form" not in arguments:
+        return dict(arguments)
+    return {**arguments, "form": AdapterForm(**arguments["form"])}
+
+
 def _recorded(
     loss: str, options: Mapping[str, float], scored: dict[int, list[float]]
-) -> LossFunction:
-    """The loss as `Session.forward_backward` takes it, which notes the log-probabilities in
-    `scored`.
+) -> Callable[[Tensor, MicroBatch], Tensor]:
+    """The loss of each position, which notes the log-probabilities in `scored`; zeros for a filler,
+    so that its backward takes part in the ranks' collectives.
     """
     known = LOSSES[loss]
     usual = {name: value for name, value in known.options.items() if value is not None}
     chosen = {**usual, **options}
 
     def measure(log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if not micro_batch.example_ids:
+            return log_probabilities * 0.0
         documents = micro_batch.trained_documents
         assert micro_batch.columns is not None and documents is not None
         scored.update(by_datum(micro_batch, log_probabilities.detach()))
-        return known.compute(log_probabilities, micro_batch.columns, chosen, documents).sum()
+        return known.compute(log_probabilities, micro_batch.columns, chosen, documents)
 
     return measure
+
+
+def _summed(measure: Callable[[Tensor, MicroBatch], Tensor]) -> LossFunction:
+    """The loss as `Session.forward_backward` takes it."""
+    return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
+
+
+def _sum_by_owner(
+    of_tokens: Tensor, micro_batch: MicroBatch, owners: Sequence[int], count: int
+) -> Tensor:
+    """fp32[count]: the sums of what positions have, by the owner of their datum."""
+    sums = torch.zeros(count, device=of_tokens.device)
+    if not micro_batch.example_ids:
+        return sums
+    documents = micro_batch.trained_documents
+    assert documents is not None
+    own = torch.tensor([owners[i] for i in micro_batch.example_ids], device=sums.device)
+    return sums.index_add(0, own[documents], of_tokens)
 
 
 def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def serve_training_command(options: argparse.Namespace) -> int:
             "serve-training needs Starlette, uvicorn and protobuf: pip install "
             "'finetune-exact[serve]'"
         )
-    names = ("host", "port", "max_sessions", "max_body", "max_disk")
+    names = ("host", "port", "max_stacked", "max_sessions", "max_body", "max_disk")
     flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     return launch_script(options, recipe, SERVE, flags)
 
@@ -189,6 +189,7 @@ def _lead(
         operations,
         folder,
         run,
+        most_stacked=max(1, options.max_stacked),
         most_sessions=options.max_sessions,
         most_body_bytes=read_size(options.max_body),
         most_disk_bytes=read_size(options.max_disk),

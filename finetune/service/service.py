@@ -37,6 +37,7 @@ class Service:
         folder: Path,
         run: Run,
         *,
+        most_stacked: int = 8,
         most_sessions: int = 64,
         most_body_bytes: int = 64 * 1024**2,
         most_disk_bytes: int = 100 * 1024**3,
@@ -47,11 +48,18 @@ class Service:
             operations: Of this rank.
             folder: Of the ledger, and of the states.
             run: Does an operation on all ranks, as `Operations.run`.
+            most_stacked: Adapters that may share a pass of the base.
             most_sessions, most_body_bytes, most_disk_bytes: What is refused above them.
         """
         make_folder(folder / "states")
         recipe = operations.session.recipe
-        self.ledger = Ledger(folder / "ledger.sqlite", MOST_WAITING)
+        stacked = most_stacked if operations.can_stack else 1
+        self.ledger = Ledger(
+            folder / "ledger.sqlite",
+            MOST_WAITING,
+            most_stacked=stacked,
+            most_tokens=recipe.data.max_length * recipe.batch.per_device_train_batch_size,
+        )
         self.model_name = recipe.model.model_name_or_path or ""
         self.tokenizer_name = _find_name(self.model_name)
         self.architecture = type(unwrap(operations.session.model)).__name__
@@ -90,7 +98,10 @@ class Service:
         self._in_hand = asked
         if not asked:
             return False
-        act = self._sample if asked[0].operation == "sample" else self._do
+        self._answer(self._sample if asked[0].operation == "sample" else self._do, asked)
+        return True
+
+    def _answer(self, act: Callable[[Sequence[Asked]], None], asked: Sequence[Asked]) -> None:
         try:
             act(asked)
         except UserError as error:
@@ -98,7 +109,6 @@ class Service:
         except Exception as error:
             self._fail(asked, f"{type(error).__name__}: {error}", "server")
             traceback.print_exc()
-        return True
 
     def give_up(self, error: str) -> None:
         """Answers an error to what is being done. For another thread than that of `work`."""
@@ -111,6 +121,9 @@ class Service:
             self.ledger.finish(each, result, {}, drops_gradients=each.operation in USES_GRADIENTS)
 
     def _do(self, asked: Sequence[Asked]) -> None:
+        if len(asked) > 1:
+            self._train_together(asked)
+            return
         (each,) = asked
         operation = each.operation
         result, records = self._save(each) if operation == "save" else self._train(each)
@@ -129,13 +142,12 @@ class Service:
         if asked.operation == "refuse":
             raise UserError(asked.arguments["error"])
         name = asked.queue
-        model = self.ledger.find("model", name)
+        operation = asked.operation
+        starts = operation in ("create", "load")
+        model = self.ledger.find("model", name) if starts else self._find_made(asked)
         given = dict(asked.arguments)
         own: dict[str, Any] = {"form": model["form"], "state": model["state"]}
-        operation = asked.operation
-        if operation not in ("create", "load") and model["state"] is None:
-            raise UserError(f"model {name!r}: was not made; its first request has failed")
-        if operation in ("create", "load"):
+        if starts:
             own["state"] = given.pop("from")
         path = given.pop("path", None)
         if operation != "forward" and operation != "create":
@@ -155,6 +167,33 @@ class Service:
             "optim_step": {"metrics": {"grad_norm:mean": answer.get("grad_norm", 0.0)}},
         }
         return _json(replies[operation]), records
+
+    def _train_together(self, asked: Sequence[Asked]) -> None:
+        """Does `forward_backward` of several models in one pass; one after the other where one of
+        them has an error, which is its own.
+        """
+        try:
+            parts = [self._describe_part(each) for each in asked]
+            same = {name: asked[0].arguments[name] for name in ("loss", "options")}
+            answer = self._run("forward_backward_together", {"parts": parts, **same})
+        except UserError:
+            for each in asked:
+                self._answer(self._do, [each])
+            return
+        for each, own in zip(asked, answer["answers"], strict=True):
+            self.ledger.finish(each, _describe_outputs(own), {}, keeps_gradients=True)
+
+    def _describe_part(self, asked: Asked) -> dict[str, Any]:
+        model = self._find_made(asked)
+        own = {"model": asked.queue, "form": model["form"], "state": model["state"]}
+        return own | {"data": asked.arguments["data"]}
+
+    def _find_made(self, asked: Asked) -> dict[str, Any]:
+        """The record of the model that is asked for. Raises `UserError` where it was not made."""
+        model = self.ledger.find("model", asked.queue)
+        if model["state"] is None:
+            raise UserError(f"model {asked.queue!r}: was not made; its first request has failed")
+        return model
 
     def _save(self, asked: Asked) -> tuple[Result, Records]:
         """A checkpoint is a name for a state, which stays on disk for it."""

@@ -1,4 +1,5 @@
-"""Operations of a service on the ranks of a layout: two adapters in turn, a restart, a sample; rank 0 leaves what came of it.
+"""Operations of a service on the ranks of a layout: two adapters in turn, in one pass on several ranks in the second step, a restart, a
+sample; rank 0 leaves what came of it.
 
 `operations_on_ranks.py FOLDER LAYOUT.yaml MODEL`
 """
@@ -38,11 +39,19 @@ def main() -> None:
         for step in range(3):
             if step == 2:  # as after a restart
                 operations = Operations(session, folder / "states")
-            for number, form in enumerate(FORMS):
-                own = {"model": str(number), "state": f"{number}/{step}", "form": form}
-                given = {"data": DATA[number:], "loss": "cross_entropy", "options": {}}
-                found.append(operations.run("forward_backward", own | given))
-                found.append(operations.run("forward_backward", own | given | {"data": DATA[:1]}))
+            how = {"loss": "cross_entropy", "options": {}}
+            every = [
+                {"model": str(number), "state": f"{number}/{step}", "form": form}
+                for number, form in enumerate(FORMS)
+            ]
+            for data in ([DATA, DATA[1:]], [DATA[:1], DATA[:1]]):
+                parts = [own | {"data": of_it} for own, of_it in zip(every, data, strict=True)]
+                if step == 1 and session.world.size > 1:
+                    passed = operations.run("forward_backward_together", {"parts": parts} | how)
+                    found += passed["answers"]
+                else:
+                    found += [operations.run("forward_backward", part | how) for part in parts]
+            for number, own in enumerate(every):
                 found.append(
                     operations.run(
                         "optim_step", own | {"target": f"{number}/{step + 1}", "params": PARAMS}

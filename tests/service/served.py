@@ -77,12 +77,12 @@ class Model:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, **keys: Any) -> Iterator[Service]:
+def serving(folder: Path, model: Path, *, most_stacked: int = 8, **keys: Any) -> Iterator[Service]:
     """The service of a recipe; again in the same folder it is one that was started again."""
     with finetune.Session(recipe(folder, model, **keys)) as session:
         home = session.folder / "service"
         operations = Operations(session, home / "states")
-        service = Service(operations, home, operations.run)
+        service = Service(operations, home, operations.run, most_stacked=most_stacked)
         try:
             yield service
         finally:

@@ -1,6 +1,7 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(
             )
 
 
+def watch_operations(service: Service) -> list[str]:
+    """The names of the operations that are done from now on."""
+    done: list[str] = []
+    run = service._run
+
+    def watched(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        done.append(operation)
+        return run(operation, arguments)
+
+    service._run = watched
+    return done
+
+
 def train(client: Client, model: Model, data: list[list[dict[str, Any]]]) -> list[float]:
     losses = []
     for each in data:
@@ -131,28 +145,67 @@ def train(client: Client, model: Model, data: list[list[dict[str, Any]]]) -> lis
     return losses
 
 
-def test_eight_adapters_that_take_turns_have_the_losses_of_eight_runs_alone(
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def train_at_once(
+    service: Service, data: Mapping[int, list[list[dict[str, Any]]]]
+) -> dict[int, list[float]]:
+    """The losses of a model of each rank, all of whose requests wait at the same time."""
+    draw = random.Random(0)
+    clients = [Client(service), Client(service)]
+    models = {rank: clients[rank % 2].model(rank, seed=rank) for rank in RANKS}
+    losses: dict[int, list[float]] = {rank: [] for rank in RANKS}
+    for step in range(3):
+        promised = [(rank, models[rank].pass_data(data[rank][step])) for rank in RANKS]
+        steps = [models[rank].step() for rank in draw.sample(RANKS, 8)]
+        for rank, promise in promised:
+            losses[rank].append(read_outputs(clients[0].result(promise))[0])
+        for promise in steps:
+            assert "error" not in clients[0].result(promise)
+    return losses
+
+
+def test_eight_adapters_have_the_losses_of_eight_runs_alone(
     base: Path, rows: list[list[int]], tmp_path: Path
 ) -> None:
     draw = random.Random(0)
-    ranks = [1, 2, 3, 4, 5, 6, 7, 8]
-    data = {rank: [weighted(rows[rank % 3 :], draw) for _ in range(3)] for rank in ranks}
-    together: dict[int, list[float]] = {rank: [] for rank in ranks}
-    with serving(tmp_path / "together", base) as service:
-        clients = [Client(service), Client(service)]
-        models = {rank: clients[rank % 2].model(rank, seed=rank) for rank in ranks}
-        for step in range(3):
-            promised = [(rank, models[rank].pass_data(data[rank][step])) for rank in ranks]
-            steps = [models[rank].step() for rank in draw.sample(ranks, 8)]
-            for rank, promise in promised:
-                together[rank].append(read_outputs(clients[0].result(promise))[0])
-            for promise in steps:
-                assert "error" not in clients[0].result(promise)
-    for rank in ranks:
+    data = {rank: [weighted(rows[rank % 3 :], draw) for _ in range(3)] for rank in RANKS}
+    alone: dict[int, list[float]] = {}
+    for rank in RANKS:
         with serving(tmp_path / f"alone{rank}", base, lora_r=rank) as service:
             client = Client(service)
-            alone = train(client, client.model(rank, seed=rank), data[rank])
-        assert together[rank] == pytest.approx(alone, abs=1e-6 * max(alone)), rank
+            alone[rank] = train(client, client.model(rank, seed=rank), data[rank])
+    in_turn = {"forward_backward": 24, "forward_backward_together": 0}
+    in_one_pass = {"forward_backward": 0, "forward_backward_together": 3}
+    cases = [(1, True, in_turn), (8, True, in_one_pass), (8, False, in_one_pass)]
+    for most_stacked, packing, expected in cases:
+        folder = tmp_path / f"{most_stacked}-{packing}"
+        keys = {"most_stacked": most_stacked, "packing": packing, "max_length": 512}
+        with serving(folder, base, **keys) as service:
+            done = watch_operations(service)
+            losses = train_at_once(service, data)
+        assert {name: done.count(name) for name in expected} == expected
+        for rank in RANKS:
+            assert losses[rank] == pytest.approx(alone[rank], abs=1e-6 * max(alone[rank])), rank
+
+
+def test_one_models_fault_is_not_that_of_those_beside_it(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    data = [datum(ids, weights=1.0) for ids in rows]
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        models = [client.model(4, seed=number) for number in range(3)]
+        weights = state_of(service, models[1]) / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        service._run.__self__._adapters._held.clear()  # type: ignore[attr-defined]
+        done = watch_operations(service)
+        promised = [model.pass_data(data) for model in models]
+        first, damaged, last = (client.result(promise) for promise in promised)
+    assert done == ["forward_backward_together", *["forward_backward"] * 3]
+    assert "is damaged; load another checkpoint" in damaged["error"]
+    assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
 
 
 def test_a_restart_at_any_place_loses_nothing_that_was_promised(

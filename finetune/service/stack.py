@@ -1,0 +1,137 @@
+"""Several adapters in one pass of the base: each token is multiplied with the factors of its own
+adapter.
+
+The tokens of a micro-batch are sorted by adapter, so that the two products of a layer's adapters
+are grouped ones, as those of a mixture's experts. The factors are whole on every rank, beside the
+adapter in the model, which has no part in the pass.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config.module_names import is_adapter
+from finetune.config.schema import Recipe
+from finetune.constants import ADAPTER_NAME
+from finetune.data.batches import MicroBatch
+from finetune.distributed.model_parts import unwrap
+from finetune.distributed.world import World
+from finetune.models.experts import multiply_grouped
+from finetune.models.routing import find_routing
+
+Factors = tuple[Tensor, Tensor]  # A^T [adapters, in, rank], B^T [adapters, rank, out]
+
+
+def can_stack(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether adapters of a session's model may share a pass of it.
+
+    Not where layers are compiled, since a pass replaces their forward, and not where a loss is one
+    of all tokens, as that of routers is.
+    """
+    return not recipe.model.torch_compile and find_routing(unwrap(model)) is None
+
+
+class AdapterStack:
+    """The adapters of one pass, and their gradients."""
+
+    def __init__(
+        self, model: nn.Module, adapters: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
+    ) -> None:
+        """Stacks the adapters.
+
+        Args:
+            model: Of the session.
+            adapters: Of each its factors by parameter name, whole, all of the model's rank.
+            scales: Of each what its product is multiplied by.
+        """
+        transformer = unwrap(model)
+        device = next(iter(adapters[0].values())).device
+        self._names = [name for name, _ in transformer.named_parameters() if is_adapter(name)]
+        self._leaves = {
+            name: torch.stack([adapter[name].mT for adapter in adapters]).requires_grad_()
+            for name in self._names
+        }
+        self._scales = torch.tensor(scales, device=device)[:, None, None]
+        self._ends = torch.zeros(len(adapters), dtype=torch.int32, device=device)
+        self._layers: dict[Any, Factors] = {
+            layer: (
+                self._leaves[f"{name}.lora_A.{ADAPTER_NAME}.weight"],
+                self._leaves[f"{name}.lora_B.{ADAPTER_NAME}.weight"],
+            )
+            for name, layer in transformer.named_modules()
+            if hasattr(layer, "lora_A")
+        }
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The block in which the model's layers multiply with these adapters."""
+        with ExitStack() as restored:
+            for layer in self._layers:
+                layer.forward = _bind(self, layer)
+                restored.callback(delattr, layer, "forward")
+            yield
+
+    def deal(self, micro_batch: MicroBatch, owners: Sequence[int]) -> None:
+        """Says whose tokens the next forward has.
+
+        Args:
+            micro_batch: On the host, its examples sorted by owner.
+            owners: Of each example of the step, which adapter's it is.
+        """
+        counts = [0] * len(self._ends)
+        for example, tokens in zip(
+            micro_batch.example_ids, _count_tokens(micro_batch), strict=True
+        ):
+            counts[owners[example]] += tokens
+        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        ends[-1] = micro_batch.input_ids.numel()  # padding comes last, and has no loss
+        self._ends = ends.to(self._ends.device)
+
+    def multiply(self, layer: Any, inputs: Tensor) -> Tensor:
+        """The output [..., out] of an adapted layer for inputs [..., in], each token's with its own
+        adapter.
+        """
+        product: Tensor = layer.base_layer(inputs)
+        down, up = self._layers[layer]
+        with torch.autocast(inputs.device.type, enabled=False):
+            rows = inputs.reshape(-1, inputs.shape[-1]).to(product.dtype)
+            inner = multiply_grouped(rows, down, self._ends)
+            added = multiply_grouped(inner, up * self._scales, self._ends)
+        return product + added.view(product.shape)
+
+    def gather_gradients(self, world: World) -> list[dict[str, Tensor]]:
+        """Of each adapter the gradients by parameter name, whole, summed over the ranks."""
+        gradients = [_gradient_of(self._leaves[name]).flatten() for name in self._names]
+        summed = world.sum_over_groups(torch.cat(gradients))
+        parts = torch.split(summed, [self._leaves[name].numel() for name in self._names])
+        by_name = {
+            name: part.view_as(self._leaves[name]).mT
+            for name, part in zip(self._names, parts, strict=True)
+        }
+        return [
+            {name: gradient[number] for name, gradient in by_name.items()}
+            for number in range(len(self._scales))
+        ]
+
+
+def _bind(stack: AdapterStack, layer: Any) -> Any:
+    """The forward of a layer within the pass."""
+
+    def forward(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+        return stack.multiply(layer, inputs)
+
+    return forward
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _count_tokens(micro_batch: MicroBatch) -> Sequence[int]:
+    """Of each example how many positions of the forward it has."""
+    if micro_batch.cu_seq_lens is not None:
+        return micro_batch.document_lengths
+    return [micro_batch.input_ids.shape[1]] * len(micro_batch.example_ids)
