@@ -271,6 +271,13 @@ def add_service_options(serve: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
     )
+    _take(
+        serve,
+        "--vllm-server",
+        "URL",
+        "a vLLM server of the base that samples; it reads adapters from output_dir (default: the "
+        "model itself samples)",
+    )
     _take(serve, "--max-sessions", "N", "open at once (default: 64)", type=int, default=64)
     _take(serve, "--max-body", "SIZE", "of a request (default: 64MiB)", default="64MiB")
     _take(serve, "--max-disk", "SIZE", "of all states (default: 100GiB)", default="100GiB")

@@ -42,6 +42,7 @@ from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
     CacheReset,
+    Choice,
     ServedCompletion,
     ServedModels,
     ServerAnswer,
@@ -133,9 +134,52 @@ class VllmServer:
             )
         self.send("/update_weight_version", {"new_version": name})
 
-    def check(self, recipe: Recipe) -> str:
+    def complete(
+        self,
+        model: str,
+        request: Request,
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        vocabulary: int,
+        *,
+        may_be_aborted: bool = False,
+    ) -> Sampled:
+        """A completion. Raises `UserError` for an answer that cannot be learned from.
+
+        Args:
+            model: The name of the model or adapter that samples.
+            request, sampling: What is asked.
+            stop_ids: The tokens that end it.
+            vocabulary: The tokens that there are.
+            may_be_aborted: Whether we cut it ourselves.
+        """
+        most = sampling.limit(request)
+        how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
+        body = {
+            "model": model,
+            "prompt": list(request.prompt_ids),
+            "stop_token_ids": list(stop_ids),
+            **how,
+        }
+        body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
+        path = self.url + PATHS[ServedCompletion]
+        choice = read_answer(ServedCompletion, send(path, body, self.timeout), path).choices[0]
+        ids = choice.token_ids
+        logs = choice.logprobs.token_logprobs
+        ended = ENDS[choice.finish_reason]
+        if ended is Ended.ABORTED and not may_be_aborted:
+            raise UserError(f"{self.url}: a completion was aborted; does another run use it?")
+        fault = _find_fault(choice, most, stop_ids, vocabulary)
+        if fault is not None:
+            raise UserError(f"{self.url}: {fault}")
+        # an estimate of the entropy: the rest is not answered
+        return Sampled(ids, logs, -float(sum(logs)), ended)
+
+    def check(self, recipe: Recipe, *, any_temperature: bool = False) -> str:
         """What the server calls its model. Raises `UserError` where it cannot sample for this
         run.
+
+        any_temperature: Whether requests may have another temperature than the recipe's.
         """
         base = str(recipe.model.model_name_or_path)
         try:
@@ -163,13 +207,34 @@ class VllmServer:
                 f"vllm_server_base_url: {self.url}: has room for {room:,} tokens, but max_length "
                 f"is {most:,}; start it with --max-model-len {most}"
             )
-        if logprobs_mode != "processed_logprobs" and recipe.method.temperature != 1:
+        has_temperature = any_temperature or recipe.method.temperature != 1
+        if logprobs_mode != "processed_logprobs" and has_temperature:
             raise UserError(
                 f"vllm_server_base_url: {self.url}: gives log-probabilities without the "
                 f"temperature of {recipe.method.temperature:g}; start it with --logprobs-mode "
                 "processed_logprobs"
             )
         return served.id
+
+
+def _find_fault(choice: Choice, most: int, stop_ids: Sequence[int], vocabulary: int) -> str | None:
+    """What is wrong with a completion of at most so many tokens; None where nothing is."""
+    ids = choice.token_ids
+    ended = ENDS[choice.finish_reason]
+    scores = len(choice.logprobs.token_logprobs)
+    if len(ids) != scores:
+        return f"{len(ids)} tokens with {scores} log-probabilities"
+    if not ids and ended is not Ended.ABORTED:
+        return "a completion without a token"
+    if max(ids, default=0) >= vocabulary:
+        return f"a completion has the token {max(ids)}, but there are {vocabulary:,}"
+    if len(ids) > most:
+        return f"a completion of {len(ids)} tokens, where {most} were asked for"
+    if ended is Ended.CUT and len(ids) != most:
+        return f"a completion is cut after {len(ids)} of {most} tokens"
+    if ended is Ended.STOPPED and ids[-1] not in stop_ids:
+        return f"a completion without its last token: it stopped after {ids[-1]}"
+    return None
 
 
 def list_servers(recipe: Recipe) -> list[VllmServer]:
@@ -237,7 +302,7 @@ class VllmEngine:
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def _open_servers(self) -> list[str]:
-        """What each server calls its model. One that a killed run has left paused goes on."""
+        """What each server calls its model. Resumes one that a killed run has left paused."""
         names = check_servers(self._recipe)
         if self._recipe.rollout.max_staleness:
             for server in self._servers:
@@ -452,48 +517,17 @@ class VllmEngine:
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
-        """A server's completion. Raises `UserError` for an answer that cannot be learned from."""
         # all completions of a prompt at one server, which computes the prompt once
         place = request.seed[2] % len(self._servers)
-        url = self._servers[place].url
         model = self._name if self._recipe.lora.use_peft else self._served[place]
-        most = sampling.limit(request)
-        how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
-        body = {
-            "model": model,
-            "prompt": list(request.prompt_ids),
-            "stop_token_ids": self._stop_ids,
-            **how,
-        }
-        body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        path = url + PATHS[ServedCompletion]
-        answer = send(path, body, self._recipe.rollout.vllm_server_timeout)
-        choice = read_answer(ServedCompletion, answer, path).choices[0]
-        ids = choice.token_ids
-        logs = choice.logprobs.token_logprobs
-        ended = ENDS[choice.finish_reason]
-        if len(ids) != len(logs):
-            raise UserError(f"{url}: {len(ids)} tokens with {len(logs)} log-probabilities")
-        if ended is Ended.ABORTED and not self._recipe.rollout.max_staleness:
-            raise UserError(f"{url}: a completion was aborted; does another run use it?")
-        if not ids and ended is not Ended.ABORTED:
-            raise UserError(f"{url}: a completion without a token")
-        if max(ids, default=0) >= self._vocabulary:
-            raise UserError(
-                f"{url}: a completion has the token {max(ids)}, but there are {self._vocabulary:,}"
-            )
-        if len(ids) > most:
-            raise UserError(
-                f"{url}: a completion of {len(ids)} tokens, where {most} were asked for"
-            )
-        if ended is Ended.CUT and len(ids) != most:
-            raise UserError(f"{url}: a completion is cut after {len(ids)} of {most} tokens")
-        if ended is Ended.STOPPED and ids[-1] not in self._stop_ids:
-            raise UserError(
-                f"{url}: a completion without its last token: it stopped after {ids[-1]}"
-            )
-        # an estimate of the entropy: the rest is not answered
-        return Sampled(ids, logs, -float(sum(logs)), ended)
+        return self._servers[place].complete(
+            model,
+            request,
+            sampling,
+            self._stop_ids,
+            self._vocabulary,
+            may_be_aborted=bool(self._recipe.rollout.max_staleness),
+        )
 
 
 def _silent(_: str) -> None:

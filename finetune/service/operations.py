@@ -14,6 +14,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.gradients import without_gradient_sync
 from finetune.distributed.model_parts import unwrap
+from finetune.distributed.world import RankGroup
 from finetune.errors import AgreedError
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.rollout.embedded import EmbeddedEngine
@@ -21,6 +22,7 @@ from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
 from finetune.service.datums import Limits, by_datum, make_batch
 from finetune.service.losses import LOSSES
+from finetune.service.served_adapters import ServedAdapters
 from finetune.service.stack import AdapterStack, can_stack
 from finetune.session import Gradients, Session
 from finetune.training.objectives.objective import Measured
@@ -34,8 +36,11 @@ class Operations:
     arguments.
     """
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        """`folder`: of the adapters' states."""
+    def __init__(self, session: Session, folder: Path, vllm_server: str | None = None) -> None:
+        """Opens the adapters' states in `folder`.
+
+        vllm_server: The address of the server that samples; None: the model itself does.
+        """
         keys = session.recipe.optimization
         session.recipe = replace(
             session.recipe, optimization=replace(keys, on_nonfinite="skip", max_skipped_steps=2**31)
@@ -46,6 +51,12 @@ class Operations:
         config = text_config_of(unwrap(session.model).config)
         longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
         self.limits = Limits(config.vocab_size, longest)
+        self._samples_here = vllm_server is None
+        self._served: ServedAdapters | None = None
+        if vllm_server is not None and session.world.is_main:
+            self._served = ServedAdapters(
+                vllm_server, session.recipe, folder, self.limits.vocabulary
+            )
         self.can_stack = can_stack(session.model, session.recipe)
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
@@ -199,27 +210,46 @@ class Operations:
         """Completions of all requests together, each of which has its own numbers, and the
         log-probabilities of the prompts that ask for them.
         """
-        self._adapters.activate(state, form)
         session = self.session
-        recipe = session.recipe
         if stop_ids is None:
-            stop_ids = end_of_answer_ids(session.tokenizer, recipe.model.eot_tokens)
-        rows = recipe.rollout.per_device_generation_batch_size
-        engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
+            stop_ids = end_of_answer_ids(session.tokenizer, session.recipe.model.eot_tokens)
         asked = [
             Request(tuple(each["prompt"]), (each["seed"], number), each["max_tokens"])
             for each in requests
             for number in range(each["samples"])
         ]
-        mine = session.world.data_parallel
         how = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
+        scored = [each["prompt"] for each in requests if each["scores_prompt"]]
+        if self._samples_here or scored:
+            self._adapters.activate(state, form)
+        if self._samples_here:
+            every = self._sample_here(asked, how, stop_ids)
+        else:
+            every = RankGroup(session.world).on_main(
+                lambda: self._sample_there(state, asked, how, stop_ids)
+            )
+        return {"sampled": every, "prompts": self._score(scored)}
+
+    def _sample_here(
+        self, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
+    ) -> list[Answer]:
+        """By the adapter in the model; the ranks divide the requests."""
+        session = self.session
+        rows = session.recipe.rollout.per_device_generation_batch_size
+        engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
+        mine = session.world.data_parallel
         with session.computing():
             sampled = engine.sample(asked[mine.rank :: mine.size], how)
         by_rank = session.world.gather([each.as_json() for each in sampled])
         step = len(by_rank) // mine.size  # ranks that sample the same
-        every = [by_rank[i % mine.size * step][i // mine.size] for i in range(len(asked))]
-        scores = self._score([each["prompt"] for each in requests if each["scores_prompt"]])
-        return {"sampled": every, "prompts": scores}
+        return [by_rank[i % mine.size * step][i // mine.size] for i in range(len(asked))]
+
+    def _sample_there(
+        self, state: str | None, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
+    ) -> list[Answer]:
+        """By the vLLM server; for rank 0."""
+        assert self._served is not None
+        return [each.as_json() for each in self._served.sample(state, asked, how, stop_ids)]
 
     def _score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probabilities of each prompt's tokens after the first, by the adapter that is in

@@ -52,6 +52,8 @@ def serve_training_command(options: argparse.Namespace) -> int:
         )
     names = ("host", "port", "max_stacked", "max_sessions", "max_body", "max_disk")
     flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    if options.vllm_server is not None:
+        flags.append(f"--vllm-server={options.vllm_server}")
     return launch_script(options, recipe, SERVE, flags)
 
 
@@ -128,7 +130,7 @@ def main() -> None:
     stopping = _listen()
     with Session(recipe, sharding) as session:
         folder = session.folder / "service"
-        operations = Operations(session, folder / "states")
+        operations = Operations(session, folder / "states", options.vllm_server)
         if session.world.is_main:
             _lead(operations, folder, options, key, stopping)
         else:

@@ -106,13 +106,14 @@ class StandInVllm(ThreadingHTTPServer):
     def at_v1_load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
         with LOADING:
             base = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
-            self.adapted = {lora_name: PeftModel.from_pretrained(base, lora_path).eval()}
+            self.adapted[lora_name] = PeftModel.from_pretrained(base, lora_path).eval()
         self.adapters[lora_name] = lora_path
         self.loads.append(lora_path)
         return 200, f"Success: LoRA adapter '{lora_name}' added successfully."
 
     def at_v1_unload_lora_adapter(self, lora_name: str) -> Any:
         del self.adapters[lora_name]
+        del self.adapted[lora_name]
         return 200, f"Success: LoRA adapter '{lora_name}' removed successfully."
 
     def at_v1_completions(self, aborts: int, **body: Any) -> Any:

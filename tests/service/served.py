@@ -76,12 +76,27 @@ class Model:
         return self.send("optim_step", adam_params={"learning_rate": learning_rate, **params})
 
 
+def sample(client: Client, sampler: str, seq: int, prompt: list[int], **how: Any) -> dict[str, Any]:
+    """The promise of samples."""
+    more = {name: how.pop(name) for name in ("num_samples", "prompt_logprobs") if name in how}
+    chunks = [{"type": "encoded_text", "tokens": prompt}]
+    asked = {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "prompt": {"chunks": chunks},
+        "sampling_params": how,
+    }
+    return client.post("asample", asked | more)
+
+
 @contextmanager
-def serving(folder: Path, model: Path, *, most_stacked: int = 8, **keys: Any) -> Iterator[Service]:
+def serving(
+    folder: Path, model: Path, *, most_stacked: int = 8, vllm_server: str | None = None, **keys: Any
+) -> Iterator[Service]:
     """The service of a recipe; again in the same folder it is one that was started again."""
     with finetune.Session(recipe(folder, model, **keys)) as session:
         home = session.folder / "service"
-        operations = Operations(session, home / "states")
+        operations = Operations(session, home / "states", vllm_server)
         service = Service(operations, home, operations.run, most_stacked=most_stacked)
         try:
             yield service

@@ -15,7 +15,7 @@ from finetune.config.layout import Sharding
 from finetune.errors import UserError
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
-from tests.service.served import Client, Model, datum, read_outputs, read_samples, serving
+from tests.service.served import Client, Model, datum, read_outputs, read_samples, sample, serving
 
 TEXTS = (
     "Once upon a time there was a little dog.",
@@ -300,18 +300,6 @@ def test_weights_come_back_with_and_without_the_optimizer(
         assert client.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
         client.result(model.send("load_weights", path=path, optimizer=True))
         assert train(client, model, [data] * 2) == pytest.approx(expected, abs=1e-6)
-
-
-def sample(client: Client, sampler: str, seq: int, prompt: list[int], **how: Any) -> dict[str, Any]:
-    more = {name: how.pop(name) for name in ("num_samples", "prompt_logprobs") if name in how}
-    chunks = [{"type": "encoded_text", "tokens": prompt}]
-    asked = {
-        "sampling_session_id": sampler,
-        "seq_id": seq,
-        "prompt": {"chunks": chunks},
-        "sampling_params": how,
-    }
-    return client.post("asample", asked | more)
 
 
 def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(

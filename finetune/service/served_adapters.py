@@ -1,0 +1,68 @@
+"""Clients' adapters sampled by a vLLM server, which reads their states from disk."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from finetune.config.schema import Recipe
+from finetune.rollout.engine import Request, Sampled, Sampling
+from finetune.rollout.vllm import VllmServer
+from finetune.rollout.vllm_answers import ServedModels
+
+MOST_LOADED = 16  # adapters that the server knows at once
+
+
+class ServedAdapters:
+    """The states that a vLLM server samples from. For rank 0."""
+
+    def __init__(self, url: str, recipe: Recipe, states: Path, vocabulary: int) -> None:
+        """Raises `UserError` where the server cannot sample for the recipe's base.
+
+        Args:
+            url: Of the server's root.
+            recipe: Of the service.
+            states: The folder of all states.
+            vocabulary: The tokens that there are.
+        """
+        address = url.rstrip("/").removesuffix("/v1")
+        self._server = VllmServer(address, recipe.rollout.vllm_server_timeout)
+        self._base = self._server.check(recipe, any_temperature=True)
+        self._states = states.resolve()
+        self._vocabulary = vocabulary
+        self._threads = recipe.rollout.per_device_generation_batch_size
+
+    def sample(
+        self,
+        state: str | None,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+    ) -> list[Sampled]:
+        """A completion of each request, by the adapter of a state, or the base without one."""
+        model = self._base if state is None else self._load(state)
+
+        def complete(request: Request) -> Sampled:
+            return self._server.complete(model, request, sampling, stop_ids, self._vocabulary)
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            return list(pool.map(complete, requests))
+
+    def _load(self, state: str) -> str:
+        """Has the server know a state, in place of the oldest where there are many; returns the
+        name.
+        """
+        folder = self._states / state
+        loaded = [
+            each
+            for each in self._server.ask(ServedModels).data
+            if Path(each.root).is_relative_to(self._states)
+        ]
+        known = [each.id for each in loaded if Path(each.root) == folder]
+        if known:
+            return known[0]
+        for each in loaded[: len(loaded) + 1 - MOST_LOADED]:
+            self._server.send("/v1/unload_lora_adapter", {"lora_name": each.id})
+        name = f"{self._states.parents[1].name}/{state}".replace("/", "-")
+        body = {"lora_name": name, "lora_path": str(folder)}
+        self._server.send("/v1/load_lora_adapter", body)
+        return name
