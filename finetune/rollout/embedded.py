@@ -478,9 +478,7 @@ def _read(reader: _Reader, cache: DynamicCache, prompts: Sequence[_Prompt], pack
 def _read_padded(reader: _Reader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
     longest = max(len(prompt.ids) for prompt in prompts)
     ids, mask = (
-        torch.tensor(
-            [[0] * (longest - len(row)) + list(row) for row in rows], device=reader.device
-        )
+        torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=reader.device)
         for rows in (
             [prompt.ids for prompt in prompts],
             [[1] * len(prompt.ids) for prompt in prompts],
