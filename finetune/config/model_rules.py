@@ -814,7 +814,7 @@ RULES: tuple[Rule, ...] = (
         name="images beside tools",
         keys=("tools", "environment"),
         when=lambda c: c.images and samples(c) and (c["tools"] or c["environment"]),
-        message="{key}: rows hold images, beside which no tools were tried",
+        message="tools, environment: rows hold images, beside which no tools were tried",
         advice="remove the key, or these rows",
     ),
     Rule(

@@ -16,6 +16,7 @@ from finetune.config.reader import read_recipe
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import UserError
 from finetune.rollout.completion_rows import RowOptions, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
 from tests.data.world import Rank
@@ -245,6 +246,15 @@ def test_a_sampled_token_of_an_image_ends_a_completion_and_is_learned(tmp_path: 
     assert len(micro_batch.images["pixel_values"]) == 2
     assert (micro_batch.input_ids == 262).sum() == 2 * prompt.count(262)
     assert micro_batch.labels[micro_batch.labels >= 0].tolist() == [9, 262, 9, 8]
+
+
+def test_images_that_cross_attention_reads_are_refused(tmp_path: Path) -> None:
+    model = add_processor(make_vision_model(tmp_path / "model", "mllama"), "mllama")
+    keys = {"method": "grpo", "rewards": ["length"], "max_length": 400, "packing": True}
+    data = make_image_chat(tmp_path, rows=4)
+    recipe = read_recipe(write_recipe(tmp_path / "r.yaml", model, data, **keys))
+    with pytest.raises(UserError, match="rows hold images, which mllama reads by cross attention"):
+        prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
 
 
 def process_prompt(file: Path, row: int, processor: Any) -> dict[str, Any]:
