@@ -175,7 +175,7 @@ class EmbeddedEngine:
         """Nothing: what is sampled follows from the weights."""
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        reader = _Reader(unwrap(self._model), self._images, self._world.device)
+        reader = _PromptReader(unwrap(self._model), self._images, self._world.device)
         can_capture = _can_capture(self._world)
         wave = _Wave(reader, requests, sampling, self._stop_ids, can_capture=can_capture)
         wave.run()
@@ -198,7 +198,7 @@ class _Wave:
 
     def __init__(
         self,
-        reader: "_Reader",
+        reader: "_PromptReader",
         requests: Sequence[Request],
         sampling: Sampling,
         stop_ids: Tensor,
@@ -389,7 +389,7 @@ class _Prompt(NamedTuple):
     images: tuple[EncodedImage, ...]
 
 
-class _Reader(NamedTuple):
+class _PromptReader(NamedTuple):
     """What reads prompts."""
 
     transformer: Any
@@ -406,7 +406,7 @@ class _Read(NamedTuple):
 
 
 def _read_prompts(
-    reader: _Reader, requests: Sequence[Request], most: int
+    reader: _PromptReader, requests: Sequence[Request], most: int
 ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
     """Reads each prompt once, and gives each request a row of the cache that ends with the last
     token of its prompt.
@@ -452,7 +452,9 @@ def _read_prompts(
     )
 
 
-def _read(reader: _Reader, cache: DynamicCache, prompts: Sequence[_Prompt], packs: bool) -> _Read:
+def _read(
+    reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt], packs: bool
+) -> _Read:
     """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a
     padded one, as any with images are.
     """
@@ -475,7 +477,7 @@ def _read(reader: _Reader, cache: DynamicCache, prompts: Sequence[_Prompt], pack
     return _Read(logits, sizes, sizes[:, None])
 
 
-def _read_padded(reader: _Reader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
+def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
     longest = max(len(prompt.ids) for prompt in prompts)
     ids, mask = (
         torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=reader.device)
