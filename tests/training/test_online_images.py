@@ -91,6 +91,11 @@ def recipes(folder: Path) -> Callable[..., Path]:
         model = folder / family
         if not model.exists():
             add_processor(make_vision_model(model, family), family)
+            if family == "gemma3":  # of whose tokens the last would see no image through 16
+                config = (model / "config.json").read_text()
+                widened = config.replace('"sliding_window": 16', '"sliding_window": 32')
+                assert widened != config
+                (model / "config.json").write_text(widened)
         own = MODES[mode] | ({"trainable_modules": TOWER[family]} if mode == "tower" else {})
         keys = {
             "method": "grpo",
