@@ -203,3 +203,14 @@ def test_a_model_from_scratch_learns_to_say_what_a_picture_shows(
     ]
     right = [answer == row["answer"] for answer, row in zip(answers, lines(rows), strict=True)]
     assert sum(right) >= 90
+
+    # On colored backgrounds, which it has never seen, it learns the names by reward alone.
+    rewarded = tmp_path / "rewarded"
+    keys = ("--recipe", "quickstart_grpo_vision", f"model_name_or_path={run / 'export'}")
+    assert run_command((*QUICKSTART, *keys, f"output_dir={rewarded}"), timeout=1800).returncode == 0
+    first, last = (
+        float(str(line["eval_reward"]))
+        for line in lines(rewarded / "metrics.jsonl")
+        if "eval_reward" in line
+    )
+    assert first <= 0.7 and last >= first + 0.2

@@ -34,6 +34,7 @@ from finetune.config.rule import (
     is_fsdp1,
     model_layout_rule,
     model_rule,
+    samples,
 )
 from finetune.config.schema import Quantization
 from finetune.constants import LARGEST_FLASH_HEAD
@@ -793,10 +794,38 @@ RULES: tuple[Rule, ...] = (
         name="images of a method",
         keys=("method",),
         when=lambda c: (
-            c.images and (c.recipe.method_facts.rows == "ratings" or c.recipe.teacher is not None)
+            c.images
+            and (c.recipe.method_facts.rows == "ratings" or c.recipe.method_facts.needs_teacher)
         ),
         message="method: {method}: rows hold images, which it does not support",
         advice="use method: sft, or one that learns from pairs",
+    ),
+    Rule(
+        name="images that a server would read",
+        keys=("vllm_server_base_url",),
+        when=lambda c: c.images and samples(c) and c["vllm_server_base_url"],
+        message=(
+            "vllm_server_base_url: rows hold images, and a server reads images in a conversation "
+            "of its own making, whose ids would not be those that are trained"
+        ),
+        fix={"vllm_server_base_url": None},
+    ),
+    Rule(
+        name="images beside tools",
+        keys=("tools", "environment"),
+        when=lambda c: c.images and samples(c) and (c["tools"] or c["environment"]),
+        message="tools, environment: rows hold images, beside which no tools were tried",
+        advice="remove the key, or these rows",
+    ),
+    Rule(
+        name="images that are sampled across",
+        keys=("model_name_or_path", "model_config"),
+        when=lambda c: c.images and samples(c) and FAMILIES[c.images].images_are_read_across,
+        message=(
+            "{name}: rows hold images, which {images} reads by cross attention; completions are "
+            "sampled from a cache that keeps none of it"
+        ),
+        advice="name another model",
     ),
     Rule(
         name="images in compiled layers",

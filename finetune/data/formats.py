@@ -117,6 +117,11 @@ class Question:
     asked: Conversation | str
     row: str
 
+    @property
+    def images(self) -> tuple[Any, ...]:
+        """As the row names them."""
+        return () if isinstance(self.asked, str) else self.asked.images
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

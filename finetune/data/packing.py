@@ -394,7 +394,7 @@ def collate(
         micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
         if images is None:
             return micro_batch
-        return _add_images(micro_batch, examples, images)
+        return add_images(micro_batch, micro_batch.example_ids, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
     rated, mismatched = (
         _collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1)
@@ -421,12 +421,14 @@ def _collate(
     return micro_batch.with_documents()
 
 
-def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
+def add_images(
+    micro_batch: MicroBatch, ids: Sequence[int], examples: Examples, images: ImageProcessor
+) -> MicroBatch:
     """The micro-batch with the pixels of its documents' images.
 
+    `ids`: of each document the example whose images it has.
     Raises `UserError` where one cannot be read.
     """
-    ids = micro_batch.example_ids
     read = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
         inputs = images.make_inputs(read) if read else images.blank_inputs

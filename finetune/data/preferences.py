@@ -38,7 +38,9 @@ from finetune.data.formats import (
     take_question,
     without_training,
 )
+from finetune.data.images import holds_images
 from finetune.data.messages import (
+    IMAGE,
     BadRow,
     Message,
     count_common,
@@ -581,10 +583,6 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
         )
     has_answer = role_of(turns[-1]) in ("assistant", "gpt")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
-    if conversation.images:
-        raise BadRow(
-            "images: completions are sampled of text alone; remove the images, or these rows"
-        )
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
         raise BadRow(
             f"{name}: the prompt is empty, or it does not end where the assistant would answer"
@@ -594,6 +592,12 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     messages = conversation.messages[:-1]
     asked = replace(conversation, messages=messages, trained=(False,) * len(messages))
     variables = {**(source.chat_template_kwargs or {}), **conversation.variables}
+    if conversation.images:  # which rewards do not get
+        kept_row = {
+            key: value
+            for key, value in kept_row.items()
+            if key != name and not holds_images(key, value)
+        }
     kept = _keep(kept_row, list(messages), answer, variables=variables, tools=conversation.tools)
     return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
 
@@ -648,6 +652,10 @@ def check_prompt(question: Question, text: str, has_template: bool) -> Iterator[
     if not has_template:
         yield "plain_template"
     for role, name in (("system", "system_dropped"), ("user", "user_dropped")):
-        contents = [m["content"].strip() for m in question.asked.messages if m["role"] == role]
+        contents = [
+            m["content"].rpartition(IMAGE)[2].strip()
+            for m in question.asked.messages
+            if m["role"] == role
+        ]
         if any(content.rpartition("\n")[2].strip() not in text for content in contents):
             yield name

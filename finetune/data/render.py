@@ -519,8 +519,8 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
                 "a prompt as text has no chat template, which describes the tools; make it messages"
             )
         return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
-    messages = read_messages(question, renderer)
-    own = add_variables(renderer, question.variables)
+    own = add_variables(read_parts(renderer) if question.images else renderer, question.variables)
+    messages = read_messages(question, own)
     if own.environments:
         row = json.loads(document.row)
         choose_environment(own.environments, row["columns"])  # or it says that there is none
@@ -595,12 +595,12 @@ def write_images(
     """
     if not images:
         return text
-    assert isinstance(document, Conversation) and renderer.images is not None
+    conversation = document.asked if isinstance(document, Question) else document
+    assert isinstance(conversation, Conversation) and renderer.images is not None
     token = find_image_token(renderer)
-    last = max(text.turns, default=len(document.messages))
-    counts = [
-        sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)
-    ]
+    messages = conversation.messages
+    last = max(text.turns, default=len(messages))
+    counts = [sum(m["content"].count(IMAGE) for m in messages[:end]) for end in (last + 1, None)]
     written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
     if written_places not in counts or typed:

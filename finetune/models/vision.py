@@ -225,6 +225,27 @@ def _arguments_of(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
         hook.remove()
 
 
+def find_prompt_positions(
+    model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(the positions of prompts as the model's forward reads them; int64[rows, 1], that of the
+    token after each prompt).
+
+    Args:
+        model: An `...ForConditionalGeneration`.
+        ids: int64[rows, tokens], padded on the left.
+        mask: int64[rows, tokens], 0 where padding.
+        inputs: The arguments of its forward for their images, of all rows.
+    """
+    base = base_of(model)
+    text = (mask.cumsum(1) - 1).clamp(min=0)
+    if not hasattr(base, "get_rope_index"):
+        return text, mask.sum(1, keepdim=True)
+    keys = {name: inputs[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+    placed = base.get_rope_index(ids, attention_mask=mask, **keys)[0]
+    return torch.cat([text[None], placed]), placed.amax((0, 2))[:, None] + 1
+
+
 def _find_positions(
     base: Any,
     ids: Tensor,

@@ -176,17 +176,18 @@ class Sampler:
         requests = []
         for place, example_id in enumerate(example_ids.tolist(), first_place):
             prompt = tuple(examples[example_id].input_ids.tolist())
+            images = tuple(examples.read_images(example_id))
             seeds = (
                 (self.recipe.run.seed, step, place, generation) for generation in range(generations)
             )
-            requests += [Request(prompt, seed) for seed in seeds]
+            requests += [Request(prompt, seed, images=images) for seed in seeds]
         return requests
 
-    @property
-    def row_options(self) -> RowOptions:
-        """How this rank lays out completions."""
+    def make_row_options(self, prompts: StoredBatches) -> RowOptions:
+        """How this rank lays out completions of `prompts`."""
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
-        return RowOptions(self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts)
+        rank = self.world.data_parallel
+        return RowOptions(self.recipe, rank, pad_token_id, self.shares_prompts, prompts)
 
     def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
         """A completion of each request. Each tensor parallel group samples a share, which all of
@@ -337,7 +338,11 @@ class Rollouts:
         if self._is_ahead:  # what is sampled next has the weights after this step
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
-        return replace(make_step_batch(rollout, self.sampler.row_options), step=step, epoch=epoch)
+        return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
+
+    @property
+    def _row_options(self) -> RowOptions:
+        return self.sampler.make_row_options(self.prompts)
 
     @property
     def _is_ahead(self) -> bool:
@@ -440,7 +445,7 @@ class Rollouts:
         By completion: each later step deals the completions to ranks again, and a resumed run may
         have other ranks.
         """
-        batch = lay_out(rollout, self.sampler.row_options)
+        batch = lay_out(rollout, self._row_options)
         own: list[list[Any]] = []
         for micro_batch, values in zip(batch.micro_batches, score(batch), strict=True):
             own += [list(item) for item in collect_by_completion(micro_batch, values).items()]

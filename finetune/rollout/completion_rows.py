@@ -17,8 +17,11 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Example
+from finetune.data.images import ImageProcessor
 from finetune.data.packing import (
     BatchConfig,
+    StoredBatches,
+    add_images,
     arrange_epoch,
     deal_rows,
     make_filler,
@@ -59,6 +62,12 @@ class RowOptions:
     rank: DataParallelRank
     pad_token_id: int
     shares_prompts: bool  # whether a prompt lies in a row once for several completions
+    prompts: StoredBatches | None = None  # which have their images
+
+    @property
+    def images(self) -> ImageProcessor | None:
+        """Of the prompts; None where they hold none."""
+        return None if self.prompts is None else self.prompts.images
 
 
 def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
@@ -82,9 +91,7 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     rows_together = _count_rows_together(rollout, options)
     row_tokens = rows_together * recipe.data.max_length
     groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)
-    pieces = [
-        _make_piece(places, rollout, recipe.rollout.mask_truncated_completions) for places in groups
-    ]
+    pieces = [_make_piece(places, rollout, options) for places in groups]
     lengths = np.array([sum(document.length for document in piece) for piece in pieces], np.int32)
     config = BatchConfig(
         seed=recipe.run.seed,
@@ -102,7 +109,10 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     return StepBatch(
         step=0,
         epoch=0.0,
-        micro_batches=tuple(_make_micro_batch([pieces[i] for i in ids], options) for ids in dealt),
+        micro_batches=tuple(
+            _add_images(_make_micro_batch([pieces[i] for i in ids], options), rollout, options)
+            for ids in dealt
+        ),
         tokens=int(lengths.sum()),
         trained_tokens=trained_tokens,
         chosen_tokens=trained_tokens,
@@ -149,13 +159,15 @@ def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
         yield together
 
 
-def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) -> Piece:
+def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) -> Piece:
     """The documents of completions at `places` with one prompt, which is a document of its own if
     they share it.
     """
     *prompt, last = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
     is_shared = len(places) > 1
+    masks_truncated = options.recipe.rollout.mask_truncated_completions
+    image_ids = () if options.images is None else options.images.token_ids
     if is_shared:
         piece = [_make_document(prompt, prompt_labels, 0, None)]
     else:
@@ -164,6 +176,9 @@ def _make_piece(places: Sequence[int], rollout: Rollout, masks_truncated: bool) 
         completion = rollout.sampled[place]
         is_learned = not (masks_truncated and completion.ended is Ended.CUT)
         ids = [last, *completion.token_ids]
+        # A completion ends where an image's token is sampled: nothing reads it, and no image is
+        # put in its place.
+        ids[-1] = last if ids[-1] in image_ids else ids[-1]
         labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
         if is_shared:
             piece.append(_make_document(ids, labels, len(prompt), place))
@@ -196,6 +211,14 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
     if len(completions) == len(documents):
         return micro_batch
     return _continue_prompts(micro_batch, documents)
+
+
+def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) -> MicroBatch:
+    """A micro-batch of completions with the images of their prompts, where prompts hold any."""
+    if options.prompts is None or options.images is None:
+        return micro_batch
+    ids = rollout.example_ids[list(micro_batch.example_ids)].tolist()
+    return add_images(micro_batch, ids, options.prompts.examples, options.images)
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:

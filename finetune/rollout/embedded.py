@@ -4,8 +4,9 @@ cache.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from transformers.cache_utils import DynamicLayer
 
 from finetune.config.pretrained import text_config_of
 from finetune.constants import PROMPTS_AT_ONCE
+from finetune.data.images import EncodedImage, ImageProcessor
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import keep_gathered
 from finetune.distributed.world import World
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
+from finetune.models.vision import find_prompt_positions
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
 # After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended
@@ -135,8 +138,16 @@ class EmbeddedEngine:
     A prompt is read once for all of its completions. A completion that has ended leaves the batch.
     """
 
-    def __init__(self, model: nn.Module, world: World, stop_ids: Sequence[int], rows: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        stop_ids: Sequence[int],
+        rows: int,
+        images: ImageProcessor | None = None,
+    ) -> None:
         self._model = model
+        self._images = images
         self._world = world
         self._rows = rows
         self._stop_ids = torch.tensor(sorted(stop_ids), device=world.device)
@@ -164,10 +175,9 @@ class EmbeddedEngine:
         """Nothing: what is sampled follows from the weights."""
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        transformer: Any = unwrap(self._model)
-        wave = _Wave(
-            transformer, requests, sampling, self._stop_ids, can_capture=_can_capture(self._world)
-        )
+        reader = _PromptReader(unwrap(self._model), self._images, self._world.device)
+        can_capture = _can_capture(self._world)
+        wave = _Wave(reader, requests, sampling, self._stop_ids, can_capture=can_capture)
         wave.run()
         return wave.read()
 
@@ -188,7 +198,7 @@ class _Wave:
 
     def __init__(
         self,
-        transformer: Any,
+        reader: "_PromptReader",
         requests: Sequence[Request],
         sampling: Sampling,
         stop_ids: Tensor,
@@ -197,12 +207,12 @@ class _Wave:
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
-        self._transformer = transformer
+        self._transformer = reader.transformer
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._most = max(limits)
         self._cache, self._mask, self._positions, self._logits = _read_prompts(
-            transformer, requests, self._most, device
+            reader, requests, self._most
         )
         self._longest = self._mask.shape[-1] - self._most  # tokens of a prompt, padding included
         self._places = torch.arange(self._mask.shape[-1], device=device)
@@ -374,8 +384,29 @@ class _CapturedStep:
         return True
 
 
+class _Prompt(NamedTuple):
+    ids: tuple[int, ...]
+    images: tuple[EncodedImage, ...]
+
+
+class _PromptReader(NamedTuple):
+    """What reads prompts."""
+
+    transformer: Any
+    images: ImageProcessor | None  # None: no prompt holds any
+    device: torch.device
+
+
+class _Read(NamedTuple):
+    """Prompts that are in a cache."""
+
+    logits: Tensor  # fp32[prompts, vocabulary]: after each
+    sizes: Tensor  # int64[prompts]: the tokens of each in the cache, padding before it included
+    positions: Tensor  # int64[prompts, 1]: of the token after each
+
+
 def _read_prompts(
-    transformer: Any, requests: Sequence[Request], most: int, device: torch.device
+    reader: _PromptReader, requests: Sequence[Request], most: int
 ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
     """Reads each prompt once, and gives each request a row of the cache that ends with the last
     token of its prompt.
@@ -385,12 +416,14 @@ def _read_prompts(
         or bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the
         logits after each prompt.
     """
-    prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
+    device = reader.device
+    of_requests = [_Prompt(request.prompt_ids, request.images) for request in requests]
+    prompts = sorted(dict.fromkeys(of_requests), key=lambda prompt: len(prompt.ids))
     number = {prompt: index for index, prompt in enumerate(prompts)}
-    of_request = torch.tensor([number[request.prompt_ids] for request in requests], device=device)
-    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    longest = len(prompts[-1])
-    config = text_config_of(transformer.config)
+    of_request = torch.tensor([number[prompt] for prompt in of_requests], device=device)
+    lengths = torch.tensor([[len(prompt.ids)] for prompt in prompts], device=device)
+    longest = len(prompts[-1].ids)
+    config = text_config_of(reader.transformer.config)
     mask = (torch.arange(longest + most, device=device) >= longest - lengths)[of_request]
     cache = make_cache(config, longest + most)
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
@@ -401,60 +434,69 @@ def _read_prompts(
             for start in range(0, len(prompts), PROMPTS_AT_ONCE)
         ]
         parts = [DynamicCache(config=config) for _ in some]
-        read = [_read(transformer, *each, device, packs) for each in zip(parts, some, strict=True)]
-        logits = torch.cat([prompt_logits for prompt_logits, _ in read])
-        ends = torch.cat([sizes for _, sizes in read]).cumsum(0)[:, None]
+        reads = [_read(reader, *each, packs) for each in zip(parts, some, strict=True)]
+        read = _Read(*map(torch.cat, zip(*reads, strict=True)))
+        ends = read.sizes.cumsum(0)[:, None]
         # What is before a prompt is masked, but it must not be nan: its first token stands there.
         tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
         for layer in cache.layers:
             layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
     else:
-        logits, _ = _read(transformer, cache, prompts, device, packs)
+        read = _read(reader, cache, prompts, packs)
         cache.reorder_cache(of_request)
     return (
         cache,
         mask[:, None, None] if packs else mask.long(),
-        lengths[of_request],
-        logits[of_request],
+        read.positions[of_request],
+        read.logits[of_request],
     )
 
 
 def _read(
-    transformer: Any,
-    cache: DynamicCache,
-    prompts: Sequence[Sequence[int]],
-    device: torch.device,
-    packs: bool,
-) -> tuple[Tensor, Tensor]:
+    reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt], packs: bool
+) -> _Read:
     """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a
-    padded one.
-
-    Returns:
-        The logits after each; int64[prompts]: the tokens that each has in the cache, padding before
-        it included.
+    padded one, as any with images are.
     """
-    lengths = tuple(map(len, prompts))
-    sizes = torch.tensor(lengths if packs else [max(lengths)] * len(lengths), device=device)
-    if packs:
-        ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-        ends = sizes.cumsum(0)
-        keys: dict[str, Any] = {
-            "use_cache": False,
-            "logits_to_keep": ends - 1,
-            "packed_lengths": lengths,
-        }
-        keys |= {"cu_seq_lens": F.pad(ends, (1, 0)).int(), "max_document_length": max(lengths)}
-    else:
-        ids, mask = (
-            torch.tensor(
-                [[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device
-            )
-            for rows in (prompts, [[1] * length for length in lengths])
+    if any(prompt.images for prompt in prompts) or not packs:
+        return _read_padded(reader, cache, prompts)
+    device = reader.device
+    lengths = tuple(len(prompt.ids) for prompt in prompts)
+    sizes = torch.tensor(lengths, device=device)
+    ids = torch.tensor([list(chain.from_iterable(prompt.ids for prompt in prompts))], device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    ends = sizes.cumsum(0)
+    keys: dict[str, Any] = {
+        "use_cache": False,
+        "logits_to_keep": ends - 1,
+        "packed_lengths": lengths,
+        "cu_seq_lens": F.pad(ends, (1, 0)).int(),
+        "max_document_length": max(lengths),
+    }
+    logits = _forward(reader.transformer, cache, ids, positions, **keys)
+    return _Read(logits, sizes, sizes[:, None])
+
+
+def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
+    longest = max(len(prompt.ids) for prompt in prompts)
+    ids, mask = (
+        torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=reader.device)
+        for rows in (
+            [prompt.ids for prompt in prompts],
+            [[1] * len(prompt.ids) for prompt in prompts],
         )
+    )
+    images = list(chain.from_iterable(prompt.images for prompt in prompts))
+    inputs: Mapping[str, Any] = {}
+    if images:
+        assert reader.images is not None
+        inputs = reader.images.make_generation_inputs(reader.transformer, ids, images)
+        positions, following = find_prompt_positions(reader.transformer, ids, mask, inputs)
+    else:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        keys = {"attention_mask": mask}
-    return _forward(transformer, cache, ids, positions, **keys), sizes
+        following = mask.sum(1, keepdim=True)
+    logits = _forward(reader.transformer, cache, ids, positions, attention_mask=mask, **inputs)
+    return _Read(logits, torch.full((len(prompts),), longest, device=reader.device), following)
 
 
 def _forward(

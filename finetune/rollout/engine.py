@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
+from finetune.data.images import EncodedImage
 
 
 class Ended(Enum):
@@ -31,6 +32,7 @@ class Request(NamedTuple):
     # of the prompt in it, which completion of the prompt, and numbers of its parts
     seed: tuple[int, ...]
     max_tokens: int | None = None  # fewer than those of the `Sampling`
+    images: tuple[EncodedImage, ...] = ()  # of the prompt
 
     def draw_uniforms(self, tokens: int) -> NDArray[np.float64]:
         """float64[tokens]: a number in [0, 1) for each token."""

@@ -18,6 +18,7 @@ from make import BEGIN, END, HELD_OUT, PAD, train_tokenizer
 from PIL import Image
 
 TRAINED = 4_000
+PROMPTS = 1_000  # of the quickstart for rewards, on other backgrounds
 SEED = 27
 SIDE, PATCH = 28, 4  # pixels
 IMAGE = "<|image|>"
@@ -30,7 +31,16 @@ COLORS = {
     "purple": (150, 60, 190),
     "orange": (245, 140, 30),
 }
-BACKGROUNDS = (0, 40, 90, 200, 255)  # grays
+Color = tuple[int, int, int]
+GRAYS: tuple[Color, ...] = tuple((gray, gray, gray) for gray in (0, 40, 90, 200, 255))
+# pink, teal, navy, brown, pale green
+COLORED: tuple[Color, ...] = (
+    (250, 190, 200),
+    (0, 120, 120),
+    (30, 30, 90),
+    (120, 70, 30),
+    (190, 215, 140),
+)
 
 # Whether a point is in a shape that reaches from -1 to 1 in both directions; y points down.
 SHAPES: Mapping[str, Callable[[float, float], bool]] = {
@@ -63,13 +73,15 @@ CHAT_TEMPLATE = """\
 """
 
 
-def draw(shape: str, color: str, chance: random.Random) -> Image.Image:
-    """A shape of some size, somewhere on a gray background."""
+def draw(
+    shape: str, color: str, backgrounds: tuple[Color, ...], chance: random.Random
+) -> Image.Image:
+    """A shape of some size, somewhere on one of the backgrounds."""
     radius = chance.uniform(7, 11)
     left, top = chance.uniform(radius, SIDE - 1 - radius), chance.uniform(radius, SIDE - 1 - radius)
-    gray = chance.choice(BACKGROUNDS)
+    background = chance.choice(backgrounds)
     picture = Image.new("P", (SIDE, SIDE))
-    picture.putpalette((gray, gray, gray, *COLORS[color]))
+    picture.putpalette((*background, *COLORS[color]))
     places = ((x, y) for y in range(SIDE) for x in range(SIDE))
     picture.putdata(
         [int(SHAPES[shape]((x - left) / radius, (y - top) / radius)) for x, y in places]
@@ -77,27 +89,38 @@ def draw(shape: str, color: str, chance: random.Random) -> Image.Image:
     return picture
 
 
-def make_row(chance: random.Random) -> dict[str, str]:
+def make_row(backgrounds: tuple[Color, ...], chance: random.Random) -> dict[str, str]:
     """A question about a picture, and its answer."""
     color, shape = chance.choice(list(COLORS)), chance.choice(list(SHAPES))
     encoded = BytesIO()
-    draw(shape, color, chance).save(encoded, "PNG", bits=1)
+    draw(shape, color, backgrounds, chance).save(encoded, "PNG", bits=1)
     url = "data:image/png;base64," + base64.b64encode(encoded.getvalue()).decode()
     return {"image": url, "question": chance.choice(QUESTIONS), "answer": f"{color} {shape}"}
 
 
+def make_rows(
+    count: int, backgrounds: tuple[Color, ...], chance: random.Random
+) -> list[dict[str, str]]:
+    """Rows of which no two have the same picture."""
+    rows = dict[str, dict[str, str]]()
+    while len(rows) < count:
+        row = make_row(backgrounds, chance)
+        rows.setdefault(row["image"], row)
+    return list(rows.values())
+
+
 def make(folder: Path) -> None:
-    """Writes train.jsonl, heldout.jsonl, and the files of the tokenizer and the processor into
-    `folder`.
+    """Writes train.jsonl, heldout.jsonl, those of colored backgrounds, and the files of the
+    tokenizer and the processor into `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    chance, rows = random.Random(SEED), dict[str, dict[str, str]]()
-    while len(rows) < TRAINED + HELD_OUT:  # no picture twice
-        row = make_row(chance)
-        rows.setdefault(row["image"], row)
-    held_out, train = list(rows.values())[:HELD_OUT], list(rows.values())[HELD_OUT:]
-    for name, part in (("train", train), ("heldout", held_out)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    train: list[dict[str, str]] = []
+    for kind, count, backgrounds in (("colored_", PROMPTS, COLORED), ("", TRAINED, GRAYS)):
+        rows = make_rows(count + HELD_OUT, backgrounds, random.Random(SEED))
+        train = rows[HELD_OUT:]
+        for name, part in (("train", train), ("heldout", rows[:HELD_OUT])):
+            text = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / f"{kind}{name}.jsonl").write_text(text)
 
     tokenizer = train_tokenizer(
         text for row in train for text in (row["question"], row["answer"], " " + row["answer"])

@@ -384,6 +384,9 @@ def test_inspect_shows_where_images_stand(
     assert "1 image, which take 2 (" in printed
 
 
+SAMPLED = {"method": "grpo", "rewards": ["length"], "max_completion_length": 16}
+
+
 def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: Path) -> None:
     draw_image(tmp_path / "0.png", 0)
     row = chat({"type": "image", "path": "0.png"}, "What?")
@@ -399,9 +402,17 @@ def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: P
         ),
         ("method: kto: rows hold images, which it does not support", {"method": "kto"}),
         ("torch_compile: rows hold images", {"torch_compile": True}),
+        (
+            "vllm_server_base_url: rows hold images",
+            SAMPLED | {"vllm_server_base_url": "http://127.0.0.1:1"},
+        ),
+        (
+            "tools, environment: rows hold images",
+            SAMPLED | {"environment": "openenv:http://127.0.0.1:1"},
+        ),
     ]
     for words, keys in refused:
-        data = write_rows(tmp_path, rated if "method" in keys else [row])
+        data = write_rows(tmp_path, rated if keys.get("method") == "kto" else [row])
         with pytest.raises(UserError, match=words):
             prepare(model, data, **keys)
 

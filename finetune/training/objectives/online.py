@@ -90,7 +90,12 @@ def _make_engine(
     keys = recipe.rollout
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     if keys.vllm_server_base_url is None:
-        return EmbeddedEngine(model, world, stop_ids, keys.per_device_generation_batch_size)
+        rows = keys.per_device_generation_batch_size
+        if data.images is None:
+            return EmbeddedEngine(model, world, stop_ids, rows)
+        images = data.tokenizer.images
+        # An image's token has no meaning in an answer, and nothing can follow it.
+        return EmbeddedEngine(model, world, [*stop_ids, *images.token_ids], rows, images)
     if folder is None:
         raise UserError(
             "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
