@@ -34,6 +34,7 @@ from finetune.config.rule import (
     is_fsdp1,
     model_layout_rule,
     model_rule,
+    samples,
 )
 from finetune.config.schema import Quantization
 from finetune.constants import LARGEST_FLASH_HEAD
@@ -527,6 +528,14 @@ RULES: tuple[Rule, ...] = (
         message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",
         advice="remove it",
         fix={"router_aux_loss_coef": None},
+    ),
+    model_rule(
+        "replayed routing of a dense model",
+        "routing_replay",
+        when=lambda c: samples(c) and c["routing_replay"] and not c.model.experts,
+        message="routing_replay: {name} is a dense model ({model.model_type})",
+        advice="remove it",
+        fix={"routing_replay": False},
     ),
     model_rule(
         "no auxiliary loss in the family",

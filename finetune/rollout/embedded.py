@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -21,6 +22,7 @@ from finetune.distributed.parallelize import keep_gathered
 from finetune.distributed.world import World
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
+from finetune.models.routing import Routing
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
 # After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended
@@ -135,8 +137,17 @@ class EmbeddedEngine:
     A prompt is read once for all of its completions. A completion that has ended leaves the batch.
     """
 
-    def __init__(self, model: nn.Module, world: World, stop_ids: Sequence[int], rows: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        stop_ids: Sequence[int],
+        rows: int,
+        routing: Routing | None = None,
+    ) -> None:
+        """`routing`: of the model, where the experts that it chooses are part of a completion."""
         self._model = model
+        self._routing = routing
         self._world = world
         self._rows = rows
         self._stop_ids = torch.tensor(sorted(stop_ids), device=world.device)
@@ -156,7 +167,11 @@ class EmbeddedEngine:
                 requests[start : start + self._rows]
                 for start in range(0, len(requests), self._rows)
             )
+            if self._routing is not None:
+                self._routing.record()
             sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
+            if self._routing is not None:
+                self._routing.end_record()
         self._model.train(was_training)
         return sampled
 
@@ -166,7 +181,12 @@ class EmbeddedEngine:
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         transformer: Any = unwrap(self._model)
         wave = _Wave(
-            transformer, requests, sampling, self._stop_ids, can_capture=_can_capture(self._world)
+            transformer,
+            requests,
+            sampling,
+            self._stop_ids,
+            can_capture=_can_capture(self._world),
+            routing=self._routing,
         )
         wave.run()
         return wave.read()
@@ -194,6 +214,7 @@ class _Wave:
         stop_ids: Tensor,
         *,
         can_capture: bool,
+        routing: Routing | None,
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
@@ -201,9 +222,18 @@ class _Wave:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._most = max(limits)
-        self._cache, self._mask, self._positions, self._logits = _read_prompts(
+        self._cache, self._mask, self._positions, self._logits, ends = _read_prompts(
             transformer, requests, self._most, device
         )
+        self._routing = routing
+        if routing is not None:
+            read = routing.take_choices()
+            self._experts_of_prompts = [
+                read[end - len(request.prompt_ids) : end].cpu().numpy()
+                for end, request in zip(ends.flatten().tolist(), requests, strict=True)
+            ]
+            # [requests, tokens, layers, chosen]: of each token that was sampled and read
+            self._experts = read.new_full((len(requests), self._most, *read.shape[1:]), -1)
         self._longest = self._mask.shape[-1] - self._most  # tokens of a prompt, padding included
         self._places = torch.arange(self._mask.shape[-1], device=device)
         # By request.
@@ -246,10 +276,7 @@ class _Wave:
         if self._graph is None:
             mask = self._mask[..., :seen]
             positions = self._positions + (step - 1)
-            logits = _forward(
-                self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
-            )
-            self._draw(logits)
+            self._read_drawn(positions, mask)
         else:
             shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
             self._graph.run(len(self._drawn), shown)
@@ -261,9 +288,15 @@ class _Wave:
             layer.fix(place, shown)
         mask = self._mask[..., :shown] & (self._places[:shown] <= place)
         positions = self._positions + self._step - 1
+        self._read_drawn(positions, mask)
+
+    def _read_drawn(self, positions: Tensor, mask: Tensor) -> None:
+        """Reads the tokens that were drawn last, and draws the next."""
         logits = _forward(
             self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
         )
+        if self._routing is not None:
+            self._experts[self._requests, self._step - 1] = self._routing.take_choices()
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
@@ -316,6 +349,7 @@ class _Wave:
             self._entropies.sum(1).tolist(),
             self._lengths.tolist(),
             self._is_stopped.tolist(),
+            self._list_experts(),
             strict=True,
         )
         return [
@@ -324,9 +358,24 @@ class _Wave:
                 log_probabilities[:length].tolist(),
                 entropy,
                 Ended.STOPPED if is_stopped else Ended.CUT,
+                experts=experts,
             )
-            for tokens, log_probabilities, entropy, length, is_stopped in by_request
+            for tokens, log_probabilities, entropy, length, is_stopped, experts in by_request
         ]
+
+    def _list_experts(self) -> Sequence[NDArray[np.int16] | None]:
+        """Of each request the experts of its prompt and its completion, whose last token is not
+        read.
+        """
+        lengths = self._lengths.tolist()
+        if self._routing is None:
+            return [None] * len(lengths)
+        sampled = self._experts.cpu().numpy()
+        listed = []
+        for prompt, own, length in zip(self._experts_of_prompts, sampled, lengths, strict=True):
+            own[length - 1] = -1
+            listed.append(np.concatenate((prompt, own[:length])))
+        return listed
 
 
 class _CapturedStep:
@@ -376,14 +425,14 @@ class _CapturedStep:
 
 def _read_prompts(
     transformer: Any, requests: Sequence[Request], most: int, device: torch.device
-) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+) -> tuple[DynamicCache, Tensor, Tensor, Tensor, Tensor]:
     """Reads each prompt once, and gives each request a row of the cache that ends with the last
     token of its prompt.
 
     Returns:
         The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens]
         or bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the
-        logits after each prompt.
+        logits after each prompt; where each prompt ends among all tokens read, int64[requests, 1].
     """
     prompts = sorted(dict.fromkeys(request.prompt_ids for request in requests), key=len)
     number = {prompt: index for index, prompt in enumerate(prompts)}
@@ -409,13 +458,15 @@ def _read_prompts(
         for layer in cache.layers:
             layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
     else:
-        logits, _ = _read(transformer, cache, prompts, device, packs)
+        logits, sizes = _read(transformer, cache, prompts, device, packs)
+        ends = sizes.cumsum(0)[:, None]
         cache.reorder_cache(of_request)
     return (
         cache,
         mask[:, None, None] if packs else mask.long(),
         lengths[of_request],
         logits[of_request],
+        ends[of_request],
     )
 
 

@@ -22,6 +22,7 @@ from finetune.errors import UserError
 from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.routing import find_routing
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
@@ -90,7 +91,11 @@ def _make_engine(
     keys = recipe.rollout
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     if keys.vllm_server_base_url is None:
-        return EmbeddedEngine(model, world, stop_ids, keys.per_device_generation_batch_size)
+        rows = keys.per_device_generation_batch_size
+        routing = find_routing(unwrap(model)) if keys.routing_replay else None
+        if routing is not None:
+            routing.replay()
+        return EmbeddedEngine(model, world, stop_ids, rows, routing)
     if folder is None:
         raise UserError(
             "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
