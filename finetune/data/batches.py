@@ -61,7 +61,7 @@ class MicroBatch:
     # image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
-    # int16[rows, tokens, layers, chosen]: the experts that each token's routers take, negative where
+    # int16[rows, tokens, layers, chosen]: the experts that each token's routers take; negative:
     # they choose
     experts: Tensor | None = None
     # What the loss reads beside the tokens: of sampled completions by `make_step_batch`, of a

@@ -275,9 +275,7 @@ class _GivenExperts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         self._given = given
         self.chosen: list[Tensor] = []  # of each choice, int64[tokens, chosen]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk):
             return found

@@ -1,5 +1,6 @@
 """What a run that samples is made of: engine, rewards, second model; and what is checked before."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -116,8 +117,9 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
             return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        own = replace(micro_batch, experts=None)  # a reference chooses its experts itself
         with evaluating(model), adapters_off(model):
-            return model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
+            return model(**own.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     if teacher is not None:
         return ask_second_model
