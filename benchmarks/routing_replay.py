@@ -21,7 +21,7 @@ from finetune.config.reader import read_recipe  # noqa: E402
 from finetune.run import fine_tune  # noqa: E402
 from tests.conftest import make_chat, make_model  # noqa: E402
 
-STEPS = 8
+STEPS = 3
 SIZES = {
     "num_hidden_layers": 4,
     "num_experts": 16,
@@ -61,9 +61,9 @@ def measure(folder: Path, precision: str, *, replays: bool) -> float:
         "method": "grpo",
         "rewards": f"[{folder}/my_rewards.py:even]",
         "num_generations": 4,
-        "max_completion_length": 32,
+        "max_completion_length": 16,
         "max_length": 100,
-        "global_batch_size": 8,
+        "global_batch_size": 4,
         "max_steps": STEPS,
         "logging_steps": 1,
         "export_at_end": "false",

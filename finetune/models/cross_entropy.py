@@ -143,8 +143,9 @@ def install_loss(
     `trained_positions` (int64[trained tokens], into the flattened labels), `images` with
     `image_counts` (as a `MicroBatch` has them), `token_mask` and
     `replayed_experts`, which the routing of experts reads, and `head_function`, which computes
-    something else than the loss inside the head's forward, where the weight is whole. Without labels the model returns logits as before. Call it before
-    sharding. Raises `UserError` where the output head is not a plain linear layer.
+    something else than the loss inside the head's forward, where the weight is whole. Without
+    labels the model returns logits as before. Call it before sharding. Raises `UserError` where
+    the output head is not a plain linear layer.
     """
     head = head_of(model)
     if type(head) is not nn.Linear:
