@@ -264,7 +264,7 @@ class Routing:
         return metrics
 
 
-class _GivenExperts(TorchFunctionMode):  # type: ignore[misc]  # untyped
+class _GivenExperts(TorchFunctionMode):
     """While a router's forward runs, the highest of its scores are at `given` experts.
 
     `given`: int[tokens, chosen]; where it is negative, or None, the router chooses.

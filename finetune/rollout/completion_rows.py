@@ -228,7 +228,7 @@ def _lay_out_experts(micro_batch: MicroBatch, documents: Sequence[Document]) -> 
         if document.experts is not None:
             laid_out[start : start + document.length] = torch.from_numpy(document.experts)
         start += document.length
-    return laid_out.unflatten(0, (rows, tokens))
+    return laid_out.view(rows, tokens, *laid_out.shape[1:])
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:

@@ -214,7 +214,7 @@ class _Wave:
         stop_ids: Tensor,
         *,
         can_capture: bool,
-        routing: Routing | None,
+        routing: Routing | None = None,
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
