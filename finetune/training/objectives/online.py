@@ -23,7 +23,7 @@ from finetune.errors import UserError
 from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
-from finetune.models.routing import find_routing
+from finetune.models.routing import Routing, find_routing
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
@@ -93,9 +93,7 @@ def _make_engine(
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     if keys.vllm_server_base_url is None:
         rows = keys.per_device_generation_batch_size
-        routing = find_routing(unwrap(model)) if keys.routing_replay else None
-        if routing is not None:
-            routing.replay()
+        routing = _replay_routing(unwrap(model)) if keys.routing_replay else None
         return EmbeddedEngine(model, world, stop_ids, rows, routing)
     if folder is None:
         raise UserError(
@@ -103,6 +101,21 @@ def _make_engine(
             "none"
         )
     return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
+
+
+def _replay_routing(transformer: nn.Module) -> Routing:
+    """The routing of a mixture, which replays from here on.
+
+    Raises `UserError` where no router is found.
+    """
+    routing = find_routing(transformer)
+    if routing is None:
+        raise UserError(
+            f"routing_replay: the routers of {type(transformer).__name__} are not found; remove "
+            "the key"
+        )
+    routing.replay()
+    return routing
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
