@@ -191,6 +191,13 @@ FEATURES: Mapping[str, Feature] = {
         0,
         name="max_staleness",
     ),
+    "routing_replay": _value(
+        "routing_replay",
+        lambda c: samples(c) and c["routing_replay"],
+        "set routing_replay: false",
+        False,
+        name="routing_replay",
+    ),
     "model_config": _value(
         "model_config",
         is_set("model_config"),
@@ -325,6 +332,15 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     "max_staleness": {
         "tools": "all ranks answer their calls together, between steps",
         "environment": "its worlds are asked by all ranks together, between steps",
+    },
+    "routing_replay": {
+        "vllm_server_base_url": "a server's answer does not hold the experts that it has chosen",
+        "tools": "what tools have answered is read again with each turn",
+        "environment": "what a world has answered is read again with each turn",
+        "torch_compile": "a compiled layer chooses within its graph",
+        "tp_size": "",
+        "pipeline_parallel_size": "",
+        "a vision-language model": "",
     },
     "vllm_server_base_url": {
         "model_config": "it starts from a model's files",

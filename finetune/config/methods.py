@@ -263,6 +263,12 @@ class RolloutKeys:
         "How many generations ahead of training the server samples: the completions of step n come "
         "from the weights after step n - max_staleness, or later ones. 0: from those of the step.",
     ] = 0
+    routing_replay: Annotated[
+        bool,
+        SameOnResume,
+        "Whether training takes the experts that a mixture has chosen for each token while it "
+        "sampled (R3, arXiv 2510.11370), and computes their weights anew.",
+    ] = False
     in_flight: Annotated[
         Literal["keep", "restart"],
         SameOnResume,

@@ -530,6 +530,14 @@ RULES: tuple[Rule, ...] = (
         fix={"router_aux_loss_coef": None},
     ),
     model_rule(
+        "replayed routing of a dense model",
+        "routing_replay",
+        when=lambda c: samples(c) and c["routing_replay"] and not c.model.experts,
+        message="routing_replay: {name} is a dense model ({model.model_type})",
+        advice="remove it",
+        fix={"routing_replay": False},
+    ),
+    model_rule(
         "no auxiliary loss in the family",
         "router_aux_loss_coef",
         when=lambda c: (

@@ -61,6 +61,9 @@ class MicroBatch:
     # image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
+    # int16[rows, tokens, layers, chosen]: the experts that each token's routers take; negative:
+    # they choose
+    experts: Tensor | None = None
     # What the loss reads beside the tokens: of sampled completions by `make_step_batch`, of a
     # script's rows by `Session.batch`.
     columns: Mapping[str, Tensor] | None = None
@@ -72,6 +75,8 @@ class MicroBatch:
         inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.token_mask is not None:
             inputs["token_mask"] = self.token_mask
+        if self.experts is not None:
+            inputs["replayed_experts"] = self.experts
         if self.cu_seq_lens is not None:
             inputs |= {
                 "cu_seq_lens": self.cu_seq_lens,

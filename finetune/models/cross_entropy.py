@@ -141,10 +141,11 @@ def install_loss(
 
     Labels are shifted already: labels[i] is the id to predict at position i. With them may come
     `trained_positions` (int64[trained tokens], into the flattened labels), `images` with
-    `image_counts` (as a `MicroBatch` has them), `token_mask`, which the routing of experts reads,
-    and `head_function`, which computes something else than the loss inside the head's forward,
-    where the weight is whole. Without labels the model returns logits as before. Call it before
-    sharding. Raises `UserError` where the output head is not a plain linear layer.
+    `image_counts` (as a `MicroBatch` has them), `token_mask` and
+    `replayed_experts`, which the routing of experts reads, and `head_function`, which computes
+    something else than the loss inside the head's forward, where the weight is whole. Without
+    labels the model returns logits as before. Call it before sharding. Raises `UserError` where
+    the output head is not a plain linear layer.
     """
     head = head_of(model)
     if type(head) is not nn.Linear:
@@ -166,6 +167,7 @@ def install_loss(
         labels: Tensor | None = None,
         trained_positions: Tensor | None = None,
         token_mask: Tensor | None = None,
+        replayed_experts: Tensor | None = None,
         head_function: HeadFunction | None = None,
         images: Mapping[str, Tensor] | None = None,
         image_counts: Sequence[int] = (),

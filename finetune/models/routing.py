@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from finetune.config.facts import count_chosen, count_experts
 from finetune.distributed.model_parts import trunk_of
@@ -83,6 +84,10 @@ class Routing:
         self._device = torch.device("cpu")
         self._mask: Tensor | None = None
         self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
+        # Of `replay`: int16[tokens, layers, chosen], what the last forward was given to choose; and
+        # what is chosen until `take_choices`, by layer, where it is recorded.
+        self._replayed: Tensor | None = None
+        self._choices: list[list[Tensor]] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
         for router, _ in routers:
@@ -92,9 +97,53 @@ class Routing:
         self._is_open = model.training and "labels" in kwargs
         mask = kwargs.get("token_mask")
         self._mask = None if mask is None else mask.flatten()
+        replayed = kwargs.get("replayed_experts")
+        self._replayed = None if replayed is None else replayed.flatten(0, 1)
         self._logits.clear()
         for router, _ in self._routers:
             vars(router).pop(SEEN, None)
+
+    def replay(self) -> None:
+        """Makes the routers take the experts that a forward is given as `replayed_experts` (R3,
+        arXiv:2510.11370), also where it is recomputed, and makes them able to record theirs.
+
+        Their weights are those of the logits of this forward at these experts, and have gradients.
+        """
+        for layer, (router, _) in enumerate(self._routers):
+            router.forward = self._wrap(layer, router)
+
+    def _wrap(self, layer: int, router: nn.Module) -> Callable[..., Any]:
+        plain = router.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = None if self._replayed is None else self._replayed[:, layer]
+            with _GivenExperts(given) as choice:
+                output = plain(*args, **kwargs)
+            if len(choice.chosen) != 1 or choice.chosen[0].dim() != 2:
+                raise UserError(
+                    f"routing_replay: {type(router).__name__} does not choose a token's experts as "
+                    "the highest of one row of scores; remove the key"
+                )
+            if self._choices is not None:
+                self._choices[layer].append(choice.chosen[0].to(torch.int16))
+            return output
+
+        return forward
+
+    def record(self) -> None:
+        """Begins to record what the routers choose, until `end_record`."""
+        self._choices = [[] for _ in self._routers]
+
+    def end_record(self) -> None:
+        """Records no longer."""
+        self._choices = None
+
+    def take_choices(self) -> Tensor:
+        """int16[tokens, layers, chosen]: of all forwards recorded since the last call."""
+        assert self._choices is not None
+        taken = torch.stack([torch.cat(of_layer) for of_layer in self._choices], 1)
+        self.record()
+        return taken
 
     def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
         # A compiled layer is one graph, in the forward and where it is recomputed; that one ends
@@ -213,6 +262,28 @@ class Routing:
         self._auxiliary = None
         self._steps = 0
         return metrics
+
+
+class _GivenExperts(TorchFunctionMode):
+    """While a router's forward runs, the highest of its scores are at `given` experts.
+
+    `given`: int[tokens, chosen]; where it is negative, or None, the router chooses.
+    """
+
+    def __init__(self, given: Tensor | None) -> None:
+        super().__init__()
+        self._given = given
+        self.chosen: list[Tensor] = []  # of each choice, int64[tokens, chosen]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        chosen = found.indices
+        if self._given is not None:
+            chosen = torch.where(self._given < 0, chosen, self._given.long())
+        self.chosen.append(chosen)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:

@@ -20,6 +20,7 @@ from finetune.plan.temporary_memory import (
 
 # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
 SAMPLED_BYTES = 28
+INT16 = 2  # bytes of an expert's index
 
 
 def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
@@ -52,6 +53,9 @@ def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
         masks = some * tokens**2 * (1 + run.itemsize)
     scores = 2 * FP32 * rows * architecture.heads * length
     cache = kv_cache_bytes(spec, rows * length)
+    if keys.routing_replay and architecture.mixture is not None:
+        of_token = architecture.layers * architecture.mixture.chosen
+        cache += rows * length * of_token * INT16
     logits = rows * architecture.vocabulary * FP32
     moments = (
         (cache, rows * architecture.vocabulary * SAMPLED_BYTES),

@@ -44,6 +44,7 @@ class Document:
     tokens: Example
     first: int  # the position of its first token; above 0, it continues the prompt before it
     completion: int | None  # place in the rollout; None: a prompt alone
+    experts: NDArray[np.int16] | None = None  # of its tokens, as `Sampled` has them
 
     @property
     def length(self) -> int:
@@ -169,7 +170,8 @@ def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) ->
     masks_truncated = options.recipe.rollout.mask_truncated_completions
     image_ids = () if options.images is None else options.images.token_ids
     if is_shared:
-        piece = [_make_document(prompt, prompt_labels, 0, None)]
+        experts = rollout.sampled[places[0]].experts
+        piece = [_make_document(prompt, prompt_labels, 0, None, experts)]
     else:
         piece = []
     for place in places:
@@ -181,16 +183,26 @@ def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) ->
         ids[-1] = last if ids[-1] in image_ids else ids[-1]
         labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
         if is_shared:
-            piece.append(_make_document(ids, labels, len(prompt), place))
+            document = _make_document(ids, labels, len(prompt), place, completion.experts)
         else:
-            piece.append(_make_document(prompt + ids, prompt_labels + labels, 0, place))
+            ids = prompt + ids
+            labels = prompt_labels + labels
+            document = _make_document(ids, labels, 0, place, completion.experts)
+        piece.append(document)
     return piece
 
 
 def _make_document(
-    ids: list[int], labels: list[int], first: int, completion: int | None
+    ids: list[int],
+    labels: list[int],
+    first: int,
+    completion: int | None,
+    experts: NDArray[np.int16] | None,
 ) -> Document:
-    return Document(Example(np.array(ids, np.int32), np.array(labels, np.int32)), first, completion)
+    """`experts`: of the prompt and the completion, from which those of `ids` are taken."""
+    own = None if experts is None else experts[first : first + len(ids)]
+    tokens = Example(np.array(ids, np.int32), np.array(labels, np.int32))
+    return Document(tokens, first, completion, own)
 
 
 def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatch:
@@ -207,7 +219,9 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
     completions = tuple(
         document.completion for document in documents if document.completion is not None
     )
-    micro_batch = replace(micro_batch, example_ids=completions).with_documents()
+    micro_batch = replace(
+        micro_batch, example_ids=completions, experts=_lay_out_experts(micro_batch, documents)
+    ).with_documents()
     if len(completions) == len(documents):
         return micro_batch
     return _continue_prompts(micro_batch, documents)
@@ -219,6 +233,25 @@ def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) 
         return micro_batch
     ids = rollout.example_ids[list(micro_batch.example_ids)].tolist()
     return add_images(micro_batch, ids, options.prompts.examples, options.images)
+
+
+def _lay_out_experts(micro_batch: MicroBatch, documents: Sequence[Document]) -> Tensor | None:
+    """int16[rows, tokens, layers, chosen]: the experts of `documents` where they lie, -1 elsewhere;
+    None where no document has any.
+    """
+    known = [document.experts for document in documents if document.experts is not None]
+    if not known:
+        return None
+    rows, tokens = micro_batch.input_ids.shape
+    laid_out = torch.full((rows * tokens, *known[0].shape[1:]), -1, dtype=torch.int16)
+    start = 0
+    for row, document in enumerate(documents):
+        if not micro_batch.packed_lengths:
+            start = row * tokens
+        if document.experts is not None:
+            laid_out[start : start + document.length] = torch.from_numpy(document.experts)
+        start += document.length
+    return laid_out.view(rows, tokens, *laid_out.shape[1:])
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:

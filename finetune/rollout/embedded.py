@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -23,6 +24,7 @@ from finetune.distributed.parallelize import keep_gathered
 from finetune.distributed.world import World
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME as PACKED
+from finetune.models.routing import Routing
 from finetune.models.vision import find_prompt_positions
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
@@ -144,10 +146,18 @@ class EmbeddedEngine:
         world: World,
         stop_ids: Sequence[int],
         rows: int,
+        *,
         images: ImageProcessor | None = None,
+        routing: Routing | None = None,
     ) -> None:
+        """Samples from `model`.
+
+        images: Of the prompts, where they hold any. routing: Of the model, where the experts that
+            it chooses are part of a completion.
+        """
         self._model = model
         self._images = images
+        self._routing = routing
         self._world = world
         self._rows = rows
         self._stop_ids = torch.tensor(sorted(stop_ids), device=world.device)
@@ -167,7 +177,11 @@ class EmbeddedEngine:
                 requests[start : start + self._rows]
                 for start in range(0, len(requests), self._rows)
             )
+            if self._routing is not None:
+                self._routing.record()
             sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
+            if self._routing is not None:
+                self._routing.end_record()
         self._model.train(was_training)
         return sampled
 
@@ -176,8 +190,14 @@ class EmbeddedEngine:
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         reader = _PromptReader(unwrap(self._model), self._images, self._world.device)
-        can_capture = _can_capture(self._world)
-        wave = _Wave(reader, requests, sampling, self._stop_ids, can_capture=can_capture)
+        wave = _Wave(
+            reader,
+            requests,
+            sampling,
+            self._stop_ids,
+            can_capture=_can_capture(self._world),
+            routing=self._routing,
+        )
         wave.run()
         return wave.read()
 
@@ -204,6 +224,7 @@ class _Wave:
         stop_ids: Tensor,
         *,
         can_capture: bool,
+        routing: Routing | None = None,
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
@@ -211,9 +232,18 @@ class _Wave:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._most = max(limits)
-        self._cache, self._mask, self._positions, self._logits = _read_prompts(
+        self._cache, self._mask, self._positions, self._logits, ends = _read_prompts(
             reader, requests, self._most
         )
+        self._routing = routing
+        if routing is not None:
+            read = routing.take_choices()
+            self._experts_of_prompts = [
+                read[end - len(request.prompt_ids) : end].cpu().numpy()
+                for end, request in zip(ends.flatten().tolist(), requests, strict=True)
+            ]
+            # [requests, tokens, layers, chosen]: of each token that was sampled and read
+            self._experts = read.new_full((len(requests), self._most, *read.shape[1:]), -1)
         self._longest = self._mask.shape[-1] - self._most  # tokens of a prompt, padding included
         self._places = torch.arange(self._mask.shape[-1], device=device)
         # By request.
@@ -256,10 +286,7 @@ class _Wave:
         if self._graph is None:
             mask = self._mask[..., :seen]
             positions = self._positions + (step - 1)
-            logits = _forward(
-                self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
-            )
-            self._draw(logits)
+            self._read_drawn(positions, mask)
         else:
             shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
             self._graph.run(len(self._drawn), shown)
@@ -271,9 +298,15 @@ class _Wave:
             layer.fix(place, shown)
         mask = self._mask[..., :shown] & (self._places[:shown] <= place)
         positions = self._positions + self._step - 1
+        self._read_drawn(positions, mask)
+
+    def _read_drawn(self, positions: Tensor, mask: Tensor) -> None:
+        """Reads the tokens that were drawn last, and draws the next."""
         logits = _forward(
             self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
         )
+        if self._routing is not None:
+            self._experts[self._requests, self._step - 1] = self._routing.take_choices()
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
@@ -326,6 +359,7 @@ class _Wave:
             self._entropies.sum(1).tolist(),
             self._lengths.tolist(),
             self._is_stopped.tolist(),
+            self._list_experts(),
             strict=True,
         )
         return [
@@ -334,9 +368,24 @@ class _Wave:
                 log_probabilities[:length].tolist(),
                 entropy,
                 Ended.STOPPED if is_stopped else Ended.CUT,
+                experts=experts,
             )
-            for tokens, log_probabilities, entropy, length, is_stopped in by_request
+            for tokens, log_probabilities, entropy, length, is_stopped, experts in by_request
         ]
+
+    def _list_experts(self) -> Sequence[NDArray[np.int16] | None]:
+        """Of each request the experts of its prompt and its completion, whose last token is not
+        read.
+        """
+        lengths = self._lengths.tolist()
+        if self._routing is None:
+            return [None] * len(lengths)
+        sampled = self._experts.cpu().numpy()
+        listed = []
+        for prompt, own, length in zip(self._experts_of_prompts, sampled, lengths, strict=True):
+            own[length - 1] = -1
+            listed.append(np.concatenate((prompt, own[:length])))
+        return listed
 
 
 class _CapturedStep:
@@ -407,14 +456,14 @@ class _Read(NamedTuple):
 
 def _read_prompts(
     reader: _PromptReader, requests: Sequence[Request], most: int
-) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+) -> tuple[DynamicCache, Tensor, Tensor, Tensor, Tensor]:
     """Reads each prompt once, and gives each request a row of the cache that ends with the last
     token of its prompt.
 
     Returns:
         The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens]
         or bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the
-        logits after each prompt.
+        logits after each prompt; where each prompt ends among all tokens read, int64[requests, 1].
     """
     device = reader.device
     of_requests = [_Prompt(request.prompt_ids, request.images) for request in requests]
@@ -443,12 +492,14 @@ def _read_prompts(
             layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
     else:
         read = _read(reader, cache, prompts, packs)
+        ends = read.sizes.cumsum(0)[:, None]
         cache.reorder_cache(of_request)
     return (
         cache,
         mask[:, None, None] if packs else mask.long(),
         read.positions[of_request],
         read.logits[of_request],
+        ends[of_request],
     )
 
 

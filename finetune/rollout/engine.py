@@ -2,6 +2,7 @@
 end.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -81,6 +82,9 @@ class Sampled:
     versions: list[int] = field(default_factory=list)
     cuts: int = 0  # how often a change of weights, or the end of a run, has cut it
     dropped: int = 0  # tokens that were sampled, then cut, and are not part of it
+    # int16[prompt and completion, layers, chosen]: the experts of each token that was read, -1 of
+    # the last; None: they are not replayed
+    experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
     def labels(self, *, is_learned: bool) -> list[int]:
         """What is trained on of its tokens: those that were sampled; of one that is not learned
@@ -124,12 +128,29 @@ class Sampled:
 
     def as_json(self) -> dict[str, Any]:
         """What `of_json` reads."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"ended": self.ended.value}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values |= {"ended": self.ended.value}
+        if self.experts is not None:
+            values["experts"] = _write_experts(self.experts)
+        return values
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:
         """The completion that `as_json` has described."""
-        return cls(**{**values, "ended": Ended(values["ended"])})
+        read: dict[str, Any] = {**values, "ended": Ended(values["ended"])}
+        if read.get("experts") is not None:
+            read["experts"] = _read_experts(read["experts"])
+        return cls(**read)
+
+
+def _write_experts(experts: NDArray[np.int16]) -> dict[str, Any]:
+    data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
+    return {"shape": list(experts.shape), "int16": data}
+
+
+def _read_experts(written: Mapping[str, Any]) -> NDArray[np.int16]:
+    data = np.frombuffer(base64.b64decode(written["int16"]), "<i2")
+    return data.reshape(written["shape"]).astype(np.int16)
 
 
 class Engine(Protocol):

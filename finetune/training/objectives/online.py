@@ -1,5 +1,6 @@
 """What a run that samples is made of: engine, rewards, second model; and what is checked before."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from finetune.errors import UserError
 from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.routing import Routing, find_routing
 from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
@@ -91,17 +93,33 @@ def _make_engine(
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
     if keys.vllm_server_base_url is None:
         rows = keys.per_device_generation_batch_size
-        if data.images is None:
-            return EmbeddedEngine(model, world, stop_ids, rows)
-        images = data.tokenizer.images
-        # An image's token has no meaning in an answer, and nothing can follow it.
-        return EmbeddedEngine(model, world, [*stop_ids, *images.token_ids], rows, images)
+        routing = _replay_routing(unwrap(model)) if keys.routing_replay else None
+        images = None if data.images is None else data.tokenizer.images
+        if images is not None:
+            # An image's token has no meaning in an answer, and nothing can follow it.
+            stop_ids = [*stop_ids, *images.token_ids]
+        return EmbeddedEngine(model, world, stop_ids, rows, images=images, routing=routing)
     if folder is None:
         raise UserError(
             "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
             "none"
         )
     return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
+
+
+def _replay_routing(transformer: nn.Module) -> Routing:
+    """The routing of a mixture, which replays from here on.
+
+    Raises `UserError` where no router is found.
+    """
+    routing = find_routing(transformer)
+    if routing is None:
+        raise UserError(
+            f"routing_replay: the routers of {type(transformer).__name__} are not found; remove "
+            "the key"
+        )
+    routing.replay()
+    return routing
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
@@ -116,8 +134,9 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
             return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        own = replace(micro_batch, experts=None)  # a reference chooses its experts itself
         with evaluating(model), adapters_off(model):
-            return model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
+            return model(**own.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     if teacher is not None:
         return ask_second_model
