@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.foreign_values import read_number
+from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.model_names import HEADER_TRAINED
 from finetune.convert.rules import Conversion, read_section
 
@@ -94,7 +94,8 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     training = read_section(settings, "training")
     loss = read_section(training, "loss")
-    iterations = recipe.get("num_iterations", 1)
+    iterations = int(read_number("training.ppo_epochs", settings.get("num_iterations", 1), "1", 1))
+    steps = int(read_number("orchestration.num_steps", settings.get("max_steps"), "250", 1))
     recipe |= {
         "loss_type": "grpo",  # the mean over completions of the mean of each
         "beta": loss.get("kl_coeff", 0.1),
@@ -103,7 +104,7 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
     }
     conversion.add_difference("training.loss.epsilon", loss.get("epsilon", 0.1), NOT_CLIPPED)
     if iterations != 1:
-        recipe["max_steps"] = recipe["max_steps"] * iterations
+        recipe["max_steps"] = steps * iterations
         conversion.add_difference("training.ppo_epochs", iterations, SECOND_UPDATE)
     conversion.add_difference(
         "training.steps_before_weight_sync", recipe.setdefault("max_staleness", 1), FREE_RUNNING
@@ -132,7 +133,7 @@ def _set_batch(settings: ToolFile, conversion: Conversion) -> None:
     completions = read_number(
         "training.batch_size", read_section(settings, "training").get("batch_size", 1), "16", 1
     )
-    group = conversion.recipe.get("num_generations", 8)
+    group = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
     conversion.recipe["global_batch_size"] = max(1, int(completions * workers) // int(group))
     conversion.add_difference("training.batch_size", completions, DRAWN)
 
@@ -145,16 +146,20 @@ def _set_length(settings: ToolFile, conversion: Conversion) -> None:
         )
     )
     recipe["max_completion_length"] = completion
-    if recipe.get("max_length", 0) <= completion:
+    longest = read_section(settings, "tokenizer").get("max_seq_len") or 0
+    longest = int(read_number("tokenizer.max_seq_len", longest, "1024", 0))
+    if longest <= completion:
         recipe["max_length"] = completion + PROMPT_TOKENS
     note = f"prompts of over {recipe['max_length'] - completion} tokens are dropped here"
     conversion.remarks.append(f"max_length: {recipe['max_length']}   ({note})")
 
 
-def _add_rewards(functions: list[Any], conversion: Conversion) -> None:
+def _add_rewards(functions: Any, conversion: Conversion) -> None:
     """Names a function for each of the file's, and says how torchtune's own class is called in
     it.
     """
+    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
+        raise WrongValue.of_key("reward_functions", functions, "a list of components", "[]")
     rewards = []
     for section in functions:
         values = dict(section)

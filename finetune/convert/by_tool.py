@@ -80,6 +80,10 @@ SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
 )
+OFFLOADED = {
+    "offload": "activation_offload: to host memory",
+    "offload_disk": "activation_offload: to host memory here, to a disk there",
+}
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -127,6 +131,10 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
+    offload = str(settings.get("gradient_checkpointing"))
+    if offload in OFFLOADED:
+        recipe["activation_offload"] = True
+        conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
     if not settings.get("rl"):
         conversion.remarks.append(RANKS_ALIKE)
     report_turn_ends(settings, conversion)

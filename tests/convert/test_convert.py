@@ -2027,3 +2027,61 @@ def test_axolotls_mean_over_processes_is_said(converted: Convert) -> None:
     """core/builders/base.py sets average_tokens_across_devices = False for its trainer of answers."""
     _, said, _ = converted(AXOLOTL)
     assert "on several processes the mean of each over its labels counts alike there" in said
+
+
+SMALL_AXOLOTL = "base_model: Qwen/Qwen3-0.6B\ndatasets:\n- {path: a/rows, type: chat_template}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("Qwen/Qwen3-0.6B", "a/text-audio-2k"),  # a model that takes no sound
+        ("google/gemma-3n-E2B-it", "a/audiobooks"),  # words about it
+    ],
+)
+def test_rows_about_sound_are_rows(model: str, data: str, converted: Convert) -> None:
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", model).replace("a/rows", data)
+    recipe, _, _ = converted(theirs)
+    assert recipe["datasets"] == [{"path": data}]
+
+
+@pytest.mark.parametrize("value", ["offload", "offload_disk"])
+def test_checkpoints_that_are_offloaded_are_offloaded_here(value: str, converted: Convert) -> None:
+    recipe, text, _ = converted(SMALL_AXOLOTL + f"bf16: true\ngradient_checkpointing: {value}\n")
+    assert recipe["activation_offload"] is True
+    assert recipe["accelerate_config"] == "ddp_checkpointing"
+    assert "activation_offload: to host memory" in text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept", "line"),
+    [
+        ("use_wandb: true\nuse_mlflow: true\n", "mlflow", "report_to: wandb   (a run reports to mlflow alone"),
+        ("wandb_project: mine\nuse_comet: true\n", "wandb", "report_to: comet   (a run reports to wandb alone"),
+        ("use_swanlab: true\n", None, "report_to: swanlab   (a run knows none of these"),
+        ("use_wandb: false\nuse_tensorboard: true\n", "tensorboard", None),
+    ],
+)  # fmt: skip
+def test_a_tracker_that_is_not_reported_to_is_named(
+    theirs: str, kept: str | None, line: str | None, converted: Convert
+) -> None:
+    recipe, text, _ = converted(SMALL_AXOLOTL + theirs)
+    assert recipe.get("report_to") == kept
+    if line is None:
+        assert "report_to: wandb" not in text
+    else:
+        assert line in text
+
+
+def test_a_family_of_layers_with_a_state_is_not_packed(converted: Convert) -> None:
+    """Its name says so, where its config.json is not at hand."""
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", "a/Qwen3.8-Flash-Next")
+    recipe, text, _ = converted(theirs + "sample_packing: true\nattn_implementation: sdpa\n")
+    assert recipe["packing"] is False
+    assert "packing: false   (a/Qwen3.8-Flash-Next: qwen4_exp_text has linear_attention" in text
+
+
+def test_a_layer_that_the_code_passes_by_says_so(converted: Convert) -> None:
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", "ai21labs/AI21-Jamba-1.5-Mini")
+    _, text, _ = converted(theirs + "adapter: lora\nlora_target_linear: true\n")
+    assert "dt_proj of jamba gets no adapter here: transformers reads its weight" in text
