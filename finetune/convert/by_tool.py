@@ -9,7 +9,7 @@ import yaml
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
-from finetune.convert.foreign_values import convert_number
+from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
@@ -188,6 +188,9 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
 
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
+    if settings.get("finetuning_type") == "oft":
+        block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
+        recipe["oft_block_size"] = int(block)
     if is_factory_v1(yaml.safe_load(text)):
         conversion.remarks += [V1_COMMAND, HEADER_TRAINED, V1_ALPACA]
     elif settings.get("stage") == "pt" and settings.get("packing", True):

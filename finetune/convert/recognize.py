@@ -401,7 +401,7 @@ def _factory(settings: ToolFile) -> Iterator[Unsupported]:
     if stage in FACTORY_STAGES:
         yield f"stage: {stage}", FACTORY_STAGES[stage], True
     kind = settings.get("finetuning_type", "lora")
-    if kind not in ("lora", "full", "freeze"):
+    if kind not in ("lora", "oft", "full", "freeze"):
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
 

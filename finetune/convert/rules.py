@@ -247,9 +247,13 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
     "by-code": lambda value: LEAVE,
     "not": lambda value: not value if isinstance(value, bool) else None,
-    "adapter": lambda value: {"lora": True, "qlora": True, "full": False, "freeze": False}.get(
-        str(value)
-    ),
+    "adapter": lambda value: {
+        "lora": True,
+        "qlora": True,
+        "oft": True,
+        "full": False,
+        "freeze": False,
+    }.get(str(value)),
     "all-linear": lambda value: "all-linear" if value else LEAVE,
     "on-if-true": lambda value: convert_number(value) if value else LEAVE,
     "flag": lambda value: True if value else LEAVE,

@@ -2085,3 +2085,34 @@ def test_a_layer_that_the_code_passes_by_says_so(converted: Convert) -> None:
     theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", "ai21labs/AI21-Jamba-1.5-Mini")
     _, text, _ = converted(theirs + "adapter: lora\nlora_target_linear: true\n")
     assert "dt_proj of jamba gets no adapter here: transformers reads its weight" in text
+
+
+OFT = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: sft\ndo_train: true\nfinetuning_type: oft\ndataset: rows\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "block", "targets"),
+    [
+        ("", 32, None),  # LLaMA-Factory's default
+        ("oft_block_size: 16\nlora_target: q_proj,v_proj\n", 16, ["q_proj", "v_proj"]),
+        ("oft_target: q_proj\n", 32, None),  # which nothing there reads
+    ],
+)
+def test_rotations_of_llama_factory_are_rotations(
+    theirs: str, block: int, targets: list[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(OFT + theirs)
+    conversion = convert_file(tmp_path / "theirs.yaml")
+    recipe = conversion.recipe
+    assert recipe["use_peft"] is True and recipe["oft_block_size"] == block
+    assert recipe.get("lora_target_modules") == targets
+    assert not {"lora_r", "lora_alpha", "lora_dropout"} & recipe.keys()
+    assert not conversion.missing_capabilities
+
+
+@pytest.mark.parametrize("theirs", ["oft_rank: 4\n", "module_dropout: 0.1\n"])
+def test_rotations_of_another_kind_are_said_to_be_missing(theirs: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(OFT + theirs)
+    assert any(
+        "OFT" in cause for cause in convert_file(tmp_path / "theirs.yaml").missing_capabilities
+    )
