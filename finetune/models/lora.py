@@ -369,7 +369,8 @@ def remake_indices(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module).__name__ == "OFTRotationModule":
-            rows, columns = torch.triu_indices(module.block_size, module.block_size, 1)
+            size: Any = module.block_size
+            rows, columns = torch.triu_indices(size, size, 1)
             module.rows = rows
             module.cols = columns
 

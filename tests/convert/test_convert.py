@@ -1003,7 +1003,7 @@ def test_references_are_resolved(converted: Convert) -> None:
             "Flash: mixtures of experts whose files or code are of another kind, or not tried yet: not supported",
         ),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
-        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: ia3"), "IA3"),
         (
             "model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n",
             "merging (finetune export)",
