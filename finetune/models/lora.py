@@ -99,15 +99,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         assert parameter.requires_grad == is_trained, (
             f"{name}: requires_grad is {parameter.requires_grad}"
         )
-    places = {
-        name.partition(".lora_")[0].partition(ROTATION)[0]
-        for name, _ in model.named_parameters()
-        if is_adapter(name)
-    }
-    assert places, "the adapter is empty"
-    if lora.oft_block_size is not None:  # which peft would change for some layers
-        rotated: dict[str, Any] = {place: model.get_submodule(place) for place in sorted(places)}
-        refuse_undivided(lora, {place: layer.in_features for place, layer in rotated.items()})
+    places = _find_places(model, lora)
     refuse_unadapted(
         lora, {parameters[place].name if place in parameters else place for place in places}
     )
@@ -120,6 +112,24 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def _find_places(model: nn.Module, lora: Lora) -> set[str]:
+    """The names of the modules in `model` that have adapters.
+
+    Raises `UserError` where blocks of `oft_block_size` do not divide the inputs of one, for which
+    peft takes another size.
+    """
+    places = {
+        name.partition(".lora_")[0].partition(ROTATION)[0]
+        for name, _ in model.named_parameters()
+        if is_adapter(name)
+    }
+    assert places, "the adapter is empty"
+    if lora.oft_block_size is not None:
+        layers: dict[str, Any] = {place: model.get_submodule(place) for place in sorted(places)}
+        refuse_undivided(lora, {place: layer.in_features for place, layer in layers.items()})
+    return places
 
 
 def _find_task(model: nn.Module) -> str:
