@@ -53,6 +53,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch ke
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
 EXPORT = "export"
+ROTATION = ".oft_R."  # in the names of parameters by which OFT rotates a layer's inputs
 ADAPTER = "adapter"  # in a run's folder
 PROCESSOR_FILES = (  # of a vision-language model's folder
     "preprocessor_config.json",

@@ -255,6 +255,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     "mixed_precision: fp8": {
         "a quantized base": "a base in {quantization.bits} bits is multiplied in bf16 only",
         "use_dora": "DoRA measures the rows of the frozen weights, which are rounded to FP8 here",
+        "oft_block_size": "",
         "optim_in_backward": "",
         "optim_offload: nvme": "",
     },
@@ -271,6 +272,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         QAT: "a scale is that of a part of a row that one rank holds",
         "use_dora": "peft adds DoRA's magnitudes, which are whole on each rank, to products that "
         "are divided",
+        "oft_block_size": "the inputs that are rotated are divided",
         "eaft": "no rank has all scores of a token",
         "neftune_noise_alpha": "",
         "attn_implementation": "",
@@ -302,6 +304,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "mixed_precision: fp8": "",
         "a teacher": "a teacher's layers are not in the pipeline",
         "modules_to_save": BOTH_ENDS,
+        "oft_block_size": "",
         "adapters of added_tokens": BOTH_ENDS,
         "optim_in_backward": "a step has several micro-batches",
         "optim_offload: nvme": "",
@@ -345,6 +348,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     "vllm_server_base_url": {
         "model_config": "it starts from a model's files",
         "use_dora": NO_ADAPTERS,
+        "oft_block_size": NO_ADAPTERS,
         "modules_to_save": NO_ADAPTERS,
         "adapters of added_tokens": NO_ADAPTERS,
         "lora_target_parameters": NO_ADAPTERS,
@@ -378,6 +382,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "load_in_8bit": "the base is quantized already, and what is trained is not merged into it",
         "a stored quantization": "the base is quantized already",
         "use_dora": "only plain adapters are added to the weight that is rounded",
+        "oft_block_size": "only plain adapters are added to the weight that is rounded",
         "lora_dropout": "base and adapter are rounded together, so that the adapter has no input "
         "of its own",
         "lora_target_parameters": "only adapters of linear layers are added to the weight that is "
@@ -395,6 +400,15 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "use_dora": {
         KEPT_PRODUCTS: "DoRA's adapters multiply matrices of the same sizes as attention's"
+    },
+    "oft_block_size": {
+        **dict.fromkeys(
+            ("lora_dropout", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+            "it rotates inputs, and adds no products of a rank",
+        ),
+        "lora_target_parameters": "peft rotates the inputs of linear layers alone",
+        "a quantized base": "",
+        "torch_compile": "",
     },
     "token_loss": {"label_smoothing": ""},
     "optim_in_backward": {

@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import Lora, Model, Recipe, recipe_keys
+from finetune.constants import ROTATION
 from finetune.errors import UserError
 
 SHOWN_MODULES = 12  # where a pattern matches none
@@ -209,6 +210,26 @@ def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
                     f"{key}: {pattern}: names no adapted layer of the model; see "
                     "lora_target_modules"
                 )
+
+
+def refuse_undivided(lora: Lora, widths: Mapping[str, int]) -> None:
+    """Raises `UserError` where blocks of `oft_block_size` do not divide the inputs of a layer.
+
+    Args:
+        lora: The recipe's section.
+        widths: The numbers that each adapted layer reads.
+    """
+    block = lora.oft_block_size
+    if block is None:
+        return
+    for name, width in widths.items():
+        if width % block:
+            fitting = max(size for size in range(1, min(block, width) + 1) if width % size == 0)
+            raise UserError(
+                f"oft_block_size: {block}: {name} reads {width:,} numbers, which blocks of {block} "
+                f"do not divide; set oft_block_size: {fitting}, or name others in "
+                "lora_target_modules"
+            )
 
 
 def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
@@ -420,7 +441,7 @@ def _read_calls(conversions: ast.List | None, kind: str) -> Iterator[tuple[Any, 
 
 
 def is_adapter(name: str) -> bool:
-    return ".lora_" in name
+    return ".lora_" in name or ROTATION in name
 
 
 def base_name(name: str) -> str:
@@ -444,7 +465,7 @@ def peft_name(name: str) -> str:
     ('a.lora_magnitude_vector', 'a.lora_A.weight')
     """
     short = re.sub(
-        r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX)
+        r"\.(lora_\w+|oft_R|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX)
     )
     return short.replace(".modules_to_save.", ".").replace(
         ".lora_magnitude_vector.weight", ".lora_magnitude_vector"

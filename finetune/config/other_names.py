@@ -144,7 +144,7 @@ MEANT: Mapping[str, tuple[str, str]] = {
     ),
     "peft_type": (
         "use_peft",
-        "peft's name; use_peft: true trains LoRA adapters, the only kind here",
+        "peft's name; use_peft: true trains LoRA adapters, with oft_block_size OFT's rotations",
     ),
     "full_finetuning": (
         "use_peft",

@@ -14,8 +14,9 @@ from typing import Any
 from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.methods import ScoreHead
+from finetune.config.module_names import is_adapter
 from finetune.config.schema import Model, Recipe
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, SCORES
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, ROTATION, SCORES
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
@@ -240,11 +241,28 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
+# OFT as it is trained here, which is peft's default.
+ROTATIONS: Mapping[str, Any] = {
+    "coft": False,
+    "block_share": False,
+    "use_cayley_neumann": True,
+    "num_cayley_neumann_terms": 5,
+    "module_dropout": 0.0,
+    "layers_to_transform": None,
+}
 # PiSSA, OLoRA, CorDA … change it
 INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 # Keys whose difference no shape would show; the others are compared by the names and shapes of the
 # adapter's tensors.
-COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+COMPARED = (
+    "lora_r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "oft_block_size",
+)
 
 
 LARGEST_RANK = 1 << 16
@@ -255,9 +273,13 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
     """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it
     may have.
     """
+    if config.get("peft_type") == "OFT":
+        _check_rotation(config, where)
+        return
     if config.get("peft_type") != "LORA":
         raise UserError(
-            f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only supported kind"
+            f"{where}: peft_type: {config.get('peft_type')!r} is neither LORA nor OFT, the "
+            "supported kinds"
         )
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or not config[key] > 0:
@@ -289,6 +311,16 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
             )
 
 
+def _check_rotation(config: Mapping[str, Any], where: str) -> None:
+    """Raises `UserError` unless `config` describes OFT in blocks of a size."""
+    block = config.get("oft_block_size")
+    if not isinstance(block, int) or not 1 < block <= LARGEST_RANK:
+        raise UserError(
+            f"{where}: oft_block_size: a number from 2 to {LARGEST_RANK:,} is expected, not "
+            f"{block!r}; copy it again, or name another adapter"
+        )
+
+
 def _find_largest_rank(weights: Path) -> int | None:
     """Returns the rows of the largest first factor in an adapter's file; None where it has none."""
     rows = []
@@ -308,6 +340,9 @@ def why_unsupported(config: Mapping[str, Any]) -> str | None:
     for key in UNSUPPORTED:
         if config.get(key):
             return f"{key}: this kind of LoRA is not supported"
+    for key, value in ROTATIONS.items():
+        if config.get("peft_type") == "OFT" and config.get(key, value) != value:
+            return f"{key}: {config[key]}: this kind of OFT is not supported"
     start = config.get("init_lora_weights", True)
     if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
         return (
@@ -399,6 +434,7 @@ def _train_scores(recipe: Recipe) -> Recipe:
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the keys of `Lora` as adapter_config.json has them."""
+    is_rotation = config["peft_type"] == "OFT"
     parameters = list(config.get("target_parameters") or ())
     targets = config.get("target_modules") or ()
     saved = config.get("modules_to_save") or ()
@@ -406,7 +442,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if targets != "all-linear" and (
         isinstance(targets, str) or excluded or config.get("layers_to_transform")
     ):
-        targets = _list_modules(folder, ".lora_A.")
+        targets = _list_modules(folder, ROTATION if is_rotation else ".lora_A.")
     # a name in peft's list is any end of a module's name
     if saved and (folder / ADAPTER_WEIGHTS).is_file():
         saved = _list_modules(folder, ".weight") or saved
@@ -416,6 +452,12 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             *targets,
             *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")),
         )
+    if is_rotation:
+        return {
+            "oft_block_size": config["oft_block_size"],
+            "lora_target_modules": targets,
+            "modules_to_save": tuple(saved),
+        }
     return {
         "lora_r": int(config["r"]),
         "lora_alpha": int(config["lora_alpha"]),
@@ -440,5 +482,5 @@ def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
         name.removeprefix("base_model.model.")
         for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]
     }
-    chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
+    chosen = {name for name in short if is_adapter(name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

@@ -187,6 +187,13 @@ class Lora:
     use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = (
         False
     )
+    oft_block_size: Annotated[
+        int | None,
+        Gt(1),
+        SameOnResume,
+        "Rotate the inputs of the adapted layers in blocks of so many numbers, in place of adding "
+        "products of low rank (OFT, as peft trains it).",
+    ] = None
 
     @property
     def is_fused(self) -> bool:
@@ -198,6 +205,7 @@ class Lora:
             or self.use_dora
             or self.modules_to_save
             or self.lora_target_parameters
+            or self.oft_block_size
         )
         return self.use_peft and not others
 

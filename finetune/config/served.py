@@ -29,7 +29,7 @@ CONTEXT = 4096  # positions that a server is started with, where the model has a
 # What vLLM takes as --max-lora-rank.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Keys of an adapter that vLLM does not load, unless they hold one of these.
-UNLOADED = ("modules_to_save", "use_dora", "bias", "lora_bias")
+UNLOADED = ("modules_to_save", "use_dora", "bias", "lora_bias", "oft_block_size")
 ABSENT: tuple[Any, ...] = (None, False, [], "none")
 # What peft calls the two parameters of a mixture's experts; vLLM loads both or neither.
 EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}

@@ -9,7 +9,7 @@ import yaml
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
-from finetune.convert.foreign_values import convert_number
+from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
 from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
@@ -80,6 +80,10 @@ SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
 )
+OFFLOADED = {
+    "offload": "activation_offload: to host memory",
+    "offload_disk": "activation_offload: to host memory here, to a disk there",
+}
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -127,6 +131,10 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
+    offload = str(settings.get("gradient_checkpointing"))
+    if offload in OFFLOADED:
+        recipe["activation_offload"] = True
+        conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
     if not settings.get("rl"):
         conversion.remarks.append(RANKS_ALIKE)
     report_turn_ends(settings, conversion)
@@ -180,6 +188,9 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
 
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
+    if settings.get("finetuning_type") == "oft":
+        block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
+        recipe["oft_block_size"] = int(block)
     if is_factory_v1(yaml.safe_load(text)):
         conversion.remarks += [V1_COMMAND, HEADER_TRAINED, V1_ALPACA]
     elif settings.get("stage") == "pt" and settings.get("packing", True):

@@ -49,7 +49,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, convert_value
+from finetune.convert.rules import LEAVE, Conversion, convert_value, list_trackers
 from finetune.convert.runnable import make_runnable
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
@@ -243,6 +243,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
         known |= {pair.key: pair for pair in list_counterparts(GRPO)}
     for key, value in sorted(_walk(settings, known), key=lambda item: _find_turn(item[0], known)):
         _convert_key(key, value, known, conversion)
+    _report_trackers(settings, known, conversion)
     adapt_model(settings, conversion)
     adapt_tool(settings, text, conversion)
     adapt_rounding(settings, conversion)
@@ -260,6 +261,24 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
+
+
+def _report_trackers(
+    settings: ToolFile, known: Mapping[str, Counterpart], conversion: Conversion
+) -> None:
+    """Says which trackers that a file asks for are not reported to."""
+    asked: dict[str, None] = {}
+    for key, value in _walk(settings, known):
+        if key in known and known[key].carry == "tracker":
+            asked |= dict.fromkeys(list_trackers(key, value))
+    kept = conversion.recipe.get("report_to")
+    left_out = [name for name in asked if name != kept]
+    if left_out:
+        reported = f"reports to {kept} alone" if kept else "knows none of these"
+        names = ", ".join(left_out)
+        conversion.remarks.append(
+            f"report_to: {names}   (a run {reported}; metrics.jsonl and the report have them all)"
+        )
 
 
 def _find_turn(key: str, known: Mapping[str, Counterpart]) -> int:

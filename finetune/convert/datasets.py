@@ -83,13 +83,19 @@ TORCHTUNE_FORMATS = {
     "text_completion": "text",
     "instruct": "messages",
     "the_cauldron": "cauldron",
+    "gsm8k": "messages",
 }
 TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {
     "alpaca": "tatsu-lab/alpaca",
     "alpaca_cleaned": "yahma/alpaca-cleaned",
     "the_cauldron": "HuggingFaceM4/the_cauldron",
+    "gsm8k": "openai/gsm8k",
 }
+R1_PROMPT = (
+    "a question stands in a text there that asks for reasoning and an answer in tags, and opens "
+    "<think>, without a chat template; here it is a user's turn"
+)
 
 
 def _read_torchtune(
@@ -98,7 +104,7 @@ def _read_torchtune(
     default = read_section(settings, "dataset").get("train_on_input")
 
     def read(entry: DataSetEntry) -> Sources:
-        if compares_answers(conversion):
+        if compares_answers(conversion) and _name_component(entry) != "gsm8k":
             return _read_torchtune_preferences(entry, conversion)
         return _read_torchtune_entry(entry, default, source, conversion)
 
@@ -148,6 +154,9 @@ def _read_torchtune_entry(
             f"{source}: {entry.where}: {component} names no source; set it to a file or hub name"
         )
     named = entry.take_name_and_split()
+    if component == "gsm8k":
+        named = {"name": named["name"] or "main", "split": named["split"] or "train"}
+        conversion.add_difference(f"{entry.where}._component_", component, R1_PROMPT)
     subset = entry.take("subset")
     weight = entry.take("weight")
     if weight not in (None, 1.0):
@@ -166,7 +175,10 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
     is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
     if keys["type"] == "alpaca":
         keys["alpaca_prompt"] = True
-    if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
+    if component == "gsm8k":
+        keys["prompt_column"] = "question"
+        keys["completion_column"] = "answer"
+    elif component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
         prompt = "input" if component == "instruct" else "instruction"
         keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
         keys["completion_column"] = entry.take("column_map.output") or "output"

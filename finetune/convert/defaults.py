@@ -193,6 +193,8 @@ def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
     if recipe.get("use_peft"):
         if recipe.get("adapter_name_or_path"):
             kept = {"use_peft", "adapter_name_or_path"}
+        elif recipe.get("oft_block_size"):
+            kept = {"use_peft", "oft_block_size", "lora_target_modules", "modules_to_save"}
         else:
             kept = set(keys_of(Lora))
     for key in keys_of(Lora).keys() - kept:

@@ -143,6 +143,7 @@ VISION_FAMILIES = (
     (r"moss-vl", "moss_vl"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
+HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")  # beside words
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
     r"minicpm-[vo]"
@@ -262,19 +263,25 @@ def name_model(settings: ToolFile) -> str:
     )
 
 
+def _find_sound(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields the data sets of a model that takes sound in whose names the word audio stands."""
+    entries = settings.get("datasets")
+    for entry in entries if isinstance(entries, list) else []:
+        path = str(entry.get("path")) if isinstance(entry, dict) else ""
+        if "audio" in re.split("[^a-z]+", path.rpartition("/")[2].lower()):
+            yield f"datasets: {path}", "audio", True
+
+
 def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields why a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
         value = settings.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
-    entries = settings.get("datasets")
-    for entry in entries if isinstance(entries, list) else []:
-        path = str(entry.get("path")) if isinstance(entry, dict) else ""
-        if "audio" in path.rpartition("/")[2].lower():
-            yield f"datasets: {path}", "audio", True
     name = name_model(settings)
     lower = name.lower()
+    if HEARING_MODEL.search(lower):
+        yield from _find_sound(settings)
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
         return  # by which the rules of a run judge it
     family = guess_family(name) or ""

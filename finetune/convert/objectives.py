@@ -11,6 +11,7 @@ from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
+from finetune.convert.async_grpo import adapt_async, is_async
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
@@ -108,6 +109,8 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
         return _find_factory_method(settings)
     if find_distillation(settings) is not None:
         return "distill"
+    if tool == "torchtune" and is_async(settings):
+        return "grpo"
     loss = str(read_section(settings, "loss").get("_component_"))
     if tool == "torchtune" and loss.endswith("DPOLoss"):
         return "dpo"
@@ -419,11 +422,20 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
     recipe["lora_dropout"] = 0.0
     recipe.setdefault("learning_rate", 1e-6)
     recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
+    if settings.get("top_k") not in (None, 0, -1):
+        conversion.add_difference("top_k", settings["top_k"], TRUNCATED)
+    if conversion.tool == "torchtune":
+        adapt_async(settings, conversion)
+    else:
+        _adapt_trls_online(settings, conversion)
+    _drop_unused("grpo", conversion)
+
+
+def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
     _set_policy_loss(settings, conversion)
     _set_lengths(settings, conversion)
     _set_sampled_batch(settings, conversion)
-    if settings.get("top_k") not in (None, 0, -1):
-        conversion.add_difference("top_k", settings["top_k"], TRUNCATED)
     aggregation = settings.get("multi_objective_aggregation", SUMMED)
     if aggregation != SUMMED:
         note = "rewards are summed, and then normalized"
@@ -445,7 +457,6 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
         conversion.to_do.append(
             f"vllm_server_base_url: start the server of {address} as docs/online.md says"
         )
-    _drop_unused("grpo", conversion)
 
 
 def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:

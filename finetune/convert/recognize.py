@@ -12,6 +12,7 @@ import yaml
 from finetune.config.compatibility import find_problems
 from finetune.config.reader import read_recipe
 from finetune.config.yaml_file import read_entries
+from finetune.convert.async_grpo import is_async, rename_async
 from finetune.convert.command_line import COMMAND, is_command, read_command
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.foreign_values import shorten
@@ -64,13 +65,7 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         FROM_SCRATCH: ("train_from_scratch",),
     },
     "torchtune": {
-        "online RL": (
-            "orchestration",
-            "reward_functions",
-            "reward_model",
-            "ppo_epochs",
-            "num_output_samples",
-        ),
+        "online RL": ("reward_model", "ppo_epochs", "num_output_samples"),
         "early exit": ("early_exit_loss", "layer_dropout"),
     },
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
@@ -224,6 +219,8 @@ def _adapt_settings(tool: Tool, settings: dict[str, Any], source: Path) -> dict[
     if tool == "LLaMA-Factory" and is_factory_v1(settings):
         _refuse_v1_method(settings, source)
         settings = rename_v1(settings)
+    if tool == "torchtune" and is_async(settings):
+        settings = rename_async(settings)
     resolved: dict[str, Any] = _resolve_references(settings, settings)
     return resolved
 
@@ -404,7 +401,7 @@ def _factory(settings: ToolFile) -> Iterator[Unsupported]:
     if stage in FACTORY_STAGES:
         yield f"stage: {stage}", FACTORY_STAGES[stage], True
     kind = settings.get("finetuning_type", "lora")
-    if kind not in ("lora", "full", "freeze"):
+    if kind not in ("lora", "oft", "full", "freeze"):
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
 

@@ -62,6 +62,7 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "warmup_stable_decay",
 }
+NO_TRACKER = ("none", "", "all", "no", "false", "disklogger", "stdoutlogger")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {
     **dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"),
@@ -182,15 +183,28 @@ def _convert_attention(value: Any) -> Any:
     return None
 
 
-def _convert_tracker(key: str, value: Any) -> Any:
-    """Returns the tracker that a key names (`use_wandb: true`), else the first of ours that its
-    value names.
+def list_trackers(key: str, value: Any) -> list[str]:
+    """Lists the trackers that a key names (`use_wandb: true`), else those that its value does.
+
+    >>> list_trackers("use_wandb", True), list_trackers("report_to", ["tensorboard", "comet_ml"])
+    (['wandb'], ['tensorboard', 'comet_ml'])
+    >>> list_trackers("use_swanlab", True), list_trackers("report_to", "none")
+    (['swanlab'], [])
     """
-    by_key = next((tracker for tracker in TRACKERS if tracker in key), None)
-    if by_key is not None:
-        return by_key if value else LEAVE
-    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
-    return next((tracker for tracker in TRACKERS if any(tracker in name for name in names)), LEAVE)
+    is_switch = key.startswith("use_") or any(tracker in key for tracker in TRACKERS)
+    if is_switch:
+        values = [key.removeprefix("use_")] if value else []
+    else:
+        values = value if isinstance(value, list) else [value]
+    names = [str(name).lower().rpartition(".")[2] for name in values]
+    known = {name: next((ours for ours in TRACKERS if ours in name), name) for name in names}
+    return [known[name] for name in names if name not in NO_TRACKER]
+
+
+def _convert_tracker(key: str, value: Any) -> Any:
+    """Returns the first of our trackers that a key or its value names."""
+    named = list_trackers(key, value)
+    return next((tracker for tracker in TRACKERS if tracker in named), LEAVE)
 
 
 def _convert_steps(key: str, value: Any) -> Any:
@@ -233,9 +247,13 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
     "by-code": lambda value: LEAVE,
     "not": lambda value: not value if isinstance(value, bool) else None,
-    "adapter": lambda value: {"lora": True, "qlora": True, "full": False, "freeze": False}.get(
-        str(value)
-    ),
+    "adapter": lambda value: {
+        "lora": True,
+        "qlora": True,
+        "oft": True,
+        "full": False,
+        "freeze": False,
+    }.get(str(value)),
     "all-linear": lambda value: "all-linear" if value else LEAVE,
     "on-if-true": lambda value: convert_number(value) if value else LEAVE,
     "flag": lambda value: True if value else LEAVE,

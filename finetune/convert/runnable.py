@@ -53,6 +53,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 # In transformers' source, but not in the published models, whose queries come out of a latent.
 ABSENT: Mapping[str, tuple[str, ...]] = dict.fromkeys(("glm4_moe_lite", "mistral4"), ("q_proj",))
+STATE_LAYERS = "linear_attention"
 MOST_CHANGES = 12
 SOME_NAME = "some/name"
 SAME_LOSS = (
@@ -68,6 +69,10 @@ SAME_LOSS = (
 )
 NO_CONV1D = "the family's layers are transformers' Conv1D, which get no adapters here"
 BESIDE_TEXT = "no layer of the language model, which alone gets adapters here"
+READ_UNCALLED = (
+    "transformers reads its weight without calling it, which passes by an adapter, unless the "
+    "base is quantized there"
+)
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
@@ -144,6 +149,8 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
         assumed = SIZES | {"model_type": model_type}
         if find_family(model_type).mixture or is_mixture(name):
             assumed["num_experts"] = 1 << 7
+        if f'"{STATE_LAYERS}"' in read_family_source(model_type):
+            assumed["layer_types"] = [STATE_LAYERS]  # as the models of such a family have them
         return read_model_facts(config or assumed, name)
     except (AttributeError, UserError):
         return None  # a run says what is wrong with it
@@ -247,7 +254,9 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
     layers = find_linear_layers(family).difference(ABSENT.get(family, ()))
     unadaptable = facts.family.unadaptable
     if targets == "all-linear" and unadaptable:
-        note = f"{unadaptable[-1]} of {family} gets no adapter here: peft has none for it"
+        layer = unadaptable[-1]
+        reason = READ_UNCALLED if layer == "dt_proj" else "peft has none for it"
+        note = f"{layer} of {family} gets no adapter here: {reason}"
         conversion.differences.append(f"lora_target_modules: {note}")
         return
     if targets and not layers and read_family_source(family):

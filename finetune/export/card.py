@@ -76,6 +76,7 @@ RECIPE_KEYS = (
     "modules_to_save",
     "use_rslora",
     "use_dora",
+    "oft_block_size",
 )
 # the hub's fields; the last two where the first is "other"
 LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -99,7 +100,8 @@ def model_card(
     quantized base; `of_base`: sentences on the base's tensors.
     """
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
-    what = "LoRA adapter" if is_adapter else "model"
+    kind = "OFT" if source.adapter and source.adapter.config.get("oft_block_size") else "LoRA"
+    what = f"{kind} adapter" if is_adapter else "model"
     if source.base_model:
         base = _shown_path(source.base_model)
     else:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from finetune.config.module_names import find_problem, find_value
+from finetune.config.module_names import find_problem, find_value, is_adapter
 from finetune.config.pretrained import why_unsupported
+from finetune.constants import ROTATION
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
@@ -33,7 +34,7 @@ from finetune.files.tensors import (
     read_slice,
 )
 from finetune.models.head_scores import add_new_head
-from finetune.models.lora import AdaptedParameter, find_adapted_parameters
+from finetune.models.lora import AdaptedParameter, find_adapted_parameters, make_rotations
 from finetune.models.quantized_layers import quantized_weights
 from finetune.models.quantized_weights import dequantize_tensor, quantize_whole
 from finetune.models.weights import Slices, convert_to_parameters
@@ -87,7 +88,7 @@ def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
 
 
 def _is_own_base(name: str) -> bool:
-    return BASE_LAYER in name and ".lora_" not in name
+    return BASE_LAYER in name and not is_adapter(name)
 
 
 def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, WeightUpdate]:
@@ -107,6 +108,10 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
             )
         elif name.endswith(".lora_A.weight"):
             updates[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
+        elif name.endswith(f"{ROTATION}weight"):
+            module = name.partition(ROTATION)[0]
+            rows = target.shapes.get(f"{module}.weight", (0,))[0]
+            updates[f"{module}.weight"] = _rotation_update(adapter, name, rows, where)
         elif name.endswith(".lora_B.bias"):
             updates[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
@@ -243,6 +248,27 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
     return WeightUpdate(
         apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None
     )
+
+
+def _rotation_update(adapter: Adapter, name: str, rows: int, where: str) -> WeightUpdate:
+    """The update of a layer of `rows` whose inputs OFT rotates: each block of its columns times the
+    transposed rotation.
+    """
+    vectors = adapter.tensors[name]
+    block = adapter.config["oft_block_size"]
+    if len(vectors.shape) != 2 or vectors.shape[1] != block * (block - 1) // 2:
+        raise UserError(
+            f"{where}: {name}: has the shape {list(vectors.shape)}, which is not of blocks of "
+            f"{block}; copy both files again"
+        )
+    blocks = vectors.shape[0]
+
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        rotations = make_rotations(read(vectors).float(), block)
+        parts = weight.view(len(weight), blocks, block)
+        return torch.einsum("ork,rck->orc", parts, rotations).reshape(weight.shape)
+
+    return WeightUpdate(apply, (rows, blocks * block), frozenset({name}), needs_whole_rows=True)
 
 
 def _embedding_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:

@@ -51,7 +51,7 @@ from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
 from finetune.models.carried import carries
 from finetune.models.load import auto_class_of
-from finetune.models.lora import inject_adapters
+from finetune.models.lora import inject_adapters, remake_indices
 from finetune.models.weights import Slices, boxes_of_parameters
 
 # How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose
@@ -287,16 +287,19 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     parameters.
     """
     from accelerate import init_empty_weights
-    from peft import LoraConfig
+    from peft import LoraConfig, OFTConfig
 
-    known = {key: config[key] for key in LoraConfig.__dataclass_fields__ if key in config}
-    known |= {"target_parameters": None, "inference_mode": True}
+    kind: Any = OFTConfig if config.get("peft_type") == "OFT" else LoraConfig
+    without_parameters = {**config, "target_parameters": None, "inference_mode": True}
+    fields = kind.__dataclass_fields__
+    known = {key: value for key, value in without_parameters.items() if key in fields}
     if known.get("target_modules") in ([], None):
         return model.eval()
     with init_empty_weights(include_buffers=False), warnings.catch_warnings():
         # of tied weights, which `rows` reads as one tensor
         warnings.simplefilter("ignore", UserWarning)
-        inject_adapters(model, LoraConfig(**known))
+        inject_adapters(model, kind(**known))
+    remake_indices(model)
     return model.eval()
 
 

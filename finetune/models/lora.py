@@ -31,12 +31,13 @@ from finetune.config.module_names import (
     refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
+    refuse_undivided,
     refuse_unknown_layers,
     refuse_unmatched,
 )
 from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
-from finetune.constants import ADAPTER_NAME
+from finetune.constants import ADAPTER_NAME, ROTATION
 from finetune.distributed.model_parts import (
     Slices,
     Values,
@@ -84,9 +85,11 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         warnings.filterwarnings(
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
         )
-        config = peft_config(lora, known, head, saved_whole)
+        warnings.filterwarnings("ignore", r"Invalid `oft_block_size`")  # refused below
+        config = make_config(lora, known, head, saved_whole)
         config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
+        remake_indices(model)
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
             parameter.requires_grad_(True)
@@ -96,10 +99,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         assert parameter.requires_grad == is_trained, (
             f"{name}: requires_grad is {parameter.requires_grad}"
         )
-    places = {
-        name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)
-    }
-    assert places, "the adapter is empty"
+    places = _find_places(model, lora)
     refuse_unadapted(
         lora, {parameters[place].name if place in parameters else place for place in places}
     )
@@ -112,6 +112,24 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def _find_places(model: nn.Module, lora: Lora) -> set[str]:
+    """The names of the modules in `model` that have adapters.
+
+    Raises `UserError` where blocks of `oft_block_size` do not divide the inputs of one, for which
+    peft takes another size.
+    """
+    places = {
+        name.partition(".lora_")[0].partition(ROTATION)[0]
+        for name, _ in model.named_parameters()
+        if is_adapter(name)
+    }
+    assert places, "the adapter is empty"
+    if lora.oft_block_size is not None:
+        layers: dict[str, Any] = {place: model.get_submodule(place) for place in sorted(places)}
+        refuse_undivided(lora, {place: layer.in_features for place, layer in layers.items()})
+    return places
 
 
 def _find_task(model: nn.Module) -> str:
@@ -209,11 +227,13 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     renamed = {name for name in config.target_modules or () if _is_renamed(model, config, name)}
     if not renamed:
         return config
-    if config.use_dora:
+    is_rotation = config.peft_type == "OFT"
+    if is_rotation or config.use_dora:
+        key = "oft_block_size" if is_rotation else "use_dora"
         raise UserError(
-            f"use_dora: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
+            f"{key}: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
             f"{type(model).__name__}, which it takes for layers of the routed experts; leave "
-            "use_dora out, or name others in lora_target_modules"
+            f"{key} out, or name others in lora_target_modules"
         )
     config = copy.deepcopy(config)
     weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, renamed)]
@@ -235,9 +255,10 @@ def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
 
     alone = copy.copy(config)
     alone.target_modules = {target}
-    alone.target_parameters = None
-    alone.rank_pattern = {}
-    alone.alpha_pattern = {}
+    if config.peft_type != "OFT":
+        alone.target_parameters = None
+        alone.rank_pattern = {}
+        alone.alpha_pattern = {}
     try:
         convert_peft_config_for_transformers(alone, model, None)
     except ValueError:  # one half of two layers that are one in transformers 5
@@ -281,17 +302,17 @@ def within_language_model(model: Any, config: Any) -> Any:
     return config
 
 
-def peft_config(
+def make_config(
     lora: Lora,
     linear_layers: set[str],
     head: str,
     saved_whole: Mapping[nn.Parameter, Sequence[str]],
 ) -> Any:
-    """The recipe's adapter in peft's terms.
+    """The recipe's adapter in peft's terms, a LoraConfig or an OFTConfig.
 
     `all-linear` is `linear_layers` but `head` and what is trained whole.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, OFTConfig
 
     saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
     is_all = lora.lora_target_modules == "all-linear"
@@ -299,6 +320,14 @@ def peft_config(
         targets = linear_layers - {head.rpartition(".")[2]}
     else:
         targets = set(lora.lora_target_modules)
+    excluded = [name for name in saved if name.rpartition(".")[2] in targets] or None
+    if lora.oft_block_size is not None:
+        return OFTConfig(
+            oft_block_size=lora.oft_block_size,
+            target_modules=sorted(targets),
+            exclude_modules=excluded,
+            bias="none",
+        )
     return LoraConfig(
         r=lora.lora_r,
         lora_alpha=lora.lora_alpha,
@@ -309,7 +338,7 @@ def peft_config(
         use_dora=lora.use_dora,
         rank_pattern=dict(lora.rank_pattern or {}),
         alpha_pattern=dict(lora.alpha_pattern or {}),
-        exclude_modules=[name for name in saved if name.rpartition(".")[2] in targets] or None,
+        exclude_modules=excluded,
         bias="none",
     )
 
@@ -331,7 +360,7 @@ def with_adapters(
             bound = 1 / math.sqrt(shapes[name][1])
             generator = torch.Generator().manual_seed(seed_of(seed, name))
             return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)[slices]
-        if ".lora_B." in name:
+        if ".lora_B." in name or ROTATION in name:
             return torch.zeros(shapes[name])[slices]
         if ".lora_magnitude_vector." in name:
             layer = name.split(".lora_magnitude_vector.")[0]
@@ -342,6 +371,32 @@ def with_adapters(
         raise AssertionError(f"{name}: an adapter parameter without a start value")
 
     return values
+
+
+def remake_indices(model: nn.Module) -> None:
+    """Gives peft's rotations their indices again, buffers which it has moved to meta with its
+    parameters.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "OFTRotationModule":
+            size: Any = module.block_size
+            rows, columns = torch.triu_indices(size, size, 1)
+            module.rows = rows
+            module.cols = columns
+
+
+def make_rotations(vectors: Tensor, block_size: int) -> Tensor:
+    """OFT's rotations [blocks, size, size] of `vectors` [blocks, size (size - 1) / 2], as peft
+    approximates them: the Cayley transform (I + Q) / (I - Q) as I + 2Q + 2Q^2 + 2Q^3 + Q^4 (Qiu et
+    al. 2025, arXiv:2506.19847), Q skew-symmetric with `vectors` above its diagonal.
+    """
+    rows, columns = torch.triu_indices(block_size, block_size, 1)
+    q = vectors.new_zeros(len(vectors), block_size, block_size)
+    q[:, rows, columns] = vectors
+    q = q - q.transpose(1, 2)
+    square = q @ q
+    identity = torch.eye(block_size, dtype=q.dtype, device=q.device)
+    return identity + 2 * q + 2 * square + 2 * square @ q + square @ square
 
 
 def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:

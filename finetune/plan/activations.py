@@ -106,7 +106,8 @@ class Computation:
         """Whether an adapted layer keeps its input as it came, shared, and no cast copy
         (models/lora.py).
         """
-        return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
+        lora = self.lora
+        return lora is not None and not (lora.lora_dropout or lora.use_dora or lora.oft_block_size)
 
     @property
     def remakes(self) -> bool:
@@ -517,6 +518,9 @@ def _adapters(architecture: Architecture, layer: int, run: Computation) -> int:
     if run.lora is None:
         return 0
     adapted = [linear for linear in architecture.linears(layer) if is_adapted(linear, run.lora)]
+    if run.lora.oft_block_size is not None:  # what is rotated, in the type of the rotations
+        itemsize = FP32 if run.autocast else run.itemsize
+        return sum(linear.shape[1] * itemsize for linear in adapted)
     dropped = 0
     if run.drops_inputs:
         mask = run.itemsize if run.cpu else 1

@@ -15,6 +15,7 @@ from finetune.config.module_names import (
     refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
+    refuse_undivided,
     refuse_unknown_layers,
     refuse_unmatched,
 )
@@ -25,7 +26,7 @@ from finetune.config.optimization import (
 )
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
+from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION
 from finetune.plan.architecture import Architecture, TensorShape
 
 BESIDE = "beside"  # begins the units of what is beside a language model
@@ -263,6 +264,12 @@ def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateT
     et al. 2024).
     """
     name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
+    block = lora.oft_block_size
+    if block is not None:  # a skew-symmetric matrix of each block (Qiu et al. 2023)
+        refuse_undivided(lora, {name: width_in})
+        shape = (width_in // block, block * (block - 1) // 2)
+        yield StateTensor(f"{name}{ROTATION}default.weight", shape, unit, FP32, True)
+        return
     rank = find_value(name, lora.rank_pattern, lora.lora_r)
     yield StateTensor(f"{name}.lora_A.default.weight", (rank, width_in), unit, FP32, True)
     yield StateTensor(f"{name}.lora_B.default.weight", (width_out, rank), unit, FP32, True)

@@ -248,6 +248,8 @@ def describe_trained(recipe: Recipe) -> str:
         *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
     ]
     beside = f"; whole: {', '.join(saved)}" if saved else ""
+    if lora.oft_block_size is not None:
+        return f" (OFT in blocks of {lora.oft_block_size}{beside})"
     return f" (LoRA r={lora.lora_r}{ranks}{beside})"
 
 

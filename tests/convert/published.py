@@ -187,6 +187,10 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     if recipe.get("qat_group_size"):  # that divides the small model's widths, where it is free
         scheme = SCHEMES[recipe["quantization_aware_training"]]
         recipe["qat_group_size"] = scheme.group_of(8)
+    if METHODS[recipe.get("method", "sft")].samples:  # the model itself, without the file's rewards
+        for key in ("vllm_server_base_url", "max_staleness"):
+            recipe.pop(key, None)
+        recipe |= {"rewards": ["length"], "num_generations": 2, "max_completion_length": 8}
     if "trainable_modules" in recipe:  # a layer that the small model has
         recipe["trainable_modules"] = [
             re.sub(r"layers\.[^.]+", "layers.1", name) for name in recipe["trainable_modules"]

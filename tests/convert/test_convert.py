@@ -1003,7 +1003,7 @@ def test_references_are_resolved(converted: Convert) -> None:
             "Flash: mixtures of experts whose files or code are of another kind, or not tried yet: not supported",
         ),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
-        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: ia3"), "IA3"),
         (
             "model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n",
             "merging (finetune export)",
@@ -2027,3 +2027,92 @@ def test_axolotls_mean_over_processes_is_said(converted: Convert) -> None:
     """core/builders/base.py sets average_tokens_across_devices = False for its trainer of answers."""
     _, said, _ = converted(AXOLOTL)
     assert "on several processes the mean of each over its labels counts alike there" in said
+
+
+SMALL_AXOLOTL = "base_model: Qwen/Qwen3-0.6B\ndatasets:\n- {path: a/rows, type: chat_template}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("Qwen/Qwen3-0.6B", "a/text-audio-2k"),  # a model that takes no sound
+        ("google/gemma-3n-E2B-it", "a/audiobooks"),  # words about it
+    ],
+)
+def test_rows_about_sound_are_rows(model: str, data: str, converted: Convert) -> None:
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", model).replace("a/rows", data)
+    recipe, _, _ = converted(theirs)
+    assert recipe["datasets"] == [{"path": data}]
+
+
+@pytest.mark.parametrize("value", ["offload", "offload_disk"])
+def test_checkpoints_that_are_offloaded_are_offloaded_here(value: str, converted: Convert) -> None:
+    recipe, text, _ = converted(SMALL_AXOLOTL + f"bf16: true\ngradient_checkpointing: {value}\n")
+    assert recipe["activation_offload"] is True
+    assert recipe["accelerate_config"] == "ddp_checkpointing"
+    assert "activation_offload: to host memory" in text
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept", "line"),
+    [
+        ("use_wandb: true\nuse_mlflow: true\n", "mlflow", "report_to: wandb   (a run reports to mlflow alone"),
+        ("wandb_project: mine\nuse_comet: true\n", "wandb", "report_to: comet   (a run reports to wandb alone"),
+        ("use_swanlab: true\n", None, "report_to: swanlab   (a run knows none of these"),
+        ("use_wandb: false\nuse_tensorboard: true\n", "tensorboard", None),
+    ],
+)  # fmt: skip
+def test_a_tracker_that_is_not_reported_to_is_named(
+    theirs: str, kept: str | None, line: str | None, converted: Convert
+) -> None:
+    recipe, text, _ = converted(SMALL_AXOLOTL + theirs)
+    assert recipe.get("report_to") == kept
+    if line is None:
+        assert "report_to: wandb" not in text
+    else:
+        assert line in text
+
+
+def test_a_family_of_layers_with_a_state_is_not_packed(converted: Convert) -> None:
+    """Its name says so, where its config.json is not at hand."""
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", "a/Qwen3.8-Flash-Next")
+    recipe, text, _ = converted(theirs + "sample_packing: true\nattn_implementation: sdpa\n")
+    assert recipe["packing"] is False
+    assert "packing: false   (a/Qwen3.8-Flash-Next: qwen4_exp_text has linear_attention" in text
+
+
+def test_a_layer_that_the_code_passes_by_says_so(converted: Convert) -> None:
+    theirs = SMALL_AXOLOTL.replace("Qwen/Qwen3-0.6B", "ai21labs/AI21-Jamba-1.5-Mini")
+    _, text, _ = converted(theirs + "adapter: lora\nlora_target_linear: true\n")
+    assert "dt_proj of jamba gets no adapter here: transformers reads its weight" in text
+
+
+OFT = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: sft\ndo_train: true\nfinetuning_type: oft\ndataset: rows\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "block", "targets"),
+    [
+        ("", 32, None),  # LLaMA-Factory's default
+        ("oft_block_size: 16\nlora_target: q_proj,v_proj\n", 16, ["q_proj", "v_proj"]),
+        ("oft_target: q_proj\n", 32, None),  # which nothing there reads
+    ],
+)
+def test_rotations_of_llama_factory_are_rotations(
+    theirs: str, block: int, targets: list[str] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(OFT + theirs)
+    conversion = convert_file(tmp_path / "theirs.yaml")
+    recipe = conversion.recipe
+    assert recipe["use_peft"] is True and recipe["oft_block_size"] == block
+    assert recipe.get("lora_target_modules") == targets
+    assert not {"lora_r", "lora_alpha", "lora_dropout"} & recipe.keys()
+    assert not conversion.missing_capabilities
+
+
+@pytest.mark.parametrize("theirs", ["oft_rank: 4\n", "module_dropout: 0.1\n"])
+def test_rotations_of_another_kind_are_said_to_be_missing(theirs: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(OFT + theirs)
+    assert any(
+        "OFT" in cause for cause in convert_file(tmp_path / "theirs.yaml").missing_capabilities
+    )

@@ -216,3 +216,70 @@ def test_an_asynchronous_run_keeps_its_staleness_and_its_server(tmp_path: Path) 
     assert conversion.recipe["vllm_server_base_url"] == "http://localhost:8000"
     assert "importance_sampling_correction" not in conversion.recipe
     assert any("start the server of http://localhost:8000" in each for each in conversion.to_do)
+
+
+ASYNC = """\
+base_model_path: /tmp/m
+orchestration: {num_inference_workers: 4, num_training_workers: 2, num_steps: 250}
+inference: {engine: vllm, temperature: 0.8, max_generated_tokens: 512, batch_size: 1, group_size: 16, steps_before_weight_sync: 1}
+postprocessing: {ref_checkpointer: {checkpoint_dir: "${base_model_path}"}}
+training:
+  checkpointer: {checkpoint_dir: "${base_model_path}"}
+  batch_size: 16
+  ppo_epochs: 1
+  clip_grad_norm: 1.0
+  steps_before_weight_sync: 2
+  optimizer: {_component_: torch.optim.AdamW, lr: 1e-5}
+  loss: {_component_: torchtune.dev.rl.linear_grpo_loss.LinearGRPOLoss, kl_coeff: 0.01, epsilon: 0.2}
+reward_functions:
+  - {_component_: torchtune.dev.rl.rewards.ThinkingAnswerFormattingReward, think_tag: think, positive_reward: 1.0}
+tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, max_seq_len: 1024}
+dataset: {_component_: torchtune.dev.grpo.gsm8k.gsm8k_dataset, partition: 1-9/10}
+shuffle: False
+"""
+
+
+def test_torchtunes_asynchronous_file_keeps_its_meaning(tmp_path: Path) -> None:
+    conversion = convert(ASYNC, tmp_path)
+    assert {
+        "method": "grpo",
+        "loss_type": "grpo",
+        "beta": 0.01,
+        "num_generations": 16,
+        "max_completion_length": 512,
+        "max_length": 1024,
+        "temperature": 0.8,
+        "max_steps": 250,
+        "max_staleness": 2,
+        "global_batch_size": 2,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "rewards": ["my_rewards.py:ThinkingAnswerFormattingReward"],
+    }.items() <= conversion.recipe.items()
+    assert conversion.recipe["datasets"][0]["path"] == "openai/gsm8k"
+    assert not conversion.missing_capabilities
+    assert [line.split(":")[0] for line in conversion.differences] == [
+        "shuffle",
+        "training.loss.epsilon",
+        "training.steps_before_weight_sync",
+        "training.batch_size",
+        "dataset._component_",
+        "dataset.partition",
+    ]
+    assert "(think_tag='think', positive_reward=1.0)" in conversion.to_do[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "listed"),
+    [
+        ("ppo_epochs: 1", "ppo_epochs: 2", "training.ppo_epochs"),
+        ("batch_size: 1,", "batch_size: 1, engine_args: {seed: 1},", "inference.engine_args"),
+    ],
+)
+def test_what_torchtunes_asynchronous_file_does_besides_is_listed(
+    old: str, new: str, listed: str, tmp_path: Path
+) -> None:
+    assert old in ASYNC
+    conversion = convert(ASYNC.replace(old, new), tmp_path)
+    assert any(line.startswith(listed) for line in conversion.differences)

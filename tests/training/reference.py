@@ -209,9 +209,17 @@ def quantize_experts(model: PreTrainedModel, quantization: Quantization) -> None
 
 
 def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, OFTConfig, get_peft_model
 
     lora = recipe.lora
+    if lora.oft_block_size is not None:  # which begins as no rotation
+        targets = lora.lora_target_modules
+        rotating = OFTConfig(
+            oft_block_size=lora.oft_block_size,
+            target_modules=targets if targets == "all-linear" else list(targets),
+            modules_to_save=list(lora.modules_to_save) or None,
+        )
+        return get_peft_model(model, rotating)
     wrapped = get_peft_model(
         model,
         LoraConfig(
