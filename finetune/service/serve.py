@@ -64,6 +64,7 @@ def prepare(recipe: Recipe) -> Recipe:
         raise UserError("serve-training: clients train adapters; set use_peft: true")
     refused = {
         "use_dora": lora.use_dora,
+        "oft_block_size": lora.oft_block_size,
         "modules_to_save": lora.modules_to_save,
         "lora_target_parameters": lora.lora_target_parameters,
         "rank_pattern": lora.rank_pattern,
