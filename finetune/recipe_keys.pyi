@@ -63,6 +63,7 @@ class RecipeKeys(TypedDict, total=False):
     vllm_server_base_url: str | Sequence[str] | None
     vllm_server_timeout: float
     max_staleness: int
+    routing_replay: bool
     in_flight: Literal['keep', 'restart']
     scale_rewards: Literal['group', 'batch', 'none']
     epsilon: float

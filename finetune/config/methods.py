@@ -267,7 +267,7 @@ class RolloutKeys:
         bool,
         SameOnResume,
         "Whether training takes the experts that a mixture has chosen for each token while it "
-        "sampled (R3, arXiv 2510.11370), and computes their weights anew.",
+        "sampled (R3, arXiv 2510.11370), and computes their weights again.",
     ] = False
     in_flight: Annotated[
         Literal["keep", "restart"],
