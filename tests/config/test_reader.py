@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
+from finetune.config.reader import RECIPES, add_hints, read_recipe, to_dict, write_recipe
+from finetune.convert import hints
 from finetune.errors import UserError
 from finetune.training.callbacks import list_trackers
+
+add_hints(hints)  # as each command does
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 
@@ -136,7 +139,7 @@ MISTAKES = {
         "F:4: profile_steps: [3] does not fit; a list with one more entry is expected"
     ],
     "peft_type: LORA": [
-        "F:4: peft_type: peft's name; use_peft: true trains LoRA adapters, the only kind here"
+        "F:4: peft_type: peft's name; use_peft: true trains LoRA adapters, with oft_block_size OFT's rotations"
     ],
     "max_tokens: 9": ["F:4: max_tokens: no such key; max_length is the number of tokens in a row"],
     "batch_size: 8": [

@@ -43,6 +43,8 @@ def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
         ]
         if "teacher_model_name_or_path" in recipe:
             recipe["teacher_model_name_or_path"] = "some/teacher"
+        if "rewards" in recipe:  # which are to be written
+            recipe["rewards"] = ["length"]
         recipe.pop("eval_datasets", None)
         recipe.pop("eval_steps", None)
     path.write_text(yaml.safe_dump(recipe))
@@ -63,6 +65,8 @@ def number(value: Any) -> float:
 
 def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
     """torchtune's recipes: no scheduler is a constant rate, AdamW decays 0.01, nothing is clipped, cut or packed unasked."""
+    if "orchestration" in file:
+        return asynchronous_grpo(file)
     optimizer, schedule = file["optimizer"], file.get("lr_scheduler")
     dataset = file.get("dataset") or {"_component_": "several", "train_on_input": False}
     command = (
@@ -143,6 +147,29 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
     return meaning
 
 
+def asynchronous_grpo(file: Mapping[str, Any]) -> Meaning:
+    """torchtune's dev/async_grpo: a constant rate, whole rows of prompt and answer in max_seq_len."""
+    training = file["training"]
+    return {
+        "method": "grpo",
+        "use_peft": False,
+        "learning_rate": number(training["optimizer"]["lr"]),
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "max_grad_norm": training["clip_grad_norm"],
+        "max_steps": file["orchestration"]["num_steps"],
+        "num_generations": file["inference"]["group_size"],
+        "max_completion_length": file["inference"]["max_generated_tokens"],
+        "temperature": file["inference"]["temperature"],
+        "beta": training["loss"]["kl_coeff"],
+        "num_iterations": training["ppo_epochs"],
+        "max_length": file["tokenizer"]["max_seq_len"],
+        "activation_offload": training["enable_activation_offloading"],
+        "layout": "FULL_SHARD",
+        "dtype": "bfloat16",
+    }
+
+
 def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
     """Axolotl's schema: cosine, 3% of warm-up, no decay, one epoch, 512 tokens, nothing packed unasked, answers trained."""
     schedule = file.get("lr_scheduler", "cosine")
@@ -165,7 +192,8 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         if file.get("fp16") or file.get("float16")
         else "no",
         "overlength": "drop",  # rows that are too long, but for plain text, of which no file here is made
-        "activation_offload": bool(file.get("activation_offloading")),
+        "activation_offload": bool(file.get("activation_offloading"))
+        or file.get("gradient_checkpointing") == "offload",
     }
     if (
         file.get("save_steps")
@@ -241,10 +269,12 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
         "max_length": file.get("cutoff_len", 2048),
         "packing": bool(file.get("packing") or file.get("neat_packing")),
         "assistant_only_loss": not file.get("train_on_prompt", False),
-        "use_peft": file.get("finetuning_type", "lora") == "lora",
+        "use_peft": file.get("finetuning_type", "lora") in ("lora", "oft"),
         "layout": "FULL_SHARD" if "z3" in str(file.get("deepspeed")) else "ddp",
     }
-    if meaning["use_peft"]:
+    if file.get("finetuning_type") == "oft":
+        meaning |= {"oft_block_size": file.get("oft_block_size", 32)}
+    elif meaning["use_peft"]:
         rank = file.get("lora_rank", 8)
         meaning |= {
             "lora_r": rank,
