@@ -51,7 +51,8 @@ DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 class UserError(Exception):
     """A mistake that the user can fix.
 
-    Its text is all that is shown: what is wrong, where, and what to do.
+    Its text says what is wrong, where, and what to do. A command shows nothing else; in a script it
+    comes last, below Python's traceback, unless it is caught.
 
     Several mistakes found at once are one error, a line for each.
 

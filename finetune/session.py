@@ -117,7 +117,11 @@ class Gradients(NamedTuple):
 
 
 class SampledAnswer(NamedTuple):
-    """An answer of `Session.sample`."""
+    """An answer of `Session.sample`.
+
+    `log_probabilities` are those of the distribution that was drawn from, after `temperature`.
+    `row` is the prompt and the answer as a row for `Session.batch`.
+    """
 
     text: str
     token_ids: tuple[int, ...]  # with the token that ends it
@@ -191,6 +195,7 @@ class Session:
         self.signals = SignalListener()  # which the command enters; a script's signals are its own
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
         self._is_resumed = False
+        self._kept_step = 0  # of the newest checkpoint that is of this training
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
@@ -396,7 +401,8 @@ class Session:
             loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
                 method. The log-probabilities, fp32[positions], are the labels' at
                 `micro_batch.trained_positions`, 0 where there is none;
-                `micro_batch.trained_documents` says which document each belongs to, and
+                `micro_batch.trained_documents` says which document each belongs to (0 also where
+                there is no label: use sums, not means), and
                 `micro_batch.columns` has what `batch` was asked for. The function
                 returns a sum (0-dim), which is divided by the trained tokens of the batch over all
                 ranks, or by its pairs where the method compares.
@@ -417,6 +423,8 @@ class Session:
         with self.computing(), self._or_no_gradients():
             self.model.train()
             measured = forward_backward(self.model, step_batch, objective, self.recipe, self.world)
+            if isinstance(objective, FunctionObjective):
+                RankGroup(self.world).on_all(objective.raise_fault)
             totals = measured.add_up(self.world)
         self._backward.append((step_batch, measured))
         return Loss(totals, objective.count(step_batch), objective)
@@ -473,9 +481,10 @@ class Session:
         self._refuse_closed("optim_step")
         if not self._backward:
             raise UserError("optim_step: no gradients; call forward_backward first")
-        if learning_rate is not None and not isinstance(learning_rate, int | float):
+        if learning_rate is not None and not _is_rate(learning_rate):
             raise UserError(
-                f"optim_step: learning_rate: a number is expected, not {learning_rate!r}"
+                "optim_step: learning_rate: a number of at least 0 is expected, not "
+                f"{learning_rate!r}"
             )
         keys = self.recipe.optimization
         world = self.world
@@ -530,7 +539,8 @@ class Session:
             temperature: 0: greedily. Above it, tokens are drawn.
             num_samples: Answers of each prompt, which stand one after another in the list.
             stop: Texts at which an answer ends, beside the tokens that end a turn.
-            seed: Of the draws, together with the steps done; by default the recipe's.
+            seed: Of the draws, together with the steps done; by default the recipe's. Two calls
+                between updates draw the same answers, unless they have other seeds.
             prompt_log_probabilities: Whether the prompts' own tokens are scored too.
         """
         if isinstance(prompts, str):
@@ -539,11 +549,12 @@ class Session:
             raise UserError(
                 f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
             )
-        if not isinstance(num_samples, int) or num_samples < 1:
-            raise UserError(
-                "sample: num_samples: a whole number of at least 1 is expected, not "
-                f"{num_samples!r}"
-            )
+        counts = {"num_samples": num_samples, "max_new_tokens": max_new_tokens}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise UserError(
+                    f"sample: {name}: a whole number of at least 1 is expected, not {count!r}"
+                )
         if isinstance(stop, str):
             raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
         asked = [
@@ -623,6 +634,7 @@ class Session:
             )
         self._saver.save(self.progress)
         self._saver.finish()
+        self._kept_step = self.progress.step
         return step_folder(self.folder, self.progress.step)
 
     def load(self) -> Progress:
@@ -638,15 +650,21 @@ class Session:
                 self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
                 loaded.objectives.training.resume(start, self.progress.step)
+        self._kept_step = self.progress.step
         return self.progress
 
     def export(self) -> Path:
         """Closes the session, and writes the newest checkpoint as a Hugging Face folder: `export/`,
         and `adapter/`.
 
-        Rank 0 writes; the other ranks return at once. Raises `UserError` where the export does not
-        verify.
+        Rank 0 writes; the other ranks return at once. Raises `UserError` where steps are not saved,
+        and the session stays open, and where the export does not verify.
         """
+        if self.progress.step != self._kept_step:
+            raise UserError(
+                f"export: the model as it is after step {self.progress.step} is not saved; call "
+                "session.save() first"
+            )
         self.close()
         if self.world.is_main:
             return export_run(self.folder)
@@ -699,6 +717,10 @@ class Session:
                 "data; give datasets, and pass a batch of `batches()`, or pass a loss function"
             )
         return self._loaded.objectives.training
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < float("inf")
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:

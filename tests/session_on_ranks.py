@@ -189,6 +189,7 @@ def train_on_rows(folder: Path, layout: str, model: str) -> dict[str, Any]:
             ["What is two in digits?", ROWS[2]["messages"][:1]], max_new_tokens=4
         )
         answers = [each.text for each in sampled]
+        fault = fail_on_the_first_rank(session)
         weighted = weigh_columns(session)
         scored = session.sample(
             [row["messages"][:1] for row in ROWS], max_new_tokens=2, prompt_log_probabilities=True
@@ -197,8 +198,21 @@ def train_on_rows(folder: Path, layout: str, model: str) -> dict[str, Any]:
     own = [each.row for each in scored]
     return {
         "whole": whole, "halves": halves, "answers": answers, "weighted": weighted,
-        "prompts": prompts, "rows": own,
+        "prompts": prompts, "rows": own, "fault": fault,
     }  # fmt: skip
+
+
+def fail_on_the_first_rank(session: "finetune.Session") -> str:
+    """What every rank gets for a loss that fails on one."""
+
+    def fail(log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
+        return -log_probabilities.sum() * (1 / session.world.rank)
+
+    try:
+        session.forward_backward(ROWS, fail)
+    except finetune.UserError as error:
+        return str(error)
+    raise AssertionError(f"rank {session.world.rank} has no error")
 
 
 def weigh_columns(session: "finetune.Session") -> float:

@@ -266,6 +266,12 @@ def test_columns_of_rows_reach_the_loss_token_by_token(folder: Path, found: dict
     assert found["rows"]["weighted"] == pytest.approx(total / tokens, rel=1e-5)
 
 
+def test_a_loss_that_fails_on_one_rank_fails_on_all_and_the_next_call_is_in_step(
+    found: dict[str, Any],
+) -> None:
+    assert "loss: ZeroDivisionError" in found["rows"]["fault"]
+
+
 def test_prompts_are_scored_as_transformers_scores_them(
     folder: Path, found: dict[str, Any]
 ) -> None:
@@ -341,6 +347,8 @@ def test_another_training_in_the_folder_is_not_exported_in_place_of_this_one(
             finetune.UserError, match=r"holds step 2 of another training.*call load\(\) first"
         ):
             session.save()
+        with pytest.raises(finetune.UserError, match=r"call session\.save"):
+            session.export()
     with finetune.Session(recipe, "single") as session:
         assert session.load().step == 2
         session.forward_backward(ROWS)
@@ -466,7 +474,15 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
                 lambda: session.sample(["What?"], num_samples=0),
                 "sample: num_samples: a whole number of at least 1",
             ),
+            (
+                lambda: session.sample(["What?"], max_new_tokens=0),
+                "sample: max_new_tokens: a whole number of at least 1",
+            ),
             (lambda: session.sample(["What?"], stop="."), "sample: stop: a list of texts"),
+            (
+                lambda: session.forward_backward(ROWS, lambda found, batch: batch.columns["good"]),
+                r"the column 'good', .*session.batch\(rows, columns=\['good'\]\)",
+            ),
             (
                 lambda: session.forward_backward(ROWS, "cross-entropy"),
                 "'cross-entropy': a function is expected, or cross_entropy",
@@ -490,7 +506,14 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
             session.optim_step()
         with pytest.raises(finetune.UserError, match="call optim_step first"):
             session.save()
+        for rate in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(finetune.UserError, match="a number of at least 0"):
+                session.optim_step(learning_rate=rate)
         assert session.optim_step(learning_rate=1e-3).step == 1
+        with pytest.raises(
+            finetune.UserError, match=r"after step 1 is not saved; call session.save"
+        ):
+            session.export()
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
     keys = {
@@ -566,7 +589,9 @@ def test_what_fails_leaves_no_gradient_behind(
         with pytest.raises(finetune.UserError, match="the loss or gradient is not finite"):
             session.forward_backward(batch, fails)
             session.optim_step()
-        with pytest.raises(finetune.UserError, match="learning_rate: a number is expected"):
+        with pytest.raises(
+            finetune.UserError, match="learning_rate: a number of at least 0 is expected"
+        ):
             session.forward_backward(batch)
             session.optim_step("1e-3")  # type: ignore[arg-type]
         found.append((session.optim_step(learning_rate=0.0).grad_norm, session.progress.step))

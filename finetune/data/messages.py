@@ -181,7 +181,10 @@ def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> 
     try:
         schema = get_json_schema(function)
     except Exception as error:  # its own kinds, and what type hints raise
-        raise UserError(f"{place_of(function)}{called}, a tool: {error}") from None
+        raise UserError(
+            f"{place_of(function)}{called}, a tool: {error}; describe it by a docstring and type "
+            "hints (docs/online.md, Tools)"
+        ) from None
     # by which it is found, also if it is an alias
     return {**schema, "function": schema["function"] | {"name": called}}
 

@@ -246,7 +246,10 @@ def _write_results(
     called = text.find(VALUE)  # templates may write it in quotes, but not in other words
     boundary = stops.search(text, called) if called >= 0 else None
     if boundary is None:
-        raise BadRow("the chat template writes no token at which generation stops after a call")
+        raise BadRow(
+            "the chat template writes no token at which generation stops after a call; a marker "
+            "that is no token of this tokenizer, such as <|im_end|>, belongs in added_tokens"
+        )
     if results[0]["content"] == RESULT and RESULT not in text[boundary.end() :]:
         raise BadRow("the chat template does not write the result of a tool")
     return text, boundary

@@ -148,7 +148,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     A block that has swallowed it and ends later than that meets it at its end.
     """
     deadline = time.monotonic() + seconds
-    said = f"took more than reward_timeout_seconds: {seconds:g}"
+    said = f"took more than reward_timeout_seconds allows: {seconds:g} s"
 
     def stop(*_: Any) -> None:
         raise TimeLimit(said)

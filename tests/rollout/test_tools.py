@@ -262,7 +262,7 @@ def test_a_tool_that_hangs_ends_the_run_or_is_counted(tmp_path: Path) -> None:
         on_bad_reward="zero",
     )
     assert found == [
-        (str({"error": "took more than reward_timeout_seconds: 1"}), True),
+        (str({"error": "took more than reward_timeout_seconds allows: 1 s"}), True),
         ("8", False),
     ]
     with pytest.raises(UserError, match=r"tools: .*my_tools.py: their process ended with 3"):

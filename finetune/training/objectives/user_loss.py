@@ -1,7 +1,7 @@
 """A loss of the user's own, as `Session.forward_backward` takes it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +16,27 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 """What `Session.forward_backward` describes as `loss`."""
 
 
+class Columns(dict[str, Tensor]):
+    """What `Session.batch` was asked for, by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(
+            f"the loss reads the column {name!r}, which the batch does not have; make it by "
+            f"session.batch(rows, columns=[{name!r}])"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionObjective(Objective):
-    """A user's loss, averaged over what the recipe's method counts."""
+    """A user's loss, averaged over what the recipe's method counts.
+
+    A fault of the function is kept until `raise_fault`, and its loss is 0: the other ranks wait in
+    the backward.
+    """
 
     function: LossFunction
     counts_pairs: bool
+    faults: list[UserError] = field(default_factory=list)
 
     def count(self, batch: StepBatch) -> int:
         """The step's trained tokens, or its pairs."""
@@ -37,6 +52,14 @@ class FunctionObjective(Objective):
         outputs = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(outputs.sum() * 0.0)
+        columns = Columns(micro_batch.columns or {})
+        try:
+            return Measured(self._call(outputs, replace(micro_batch, columns=columns)))
+        except UserError as fault:
+            self.faults.append(fault)
+            return Measured(outputs.sum() * 0.0)
+
+    def _call(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
         with explained("loss", self.function):
             loss: object = self.function(outputs, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -44,7 +67,12 @@ class FunctionObjective(Objective):
                 f"{place_of(self.function)}loss: returned {_describe(loss)}; return one number "
                 "with its graph, such as -log_probabilities.sum()"
             )
-        return Measured(loss)
+        return loss
+
+    def raise_fault(self) -> None:
+        """Raises the first fault of the function on this rank, where there was one."""
+        if self.faults:
+            raise self.faults[0]
 
 
 def _describe(loss: object) -> str:
