@@ -16,7 +16,7 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 """What `Session.forward_backward` describes as `loss`."""
 
 
-class Columns(dict[str, Tensor]):
+class AskedColumns(dict[str, Tensor]):
     """What `Session.batch` was asked for, by name."""
 
     def __missing__(self, name: str) -> Tensor:
@@ -52,7 +52,7 @@ class FunctionObjective(Objective):
         outputs = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(outputs.sum() * 0.0)
-        columns = Columns(micro_batch.columns or {})
+        columns = AskedColumns(micro_batch.columns or {})
         try:
             return Measured(self._call(outputs, replace(micro_batch, columns=columns)))
         except UserError as fault:
