@@ -130,6 +130,7 @@ class Sampled:
         """What `of_json` reads."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"ended": self.ended.value}
+        del values["experts"]
         if self.experts is not None:
             values["experts"] = _write_experts(self.experts)
         return values

@@ -93,7 +93,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 WRONG: dict[str, tuple[Change, str]] = {
     "kind": (
         lambda c, _: c.update(peft_type="IA3"),
-        "adapter_config.json: peft_type: 'IA3' is not LORA",
+        "adapter_config.json: peft_type: 'IA3' is neither LORA nor OFT",
     ),
     "no rank": (lambda c, _: c.pop("r"), "adapter_config.json: r: a positive number is expected"),
     "other rank": (lambda c, _: c.update(r=8), "not the config's rank 8"),

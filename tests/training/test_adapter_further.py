@@ -214,7 +214,11 @@ REFUSED: dict[str, tuple[Changes, list[str], str]] = {
         [],
         "r: 1,000,000,000: its weights have ",
     ),
-    "another kind": (lambda c: c.update(peft_type="IA3"), [], "peft_type: 'IA3' is not LORA"),
+    "another kind": (
+        lambda c: c.update(peft_type="IA3"),
+        [],
+        "peft_type: 'IA3' is neither LORA nor OFT",
+    ),
     "a start that changes the base": (
         lambda c: c.update(init_lora_weights="pissa"),
         [],
