@@ -149,12 +149,12 @@ def name_of_reward(name: str) -> str:
     return parts[-1]
 
 
-# A key: its type and marks, then its help and default.
 def list_addresses(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The addresses of `vllm_server_base_url`, which is one, a list of them, or not set."""
     return (given,) if isinstance(given, str) else given or ()
 
 
+# A key: its type and marks, then its help and default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
