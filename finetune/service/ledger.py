@@ -212,10 +212,9 @@ class Ledger:
             return []
         first = ready[0]
         alike = [first, *(each for each in ready[1:] if each.goes_beside(first))]
-        if first.operation == "forward_backward":
-            sums = accumulate(each.tokens for each in alike)
-            alike = alike[: max(1, sum(tokens <= self._most_tokens for tokens in sums))]
-        return alike[: self._most_together.get(first.operation, 1)]
+        sums = accumulate(each.tokens for each in alike)
+        fitting = max(1, sum(tokens <= self._most_tokens for tokens in sums))
+        return alike[: min(fitting, self._most_together.get(first.operation, 1))]
 
     def finish(
         self,

@@ -29,6 +29,8 @@ from finetune.training.objectives.objective import Measured
 from finetune.training.objectives.user_loss import LossFunction
 
 Answer = dict[str, Any]
+# (log-probabilities fp32[positions], their micro-batch) -> fp32[positions]
+TokenMeasure = Callable[[Tensor, MicroBatch], Tensor]
 
 
 class Operations:
@@ -134,27 +136,45 @@ class Operations:
         batch = make_batch(data, session.recipe, world)
         scored: dict[int, list[float]] = {}
         measure = _recorded(loss, options, scored)
-        losses = torch.zeros(len(parts), device=world.device)
-        session.model.train()
-        with session.computing(), without_gradient_sync(session.model), stack.in_model():
-            for micro_batch in batch.micro_batches:
-                stack.deal(micro_batch, owners)
-                on_device = micro_batch.to(world.device)
-                scores = session.model(**on_device.inputs, head_function=head_log_probabilities)
-                of_tokens = measure(scores, on_device)
-                world.accelerator.backward(of_tokens.sum())
-                losses += _sum_by_owner(of_tokens.detach(), on_device, owners, len(parts))
+        losses = self._pass(stack, batch, owners, measure)
         gradients = stack.gather_gradients(world)
         for part, loss_sum, own in zip(parts, losses, gradients, strict=True):
             self._add_gradients(part["model"], own, (batch, Measured(loss_sum)))
         values = iter(self._gather(scored, len(data)))
         sums = world.sum_over_groups(losses.clone()).tolist()
-        return {
-            "answers": [
-                {"loss": total, "log_probabilities": [next(values) for _ in part["data"]]}
-                for part, total in zip(parts, sums, strict=True)
-            ]
-        }
+        answers = [
+            {"loss": total, "log_probabilities": [next(values) for _ in part["data"]]}
+            for part, total in zip(parts, sums, strict=True)
+        ]
+        return {"answers": answers}
+
+    def _pass(
+        self, stack: AdapterStack, batch: StepBatch, owners: Sequence[int], measure: TokenMeasure
+    ) -> Tensor:
+        """Forward and backward by the adapters of `stack`.
+
+        Args:
+            stack: Whose factors get the gradients of this rank.
+            batch: Of the datums of all adapters.
+            owners: Of each datum, which adapter's it is.
+            measure: The loss of each position.
+
+        Returns:
+            fp32[adapters]: the sum of each one's loss on this rank.
+        """
+        session = self.session
+        device = session.world.device
+        losses = torch.zeros(stack.size, device=device)
+        session.model.train()
+        with session.computing(), without_gradient_sync(session.model), stack.in_model():
+            for micro_batch in batch.micro_batches:
+                stack.deal(micro_batch, owners)
+                on_device = micro_batch.to(device)
+                scores = session.model(**on_device.inputs, head_function=head_log_probabilities)
+                of_tokens = measure(scores, on_device)
+                session.world.accelerator.backward(of_tokens.sum())
+                losses += _sum_by_owner(of_tokens.detach(), on_device, owners, stack.size)
+        return losses
 
     def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
         whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
@@ -299,7 +319,7 @@ def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recorded(
     loss: str, options: Mapping[str, float], scored: dict[int, list[float]]
-) -> Callable[[Tensor, MicroBatch], Tensor]:
+) -> TokenMeasure:
     """The loss of each position, which notes the log-probabilities in `scored`; zeros for a filler,
     so that its backward takes part in the ranks' collectives.
     """
@@ -318,7 +338,7 @@ def _recorded(
     return measure
 
 
-def _summed(measure: Callable[[Tensor, MicroBatch], Tensor]) -> LossFunction:
+def _summed(measure: TokenMeasure) -> LossFunction:
     """The loss as `Session.forward_backward` takes it."""
     return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
 

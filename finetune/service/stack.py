@@ -65,6 +65,11 @@ class AdapterStack:
             if hasattr(layer, "lora_A")
         }
 
+    @property
+    def size(self) -> int:
+        """How many adapters there are."""
+        return len(self._scales)
+
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """The block in which the model's layers multiply with these adapters."""
@@ -81,7 +86,7 @@ class AdapterStack:
             micro_batch: On the host, its examples sorted by owner.
             owners: Of each example of the step, which adapter's it is.
         """
-        counts = [0] * len(self._ends)
+        counts = [0] * self.size
         for example, tokens in zip(
             micro_batch.example_ids, _count_tokens(micro_batch), strict=True
         ):
@@ -113,7 +118,7 @@ class AdapterStack:
         }
         return [
             {name: gradient[number] for name, gradient in by_name.items()}
-            for number in range(len(self._scales))
+            for number in range(self.size)
         ]
 
 
