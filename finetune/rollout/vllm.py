@@ -86,10 +86,11 @@ START = (
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """One of the servers at `vllm_server_base_url`."""
+    """A server that samples."""
 
     url: str  # of its root
     timeout: float  # seconds
+    key: str = "vllm_server_base_url"  # by which the user has named it
 
     def require(self) -> None:
         """Raises `UserError` where the server does not even say what it serves."""
@@ -188,31 +189,29 @@ class VllmServer:
             version = self.ask(WeightInfo).weight_version
         except UserError as error:
             raise UserError(
-                f"vllm_server_base_url: {error}; start vLLM 0.32 with {START.format(base)}"
+                f"{self.key}: {error}; start vLLM 0.32 with {START.format(base)}"
             ) from None
         if served.root != base and not _is_same_folder(served.root, base):
             raise UserError(
-                f"vllm_server_base_url: {self.url}: serves {_short(served.root)}, but {base} is "
-                "trained"
+                f"{self.key}: {self.url}: serves {_short(served.root)}, but {base} is trained"
             )
         if recipe.lora.use_peft and version != UNCHANGED:
             raise UserError(
-                f"vllm_server_base_url: {self.url}: has the weights {_short(version)}, not those "
+                f"{self.key}: {self.url}: has the weights {_short(version)}, not those "
                 f"of {base}, over which adapters are sampled; start it again"
             )
         room = served.max_model_len or 0
         most = recipe.data.max_length
         if room < most:
             raise UserError(
-                f"vllm_server_base_url: {self.url}: has room for {room:,} tokens, but max_length "
+                f"{self.key}: {self.url}: has room for {room:,} tokens, but max_length "
                 f"is {most:,}; start it with --max-model-len {most}"
             )
-        has_temperature = any_temperature or recipe.method.temperature != 1
-        if logprobs_mode != "processed_logprobs" and has_temperature:
+        temperature = "requests" if any_temperature else f"{recipe.method.temperature:g}"
+        if logprobs_mode != "processed_logprobs" and temperature != "1":
             raise UserError(
-                f"vllm_server_base_url: {self.url}: gives log-probabilities without the "
-                f"temperature of {recipe.method.temperature:g}; start it with --logprobs-mode "
-                "processed_logprobs"
+                f"{self.key}: {self.url}: gives log-probabilities without the temperature of "
+                f"{temperature}; start it with --logprobs-mode processed_logprobs"
             )
         return served.id
 

@@ -5,10 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from finetune.config.schema import Recipe
+from finetune.errors import UserError
 from finetune.rollout.engine import Request, Sampled, Sampling
 from finetune.rollout.vllm import VllmServer
 from finetune.rollout.vllm_answers import ServedModels
 
+KEY = "--vllm-server"
 MOST_LOADED = 16  # adapters that the server knows at once
 
 
@@ -25,10 +27,11 @@ class ServedAdapters:
             vocabulary: The tokens that there are.
         """
         address = url.rstrip("/").removesuffix("/v1")
-        self._server = VllmServer(address, recipe.rollout.vllm_server_timeout)
+        self._server = VllmServer(address, recipe.rollout.vllm_server_timeout, KEY)
         self._base = self._server.check(recipe, any_temperature=True)
         self._states = states.resolve()
         self._vocabulary = vocabulary
+        self._rank = recipe.lora.lora_r
         self._threads = recipe.rollout.per_device_generation_batch_size
 
     def sample(
@@ -64,5 +67,10 @@ class ServedAdapters:
             self._server.send("/v1/unload_lora_adapter", {"lora_name": each.id})
         name = f"{self._states.parents[1].name}/{state}".replace("/", "-")
         body = {"lora_name": name, "lora_path": str(folder)}
-        self._server.send("/v1/load_lora_adapter", body)
+        try:
+            self._server.send("/v1/load_lora_adapter", body)
+        except UserError as error:
+            raise UserError(
+                f"{KEY}: {error}; start vLLM with --enable-lora and --max-lora-rank {self._rank}"
+            ) from None
         return name

@@ -72,10 +72,26 @@ def test_a_server_of_another_base_is_refused(tmp_path: Path) -> None:
     other = make_model(tmp_path / "other")
     with (
         stand_in_vllm.serving(other) as server,
-        pytest.raises(UserError, match=r"serves .*other, but .*base is trained"),
+        pytest.raises(UserError, match=r"--vllm-server: .*: serves .*other, but .*base is trained"),
         serving(tmp_path / "run", base, vllm_server=server.url),
     ):
         pass
+
+
+def test_a_server_that_takes_no_adapters_is_a_clients_sentence(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    with (
+        stand_in_vllm.serving(base) as server,
+        serving(tmp_path / "run", base, vllm_server=server.url) as service,
+    ):
+        server.changes["/v1/load_lora_adapter"] = (404, {"detail": "Not Found"})
+        client = Client(service)
+        model = client.model(4)
+        named = client.result(model.send("save_weights_for_sampler", sampling_session_seq_id=0))
+        promised = sample(client, named["sampling_session_id"], 0, PROMPT, max_tokens=2)
+        error = client.result(promised)["error"]
+    assert error.startswith("--vllm-server: ")
+    assert error.endswith("start vLLM with --enable-lora and --max-lora-rank 8")
 
 
 @pytest.mark.slow
