@@ -11,7 +11,8 @@ both over the tokens of all ranks, micro-batches and layers of the step, divided
 Padding is no token.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,19 +131,20 @@ class Routing:
 
         return forward
 
-    def record(self) -> None:
-        """Begins to record what the routers choose, until `end_record`."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The block in which what the routers choose is recorded."""
         self._choices = [[] for _ in self._routers]
-
-    def end_record(self) -> None:
-        """Records no longer."""
-        self._choices = None
+        try:
+            yield
+        finally:
+            self._choices = None
 
     def take_choices(self) -> Tensor:
         """int16[tokens, layers, chosen]: of all forwards recorded since the last call."""
         assert self._choices is not None
         taken = torch.stack([torch.cat(of_layer) for of_layer in self._choices], 1)
-        self.record()
+        self._choices = [[] for _ in self._routers]
         return taken
 
     def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:

@@ -5,6 +5,7 @@ cache.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -172,16 +173,13 @@ class EmbeddedEngine:
         self._model.eval()
         # Generation's shapes and caches would fill torch.compile's limit of graphs, and training
         # would run uncompiled.
-        with keep_gathered(self._model), torch.compiler.set_stance("force_eager"):
+        recording = nullcontext() if self._routing is None else self._routing.recording()
+        with keep_gathered(self._model), torch.compiler.set_stance("force_eager"), recording:
             waves = (
                 requests[start : start + self._rows]
                 for start in range(0, len(requests), self._rows)
             )
-            if self._routing is not None:
-                self._routing.record()
             sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
-            if self._routing is not None:
-                self._routing.end_record()
         self._model.train(was_training)
         return sampled
 
