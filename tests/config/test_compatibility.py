@@ -193,12 +193,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
     # masked tokens
-    ([*MASKED, "attn_implementation=sdpa"], FSDP2, 2, None, None, "method: masked_diffusion cannot be combined with attn_implementation: sdpa: only"),
-    ([*MASKED, "sample_prompts=[Hi]"], FSDP2, 2, None, None, "fills in masked tokens, and writes none after another; remove sample_prompts"),
-    ([*MASKED, "exact_match_samples=4"], FSDP2, 2, None, None, "cannot be combined with exact_match_samples"),
-    ([*MASKED, "export_formats=[safetensors, gguf]"], FSDP2, 2, None, None, "cannot be combined with export_formats"),
     (MASKED, SP, 4, None, None, "cp_size (some.yaml): a token and the state that predicts it may be on two ranks"),
-    ([*MASKED, "pipeline_parallel_size=2"], FSDP2, 2, None, None, "the first stage would read the tokens unmasked"),
+    (MASKED, replace(FSDP2, pipeline_parallel_size=2), 2, None, None, "the first stage would read the tokens unmasked"),
     (MASKED, FSDP2, 2, VISION, None, "it reads text alone; name a language model"),
     (MASKED, FSDP2, 2, MIXTURE, None, "the balance of its routers is counted on unmasked tokens"),
     (MASKED, FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None, "they carry a state in one direction"),

@@ -238,10 +238,10 @@ def test_axolotls_own_trainer_computes_the_loss_of_a_document(axolotl: Path, len
 
 
 # A run.
-KEYS: dict[str, Any] = {"method": "masked_diffusion", "mask_token": "<|system|>", "mask_eps": EPS, "seed": SEED, "global_batch_size": 6, "max_steps": STEPS}  # fmt: skip
+KEYS: dict[str, Any] = {"method": "masked_diffusion", "mask_token": "<|system|>", "mask_eps": EPS, "seed": SEED, "max_length": 128, "global_batch_size": 6, "max_steps": STEPS}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "packed": {"packing": True, "max_length": 128, "global_batch_size": 3},
+    "packed": {"packing": True, "global_batch_size": 3},
     "lora": {"use_peft": True, "lora_r": 4},
 }
 RUNS = {  # name -> kind, layout, ranks
