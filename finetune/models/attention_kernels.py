@@ -332,7 +332,7 @@ def _attend_each_both_ways(
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = [torch.split(each, lengths, 2) for each in (query, key, value)]
-    attended = [_attend_all(*each, options) for each in zip(*states, strict=True)]
+    attended = [_attend_all(q, k, v, options) for q, k, v in zip(*states, strict=True)]
     return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
 
 
