@@ -785,8 +785,9 @@ class Method:
         Gt(0),
         Lt(1),
         SameOnResume,
-        "masked_diffusion: the smallest probability with which the tokens of a document are "
-        "masked; it is drawn anew for each, uniform up to 1, and divides the loss.",
+        "masked_diffusion: the smallest probability with which the tokens of a document are masked. "
+        "In each step one is drawn for each document, uniform up to 1, and its losses are divided "
+        "by it.",
     ] = 1e-3
 
 

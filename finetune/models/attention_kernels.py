@@ -1,5 +1,6 @@
-"""Attention inside each document of a packed row, by the kernel that the device has for it: causal,
-or in both directions where a forward asks for it.
+"""Attention inside each document of a packed row, by the kernel that the device has for it.
+
+It is causal, or in both directions where a forward asks for that.
 
 On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention
 (`attend_in_blocks`) for what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or
