@@ -27,8 +27,10 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import find_mask_id, load_tokenizer
 from finetune.errors import UserError
 from finetune.inference.inputs import find_model, refuse_other_use
+from finetune.models import attention_kernels
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
 from tests.conftest import make_chat, make_model, make_tokenizer
+from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import build, gradients, ours, relative_error
 from tests.session_on_ranks import ROWS
 from tests.training import reference
@@ -121,6 +123,30 @@ def test_loss_and_gradients_are_those_of_transformers_under_a_full_mask(family: 
     assert found.keys() == true_gradients.keys()
     worst = max((relative_error(found[name], true_gradients[name]), name) for name in found)
     assert worst[0] <= 2e-5, worst
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite"])
+def test_the_kernel_of_cuda_sees_all_of_a_document(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own operator with a kernel for the CPU, forward and backward."""
+    register_cpu_kernels()
+    calls = []
+
+    def takes(*arguments: Any) -> bool:
+        calls.append(arguments)
+        return takes_varlen(*arguments)
+
+    monkeypatch.setattr(attention_kernels, "_can_use_varlen", takes)
+    model, examples = build(family), examples_of()
+    model.set_attn_implementation("eager")
+    true_loss = plain_loss(model, examples)
+    true_gradients = gradients(model, true_loss)
+    ours(model)
+    measured = measure(model, collate(examples, is_packed=True))
+    assert calls and measured.loss_sum.item() == pytest.approx(true_loss.item(), rel=1e-6)
+    found = gradients(model, measured.loss_sum)
+    assert max(relative_error(found[name], true_gradients[name]) for name in found) <= 2e-5
 
 
 def test_a_token_sees_what_is_after_it_in_its_own_document_alone() -> None:
