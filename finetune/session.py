@@ -50,6 +50,7 @@ from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
+from finetune.training.objectives.masked_diffusion import make_answer_objectives
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.user_loss import FunctionObjective, LossFunction
@@ -465,6 +466,7 @@ class Session:
 
         Runs without dropout or gradients.
         """
+        self._refuse_masks("log_probabilities")
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
@@ -545,6 +547,7 @@ class Session:
                 between updates draw the same answers, unless they have other seeds.
             prompt_log_probabilities: Whether the prompts' own tokens are scored too.
         """
+        self._refuse_masks("sample")
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
@@ -694,6 +697,14 @@ class Session:
             self.phases,
         )
 
+    def _refuse_masks(self, what: str) -> None:
+        """Raises `UserError` where the method predicts no token from those before it alone."""
+        if self.recipe.method_facts.masks:
+            raise UserError(
+                f"{what}: is of tokens after one another, and method: {self.recipe.method.method} "
+                "predicts masked ones from both sides; set method: sft for it"
+            )
+
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
         facts = self.recipe.method_facts
         top_k = self.recipe.method.distill_top_k
@@ -705,6 +716,7 @@ class Session:
                 "answers"
             )
         if loss is not None:
+            self._refuse_masks("forward_backward: a loss function")
             if facts.documents > 1 and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(
                     "forward_backward: a loss function over pairs cannot be combined with sp_size "
@@ -712,7 +724,7 @@ class Session:
                 )
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
-            return SFT
+            return make_answer_objectives(self.recipe, self.tokenizer).training
         if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "

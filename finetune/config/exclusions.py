@@ -130,6 +130,7 @@ FEATURES: Mapping[str, Feature] = {
     "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
     "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
     "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
+    "masked tokens": _method(lambda c: c.recipe.method_facts.masks),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),
@@ -226,6 +227,7 @@ OFF_POLICY = (
 OF_COMPLETIONS = "completions are all that is trained on"
 NO_PREDICTION = "a document is read to its end, and none of its tokens is predicted"
 NO_TEXT = "it trains a model that writes no text"
+NO_NEXT_TOKEN = "it trains a model that fills in masked tokens, and writes none after another"
 NO_ADAPTERS = "vLLM loads no such adapters"
 BOTH_ENDS = "no rank has both ends of the model"
 TWICE = (
@@ -369,6 +371,17 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "streaming": "the documents of a step are drawn from all rows",
         "neftune_noise_alpha": f"{TWICE}the noise would be another",
         "a pipeline": f"{TWICE}a stage cannot compute a whole forward",
+    },
+    "masked tokens": {
+        "sample_prompts": NO_NEXT_TOKEN,
+        "exact_match_samples": NO_NEXT_TOKEN,
+        "other formats": NO_NEXT_TOKEN,
+        "attn_implementation": "only the attention that is built in sees what is after a token",
+        "cp_size": "a token and the state that predicts it may be on two ranks",
+        "pipeline_parallel_size": "the first stage would read the tokens unmasked",
+        "a vision-language model": "it reads text alone",
+        "a mixture of experts": "the balance of its routers is counted on unmasked tokens",
+        "recurrent layers": "they carry a state in one direction",
     },
     "distill_top_k": {"streaming": "the teacher is asked of all data before training"},
     # The model

@@ -92,6 +92,7 @@ class ModelFacts:
     chosen: int = 0  # of these, the experts of one token
     expert_width: int = 0  # intermediate size of an expert
     layer_types: frozenset[str] = frozenset()
+    window: int | None = None  # tokens that a query of some layers sees; None: all before it
     quantization: Quantization | None = None  # how the files are quantized
     # in which form of `PUBLISHED` the files are, which are read as plain numbers
     published: str | None = None
@@ -162,6 +163,7 @@ def read_model_facts(
         chosen=count_chosen(config),
         expert_width=_size(config, "moe_intermediate_size", "intermediate_size"),
         layer_types=frozenset(map(str, config.get("layer_types") or ())),
+        window=_find_window(config),
         quantization=read_stored_quantization(config.get("quantization_config"), name),
         published=read_published_form(config.get("quantization_config")),
         tokens=tokens,
@@ -228,6 +230,15 @@ def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the section in which DBRX's config has the sizes of its experts."""
     section = config.get("ffn_config")
     return section if isinstance(section, Mapping) else {}
+
+
+def _find_window(config: Mapping[str, Any]) -> int | None:
+    """Returns the tokens of the sliding window, or of a chunk, that some layers have."""
+    types = config.get("layer_types") or ()
+    if "chunked_attention" in types:
+        return _size(config, "attention_chunk_size") or None
+    is_used = config.get("use_sliding_window", True) and (not types or "sliding_attention" in types)
+    return _size(config, "sliding_window") or None if is_used else None
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int:

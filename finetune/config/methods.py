@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.config.judge import Judge, is_judge, read_judge
 from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
@@ -484,6 +484,8 @@ class MethodFacts:
     # of keys that have another default under this method
     defaults: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[str, ...] = ()  # the values of loss_type
+    # whether tokens are masked, and predicted from what is before and after them
+    masks: bool = False
 
     @property
     def compares(self) -> bool:
@@ -574,6 +576,12 @@ METHODS: Mapping[str, MethodFacts] = {
         ),
         needs_teacher=True,
     ),
+    "masked_diffusion": MethodFacts(
+        says="learns to predict tokens that are masked at random, from those before and after them "
+        "(LLaDA)",
+        keys=("mask_token", "mask_eps"),
+        masks=True,
+    ),
     "grpo": MethodFacts(
         says="samples completions of prompts, and learns which of them get the larger reward",
         rows="prompts",
@@ -641,6 +649,8 @@ RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings"
 REWARDED = tuple(
     name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher
 )
+MASKING = tuple(name for name, facts in METHODS.items() if facts.masks)
+ADDED_MASK = "<|mask|>"  # of a tokenizer that has no mask token
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
 if TYPE_CHECKING:
     MethodName = str
@@ -764,6 +774,21 @@ class Method:
         "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, "
         "256, 64] (Kusupati et al. 2022). Empty: of whole ones.",
     ] = ()
+    mask_token: Annotated[
+        str | int | None,
+        SameOnResume,
+        "masked_diffusion: the token that stands in a masked one's place, as text or as its id; "
+        "added_tokens adds one. null: the tokenizer's own mask token.",
+    ] = None
+    mask_eps: Annotated[
+        float,
+        Gt(0),
+        Lt(1),
+        SameOnResume,
+        "masked_diffusion: the smallest probability with which the tokens of a document are masked. "
+        "In each step one is drawn for each document, uniform up to 1, and its losses are divided "
+        "by it.",
+    ] = 1e-3
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
@@ -773,6 +798,12 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
     "label_column": ("ratings", "classes", "ranked"),
     "answers_apart": ("answers",),
 }
+
+
+def fills_masks(values: Mapping[str, Any]) -> bool:
+    """Whether a recipe with these `values` trains a model that fills in masked tokens."""
+    method = str(values.get("method"))
+    return method in METHODS and METHODS[method].masks
 
 
 UNSHOWN = (

@@ -761,6 +761,32 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
         of_teacher=True,
     ),
+    model_rule(
+        "masked tokens in a window",
+        "method",
+        "max_length",
+        when=lambda c: (
+            c.recipe.method_facts.masks
+            and c.model.window is not None
+            and c.model.window < c["max_length"]
+        ),
+        message=(
+            "method: {method}: layers of {model.model_type}, the family of {name}, see "
+            "{model.window} tokens at most, and no more than those before a token"
+        ),
+        advice=lambda c: f"set max_length to {c.model.window} or less, or name another model",
+    ),
+    model_rule(
+        "masked tokens under a mask",
+        "method",
+        "model_name_or_path",
+        when=lambda c: c.recipe.method_facts.masks and _attends_by_mask(c),
+        message=(
+            "method: {method}: the attention of {model.model_type}, the family of {name}, reads a "
+            "mask of transformers' own, which hides what is after a token"
+        ),
+        advice="name another model",
+    ),
     Rule(
         name="kernels of layers with a state",
         keys=("model_name_or_path",),

@@ -856,6 +856,8 @@ class Recipe:
         """Whether a label is one of the head's outputs, so that an export can be measured by their
         cross entropy.
         """
+        if self.method_facts.masks:  # whose forward is another
+            return False
         facts = ROWS[self.method_facts.rows]
         has_several = self.data.problem_type == MULTI_LABEL
         is_class = facts.label in ("class", "steps") and not has_several

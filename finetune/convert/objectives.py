@@ -94,6 +94,25 @@ TRL_PUNISHMENT = {"max_completion_length": 1280, "soft_punish_cache": 256}  # of
 # ours -> TRL's names
 SAMPLING_BOUNDS = {"clip_max": ("clip_max", "cap"), "clip_min": ("clip_min",)}
 SUMMED = "sum_then_normalize"
+DIFFUSION_PLUGIN = "integrations.diffusion.DiffusionPlugin"
+DIFFUSION_MASK = "<|diffusion_mask|>"  # which Axolotl adds where a file names no other
+OTHER_MASK = (
+    f"an id beyond the tokenizer's base vocabulary, as of its special tokens, is passed over there "
+    f"for an added {DIFFUSION_MASK}; it is the mask here"
+)
+UNTRAINED_MASK = (
+    "beside adapters the embedding of an added token stays as it is; it is trained here"
+)
+UNWEIGHTED = "losses are not divided by the probability of their mask there"
+UNMASKED = "the BOS, EOS and pad tokens are never masked there; those that are trained on are here"
+ROWS_ALIKE = (
+    "each row is divided by its trained tokens, and micro-batches are added up there; the step is "
+    "divided by its trained tokens here"
+)
+NOISE_OF_ROWS = (
+    "all documents of a row are masked with one probability there, each with its own here"
+)
+JOINED_DOCUMENTS = "documents of a row see each other there in pretraining; each is apart here"
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
 
@@ -104,6 +123,8 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     if tool == "Axolotl":
         if settings.get("reward_model"):
             return "reward"
+        if find_masked_diffusion(settings) is not None:
+            return "masked_diffusion"
         return AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
     if tool == "LLaMA-Factory":
         return _find_factory_method(settings)
@@ -125,6 +146,19 @@ def _find_factory_method(settings: ToolFile) -> str:
         return {"kto": "kto", "rm": "reward"}.get(str(stage), "sft")
     loss = settings.get("pref_loss")
     return loss if loss in ("orpo", "simpo") else "dpo"
+
+
+def find_masked_diffusion(settings: ToolFile) -> dict[str, Any] | None:
+    """Returns the section in which Axolotl trains a causal model to fill in masked tokens; None
+    where a file does not, or trains a model that has been made for it.
+    """
+    section = read_section(settings, "diffusion_lm")
+    if section.get("from_causal_lm"):
+        return section
+    plugins = str(settings.get("plugins", ""))
+    if DIFFUSION_PLUGIN in plugins and not section:
+        return read_section(settings, "diffusion")
+    return None
 
 
 def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
@@ -198,7 +232,7 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
     method = find_method(tool, settings, source)
     if method == "grpo":
         yield from find_unsupported_online(settings)
-    if method in ("sft", "distill", "grpo", "reward"):
+    if method in ("sft", "distill", "grpo", "reward", "masked_diffusion"):
         return
     losses = _read_losses(tool, settings)
     key = LOSS_KEYS.get(tool, "loss_type")
@@ -240,6 +274,8 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
         _adapt_online(settings, conversion)
     elif method == "reward":
         _adapt_reward(settings, source, conversion)
+    elif method == "masked_diffusion":
+        _adapt_masked_diffusion(settings, conversion)
     else:
         _adapt_comparison(method, settings, source, conversion)
 
@@ -266,6 +302,36 @@ def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
     conversion.recipe |= find_distillation(settings) or {}
     if settings.get("use_asft_loss"):
         conversion.add_remark("use_asft_loss", True, ASFT)
+
+
+def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds masked diffusion, as core/trainers/diffusion_lm of Axolotl 0.21 has it."""
+    recipe = conversion.recipe
+    section = find_masked_diffusion(settings) or {}
+    recipe["method"] = "masked_diffusion"
+    recipe.pop("attn_implementation", None)  # the one that is built in looks in both directions
+    _drop_unused("masked_diffusion", conversion)
+    named = section.get("mask_token_id")
+    if named is not None:
+        recipe["mask_token"] = named
+        conversion.add_difference("mask_token_id", named, OTHER_MASK)
+    else:
+        token = str(section.get("mask_token_str") or DIFFUSION_MASK)
+        recipe["mask_token"] = token
+        recipe["added_tokens"] = [*dict.fromkeys([*recipe.get("added_tokens", ()), token])]
+        if recipe.get("use_peft"):
+            conversion.add_difference("mask_token_str", token, UNTRAINED_MASK)
+    if section.get("importance_weighting") is False:
+        conversion.add_difference("importance_weighting", False, UNWEIGHTED)
+    if section.get("generate_samples", True):
+        conversion.add_difference("generate_samples", True, "no text is sampled while training")
+    method = "masked_diffusion"
+    conversion.add_difference("method", method, UNMASKED)
+    conversion.add_difference("method", method, ROWS_ALIKE)
+    if recipe.get("packing"):
+        conversion.add_difference("sample_packing", True, NOISE_OF_ROWS)
+        if settings.get("pretraining_dataset"):
+            conversion.add_difference("sample_packing", True, JOINED_DOCUMENTS)
 
 
 def _adapt_comparison(

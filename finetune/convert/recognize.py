@@ -30,6 +30,7 @@ from finetune.convert.objectives import (
     REWARD_COMMANDS,
     asks_for_rounding,
     find_distillation,
+    find_masked_diffusion,
     find_method,
     find_rounding,
     find_unsupported_losses,
@@ -46,7 +47,6 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "TRL": {"distillation": ("teacher_model_name_or_path", "lmbda")},
     "Axolotl": {
         "a reward for each step of an answer": ("process_reward_model",),
-        "diffusion": ("diffusion", "diffusion_lm"),
         "distillation": ("kd_trainer",),
     },
     "LLaMA-Factory": {
@@ -379,9 +379,14 @@ def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
             "a classifier, for which Axolotl has no prompt strategy",
             True,
         )
-    for part, cause in (("diffusion", "diffusion"), (".kd.", "distillation")):
-        if part in plugins:
-            yield f"plugins: {plugins}", cause, True
+    if ".kd." in plugins:
+        yield f"plugins: {plugins}", "distillation", True
+    is_known = find_masked_diffusion(settings) is not None
+    for key in ("diffusion", "diffusion_lm", "plugins"):
+        value = str(settings.get(key, "")).lower()
+        asks = bool(value) and (key != "plugins" or "diffusion" in value)
+        if (asks and not is_known) or "diffusion_decision" in value:
+            yield f"{key}: {shorten(settings[key])}", "diffusion", True
 
 
 def _factory(settings: ToolFile) -> Iterator[Unsupported]:

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from finetune.config.methods import ADDED_MASK
 from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
 from finetune.config.schema import Data, DatasetSource, Model, Turns
 from finetune.constants import (
@@ -202,6 +203,28 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
             "before every text, whatever the bos_token is; leave it as it is, or change "
             "tokenizer.json"
         )
+
+
+def find_mask_id(tokenizer: Any, mask_token: str | int | None) -> int:
+    """The id of the token that stands in a masked one's place: `mask_token`, else the tokenizer's.
+
+    Raises `UserError` where the tokenizer does not have it.
+    """
+    advice = (
+        f"name one of its tokens, or add one: added_tokens: ['{ADDED_MASK}'] with mask_token: "
+        f"'{ADDED_MASK}'"
+    )
+    if mask_token is None:
+        if tokenizer.mask_token_id is None:
+            raise UserError(f"mask_token: the tokenizer has no mask token of its own; {advice}")
+        return int(tokenizer.mask_token_id)
+    if isinstance(mask_token, str):
+        known = tokenizer.get_vocab().get(mask_token)
+    else:
+        known = mask_token if 0 <= mask_token < len(tokenizer) else None
+    if known is None:
+        raise UserError(f"mask_token: {mask_token}: not a token of this tokenizer; {advice}")
+    return int(known)
 
 
 def encode_bos(tokenizer: Any) -> list[int]:

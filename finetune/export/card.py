@@ -14,7 +14,7 @@ import yaml
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
-from finetune.config.methods import ScoreHead, describe_method
+from finetune.config.methods import ScoreHead, describe_method, fills_masks
 from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS, names_class
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
@@ -81,6 +81,12 @@ RECIPE_KEYS = (
 # the hub's fields; the last two where the first is "other"
 LICENSE_KEYS = ("license", "license_name", "license_link")
 UNKNOWN_LICENSE = "unknown"
+USE_MASKED = (
+    "It fills in masked tokens (mask_token: `{}`), and was trained with attention in both "
+    "directions: pass a mask of shape [rows, 1, tokens, tokens] that is true everywhere. The "
+    "logits before a masked token predict it. `generate` and servers write one token after "
+    "another: they do not sample from it."
+)
 OTHER_BASE = (
     "**These are not the weights that the adapter was trained on**: `--base-model` named them for "
     "the export."
@@ -388,6 +394,8 @@ def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[
         return
     if is_reranker(source.recipe) and not is_adapter:
         yield USE_RANKER
+    if fills_masks(source.recipe):
+        yield USE_MASKED.format(json.dumps(source.recipe.get("mask_token")))
     if "safetensors" in formats:
         yield _use(source, is_adapter)
     yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
@@ -463,6 +471,8 @@ def _read_head(source: Source) -> ScoreHead:
 
 
 def _find_pipeline(source: Source) -> str:
+    if fills_masks(source.recipe):
+        return ""  # none of the hub's opens it
     if is_embedder(source.recipe):
         return "sentence-similarity"
     if is_reranker(source.recipe):

@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
+from finetune.config.methods import fills_masks
 from finetune.config.pretrained import scores_tokens
 from finetune.config.served import (
     list_kinds_of_adapter,
@@ -212,6 +213,8 @@ def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
     """The commands that use what was written, by the program."""
+    if fills_masks(source.recipe):
+        return {}  # all of them write one token after another
     rows = [EXPORT_FORMATS[name] for name in options.formats]
     of_files = dict[str, str]()
     for row in rows:

@@ -35,7 +35,7 @@ from finetune.files.network import hub_error
 from finetune.files.tensors import read_folder, read_header
 from finetune.inference.inputs import (
     ModelReference,
-    refuse_embedder,
+    refuse_other_use,
     trained_formats,
     trained_quantization,
 )
@@ -91,7 +91,7 @@ def load_inference_model(
 
     Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
     """
-    refuse_embedder(reference)
+    refuse_other_use(reference)
     if not sys.stderr.isatty():
         disable_progress_bar()
     with TemporaryDirectory(prefix="finetune-") as temporary:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.config.export_formats import find_format_of
+from finetune.config.methods import fills_masks
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
 from finetune.config.yaml_file import find_yaml
@@ -112,8 +113,13 @@ def locate_base(model: ModelReference) -> ModelReference:
     )
 
 
-def refuse_embedder(model: ModelReference) -> None:
-    """Raises `UserError` where `model` embeds texts."""
+def refuse_other_use(model: ModelReference) -> None:
+    """Raises `UserError` where `model` embeds texts, or fills in masked tokens."""
+    if fills_masks(_read_recipe(model.run)):
+        raise UserError(
+            f"{model.name}: fills in masked tokens, and writes none "
+            "after another; sample from its export by a library for such models"
+        )
     if (Path(model.name) / MODULES).is_file() or is_embedder(_read_recipe(model.run)):
         raise UserError(
             f"{model.name}: embeds texts and writes none; finetune chat --rank FILE ranks the "

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import psutil
 
 from finetune.config.methods import (
+    ADDED_MASK,
     DEFAULT_METHOD,
+    MASKING,
     METHODS,
     PAIRED,
     RATED,
@@ -132,7 +134,7 @@ MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
-    "answers": (DEFAULT_METHOD, *TAUGHT, *REWARDED),
+    "answers": (DEFAULT_METHOD, *MASKING, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
     "classes": tuple(name for name, facts in METHODS.items() if facts.rows == "classes"),
@@ -266,6 +268,8 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
         keys["labels"] = list(data.labels)
     if data.num_negatives:
         keys["num_negatives"] = data.num_negatives
+    if name in MASKING:
+        keys |= {"added_tokens": [ADDED_MASK], "mask_token": ADDED_MASK}
     if name in TAUGHT:
         asked = "Teacher, a folder or a hub name"
         keys["teacher_model_name_or_path"] = require(

@@ -601,6 +601,9 @@ def _method(fit: Fit) -> Iterator[str]:
     method = fit.keys.get("method")
     if method is not None:
         yield _line("method", method, METHODS[method].says)
+    if "mask_token" in fit.keys:
+        yield _line("added_tokens", fit.keys["added_tokens"], "or a token that the tokenizer has")
+        yield _line("mask_token", fit.keys["mask_token"], "what stands in a masked token's place")
     if "labels" in fit.keys:
         yield _line("labels", fit.keys["labels"], "the classes of the first rows; add others")
     if "num_negatives" in fit.keys:

@@ -43,6 +43,7 @@ BOUNDARIES = (
     "document_lengths",
     "image_tokens",
     "continued",
+    "visible_tokens",
 )
 WHOLE_ROWS = RowDocuments()
 # an attention_mask for a whole vision-language model, which then makes none of its own
@@ -57,7 +58,8 @@ def prepare_for_packed(
     """From a training forward's arguments to those that `packed_attention` reads; generation's stay
     as they are.
     """
-    kwargs, (boundaries, longest, lengths, _, images, places) = split_boundaries(kwargs)
+    kwargs, given = split_boundaries(kwargs)
+    boundaries, longest, lengths, _, images, places, visible = given
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
@@ -78,7 +80,7 @@ def prepare_for_packed(
     # nothing reads.
     prepared = kwargs | {
         "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
-        "documents": RowDocuments(boundaries, longest, lengths, masks, images, continued),
+        "documents": RowDocuments(boundaries, longest, lengths, masks, images, continued, visible),
     }
     if sequence_group is None:
         return prepared
@@ -117,7 +119,8 @@ def packed_attention(
     sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document; transformers' attention interface.
+    """Attention inside each document, causal unless they say otherwise; transformers' attention
+    interface.
 
     Args:
         query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head

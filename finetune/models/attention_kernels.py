@@ -1,4 +1,6 @@
-"""Causal attention inside each document of a packed row, by the kernel that the device has for it.
+"""Attention inside each document of a packed row, by the kernel that the device has for it.
+
+It is causal, or in both directions where a forward asks for that.
 
 On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention
 (`attend_in_blocks`) for what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or
@@ -50,6 +52,9 @@ class RowDocuments:
     # tokens see each other.
     images: Tensor | None = None
     continued: "Continued | None" = None  # where some continue others; `lengths` are known then
+    # bool[rows, tokens]: which tokens every token of their document sees, also those before it.
+    # None: attention is causal.
+    visible: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,8 +268,10 @@ def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads,
-    size].
+    size]; in both directions where the documents say so.
     """
+    if documents.visible is not None:
+        return _attend_both_ways(query, key, value, documents, options)
     chunk = options.chunk
     if chunk is not None:  # dynamo of torch 2.11 hands an empty tuple on for a replaced one
         options = options._replace(chunk=None)
@@ -299,6 +306,35 @@ def attend_documents(
         return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
     out: Tensor = _attend_each_document(query, key, value, documents, options)
     return out
+
+
+def _attend_both_ways(
+    query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
+) -> Tensor:
+    """Attention of each token to all of its document: query [rows, heads, tokens, size] -> [rows,
+    tokens, heads, size].
+    """
+    assert documents.visible is not None
+    if documents.boundaries is None:
+        visible = documents.visible[:, None, None].expand(-1, -1, query.shape[2], -1)
+        return _attend_all(query, key, value, options, visible).transpose(1, 2)
+    if _can_use_varlen(query, value, options):
+        boundaries = documents.boundaries, documents.longest
+        return _attend_varlen(query, key, value, *boundaries, options, is_causal=False)
+    out: Tensor = _attend_each_both_ways(query, key, value, documents, options)
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
+def _attend_each_both_ways(
+    query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
+) -> Tensor:
+    """As `_attend_both_ways`, document by document of one row."""
+    assert documents.boundaries is not None
+    lengths = list(documents.lengths or documents.boundaries.diff().tolist())
+    states = [torch.split(each, lengths, 2) for each in (query, key, value)]
+    attended = [_attend_all(q, k, v, options) for q, k, v in zip(*states, strict=True)]
+    return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
 
 
 def attend_from(
@@ -403,6 +439,8 @@ def _attend_varlen(
     longest: int | None,
     options: ScoreOptions,
     of_keys: tuple[Tensor, int] | None = None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head
     size].
@@ -435,6 +473,8 @@ def _attend_varlen(
     scale = size**-0.5 if options.scale is None else options.scale
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
     window = (-1 if options.window is None else options.window - 1, 0)
+    if not is_causal:
+        window = (-1, -1)
     cu_keys, longest_key = of_keys or (cu_seq_lens, longest)
     boundaries = (cu_seq_lens, cu_keys, longest, longest_key)
     out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
@@ -508,7 +548,19 @@ def _attend_causally(
         )
     if options.window is not None:
         visible = visible.triu(keys - tokens + 1 - options.window)
+    return _attend_all(query, key, value, options, visible)
+
+
+def _attend_all(
+    query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, visible: Tensor | None = None
+) -> Tensor:
+    """Attention over whole rows to the `visible` keys (bool, None: all). query: [rows, heads,
+    tokens, size].
+    """
     if not options.is_fusible:
+        if visible is None:
+            shape = query.shape[2], key.shape[2]
+            visible = torch.ones(shape, dtype=torch.bool, device=query.device)
         return _attend_unfused(query, key, value, visible, options)
     return F.scaled_dot_product_attention(
         query,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -72,6 +73,35 @@ def linear_cross_entropy(
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return loss
+
+
+def weigh_losses(weights: Tensor) -> HeadFunction:
+    """A `HeadFunction` whose loss multiplies that of each token by `weights`, fp32[tokens].
+
+    `model(..., head_function=weigh_losses(weights))` returns fp32[2]: the loss with its gradients,
+    and the sum without weights for the log.
+    """
+
+    def compute_loss(
+        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(len(labels), device=labels.device)
+        weight, bias, shard = find_local_head(head.weight, head.bias)
+        needs_grad = find_needed_gradients(hidden, weight, bias)
+        chunks = head.chunk_options()._replace(shard=shard)
+        ids = labels[positions]
+        by_token = weights[positions]
+
+        def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
+            computed = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad, by_token)
+            weighted = -(computed.log_probabilities * by_token).sum()
+            return torch.stack([weighted, computed.loss]), computed.gradients
+
+        sums: Tensor = HeadLoss.apply(hidden, weight, bias, positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+        return sums
+
+    return compute_loss
 
 
 class CrossEntropyHead(nn.Linear):

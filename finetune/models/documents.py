@@ -5,8 +5,9 @@ After `install_attention` a transformers model's forward accepts `cu_seq_lens` (
 1], the boundaries of the documents in the one packed row), `max_document_length` (int),
 `packed_lengths` (the tokens of each document, for kernels that the host starts for each: it need
 not ask a GPU) and, where `can_continue` says so, `continued` (the place of the document that each
-continues, or None). Without them every row is one document padded on the right. Generation, which
-passes an attention mask or a cache, runs transformers' SDPA.
+continues, or None). Without them every row is one document padded on the right. With
+`visible_tokens` (bool[rows, tokens], False where padding) attention is not causal: a token sees all
+of its document. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
 
 Two kinds of layers beside attention look past a document's end:
 

@@ -54,7 +54,8 @@ from finetune.training.objectives.distill import (
     find_stored_teacher,
     teacher_flop_per_token,
 )
-from finetune.training.objectives.objective import SFT, Objective, Objectives
+from finetune.training.objectives.masked_diffusion import make_answer_objectives
+from finetune.training.objectives.objective import Objective, Objectives
 from finetune.training.objectives.online import make_policy_objectives
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
@@ -181,7 +182,7 @@ def make_objectives(
     if facts.samples:
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
-        return Objectives(SFT, SFT)
+        return make_answer_objectives(recipe, data.tokenizer)
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
         return Objectives(scoring, scoring.held_out())

@@ -15,7 +15,13 @@ from finetune.config.pretrained import Vocabulary, load_config, read_facts, set_
 from finetune.config.schema import Recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.retrieval import write_pair_template
-from finetune.data.tokenizer import encode_bos, find_pad_id, load_tokenizer, plan_vocabulary
+from finetune.data.tokenizer import (
+    encode_bos,
+    find_mask_id,
+    find_pad_id,
+    load_tokenizer,
+    plan_vocabulary,
+)
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
@@ -94,6 +100,8 @@ def open_run(
         tokenizer.chat_template = write_pair_template(
             recipe.data, tokenizer.decode(encode_bos(tokenizer)), tokenizer.eos_token or ""
         )
+    if recipe.method_facts.masks:
+        find_mask_id(tokenizer, recipe.method.mask_token)  # or it says why there is none
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)

@@ -581,6 +581,8 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
         attention = ours
     else:
         attention = recipe.model.attn_implementation
+    if recipe.method_facts.masks:
+        attention = f"in both directions, {attention.removeprefix('causal ')}"
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     epoch = data.train.steps_per_epoch

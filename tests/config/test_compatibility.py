@@ -54,6 +54,7 @@ MULTIPLY = "recipes/quickstart/multiply.py:multiply"
 CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
+MASKED = ["method=masked_diffusion"]
 QAT = ["quantization_aware_training=int8-int4"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
@@ -191,6 +192,14 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
+    # masked tokens
+    (MASKED, SP, 4, None, None, "cp_size (some.yaml): a token and the state that predicts it may be on two ranks"),
+    (MASKED, replace(FSDP2, pipeline_parallel_size=2), 2, None, None, "the first stage would read the tokens unmasked"),
+    (MASKED, FSDP2, 2, VISION, None, "it reads text alone; name a language model"),
+    (MASKED, FSDP2, 2, MIXTURE, None, "the balance of its routers is counted on unmasked tokens"),
+    (MASKED, FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None, "they carry a state in one direction"),
+    (MASKED, FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "reads a mask of transformers' own, which hides what is after a token"),
+    (MASKED, FSDP2, 2, LLAMA | {"model_type": "mistral", "sliding_window": 16}, None, "see 16 tokens at most, and no more than those before a token; set max_length to 16 or less"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "bloom"}, None, "M: bloom computes attention in its own code and cannot be trained on packed "
@@ -266,6 +275,14 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         (["optim=adamw_bf16_moments"], TP, 4, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"model_type": "phi3", "num_key_value_heads": 2}, CPU),
         ([], EP, 4, MIXTURE, CPU),
+        (MASKED, TP, 4, LLAMA, CPU),
+        (
+            MASKED,
+            FSDP2,
+            2,
+            LLAMA | {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False},
+            CPU,
+        ),
         ([*QAT, "qat_group_size=null"], SP, 4, LLAMA | {"intermediate_size": 97}, CPU),
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
@@ -736,5 +753,10 @@ def test_a_run_and_a_plan_read_the_same_facts() -> None:
             config |= {mixture.experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ours = read_architecture(config, "M").facts
         theirs = read_model_facts(AutoConfig.for_model(**config).to_dict(), "M")
-        own = {"layer_types": frozenset[str](), "expert_width": 0, "intermediate": 0}
+        own = {
+            "layer_types": frozenset[str](),
+            "window": None,
+            "expert_width": 0,
+            "intermediate": 0,
+        }
         assert replace(ours, **own) == replace(theirs, **own), family

@@ -136,6 +136,8 @@ class Place:
             }
             rows = METHODS[keys.get("method", "sft")].rows
             keys["datasets"] = [{"path": str(self.folder / f"{rows}.jsonl")}]
+            if METHODS[keys.get("method", "sft")].masks:
+                keys["mask_token"] = 0
             if METHODS[keys.get("method", "sft")].needs_teacher:
                 keys["teacher_model_name_or_path"] = str(self.folder / "model")
             if METHODS[keys.get("method", "sft")].samples:

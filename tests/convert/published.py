@@ -195,6 +195,8 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         recipe["trainable_modules"] = [
             re.sub(r"layers\.[^.]+", "layers.1", name) for name in recipe["trainable_modules"]
         ]
+    if isinstance(recipe.get("mask_token"), int):  # of the published vocabulary
+        recipe["mask_token"] = 1
     if "eval_split_size" in recipe:
         recipe["eval_split_size"] = 2
     rows = METHODS[recipe.get("method", "sft")].rows

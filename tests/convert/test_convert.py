@@ -1478,8 +1478,41 @@ def test_a_later_qwen_converts_and_a_super_of_nemotrons_is_a_mixture(converted: 
 
 
 def test_what_trains_otherwise_is_refused_by_its_key(tmp_path: Path) -> None:
-    assert "diffusion" in refused(AXOLOTL + "diffusion_lm: {from_causal_lm: true}\n", tmp_path)
+    for lines in (
+        "diffusion_lm: {time_weighting: inv_t}\n",
+        "diffusion: {eps: 1e-3}\n",  # which nothing reads without the plugin
+        "plugins: [axolotl.integrations.diffusion_decision.DiffusionDecisionPlugin]\n",
+    ):
+        assert "diffusion" in refused(AXOLOTL + lines, tmp_path)
     assert "KTransformers" in refused(LLAMA_FACTORY + "use_kt: true\n", tmp_path)
+
+
+def test_axolotls_masked_diffusion_converts_with_each_difference(converted: Convert) -> None:
+    """As core/trainers/diffusion_lm of Axolotl 0.21 has it; the noise schedule and the ratios are read nowhere in its training."""
+    block = "{eps: 5e-4, mask_token_id: 128002, noise_schedule: cosine, min_mask_ratio: 0.15}\n"
+    plugin = "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]\n"
+    ours, said, _ = converted(AXOLOTL + plugin + f"diffusion: {block}attn_implementation: sdpa\n")
+    assert (ours["method"], ours["mask_token"], ours["mask_eps"]) == (
+        "masked_diffusion",
+        128002,
+        5e-4,
+    )
+    assert "attn_implementation" not in ours and "added_tokens" not in ours
+    for difference in (
+        "base vocabulary",
+        "no text is sampled",
+        "never masked there",
+        "divided by its trained tokens",
+        "one probability there",
+    ):
+        assert difference in said
+    assert "noise_schedule" not in said and "not known here" not in said
+    core = "diffusion_lm: {from_causal_lm: true, generate_samples: false, importance_weighting: false}\n"
+    ours, said, _ = converted(AXOLOTL + core)
+    assert ours["added_tokens"] == [ours["mask_token"]] == ["<|diffusion_mask|>"]
+    assert "mask_eps" not in ours  # 1e-3 there and here
+    assert "it is trained here" in said  # beside adapters
+    assert "not divided by the probability" in said and "no text is sampled" not in said
 
 
 def test_the_keys_of_axolotl_0_21(converted: Convert) -> None:

@@ -213,6 +213,18 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         meaning["warmup_ratio"] = warmup or file.get("warmup_ratio", 0.03)
     if meaning["use_peft"]:
         meaning |= {"lora_r": file.get("lora_r"), "lora_alpha": file.get("lora_alpha")}
+    if (
+        "diffusion" in file
+    ):  # core/trainers/diffusion_lm/trainer.py, of which the schedule and the ratios are no part
+        noise = file["diffusion"]
+        meaning |= {
+            "method": "masked_diffusion",
+            "mask_token": noise["mask_token_id"],
+            "mask_eps": number(noise["eps"]),
+            "attn_implementation": "auto",
+        }
+    if "pretraining_dataset" in file:
+        meaning |= {"overlength": None, "streaming": True, "assistant_only_loss": True}
     if file.get("rl"):  # by TRL's trainers: without dropout; orpo_alpha is its beta
         meaning |= {
             "method": file["rl"],

@@ -19,6 +19,7 @@ from finetune.models.load import load_teacher
 from finetune.models.log_probabilities import DivergenceOptions
 from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import Distillation, StoredTeacher
+from finetune.training.objectives.masked_diffusion import MaskedDiffusion
 from finetune.training.objectives.objective import SFT, Objective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.scores import SCORING
@@ -232,6 +233,11 @@ CASES = (
     ),
     Case(name="dpo, adapters", lora=PEFT, method=DPO, make_objective=compare_pairs(adapters_off)),
     Case(name="dpo", method=DPO, make_objective=compare_pairs(lambda _: stored_reference())),
+    Case(
+        name="masked diffusion",
+        method=Method(method="masked_diffusion"),
+        make_objective=lambda recipe, world: MaskedDiffusion(3, 1e-3, 0),
+    ),
     Case(name="orpo", method=Method(method="orpo"), make_objective=compare_pairs(lambda _: None)),
     Case(
         name="kto",

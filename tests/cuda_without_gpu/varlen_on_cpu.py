@@ -38,9 +38,12 @@ def check_operands(
     enable_gqa: bool = False,
     *_: Any,
 ) -> None:
-    """Refuses what ATen's `mha_varlen_fwd` refuses on CUDA, and what is not causal attention within documents."""
+    """Refuses what ATen's `mha_varlen_fwd` refuses on CUDA, and what is neither causal nor to all of a document."""
     left, right = window_size
-    assert right == 0 and is_causal == (left < 0), "training is causal"
+    if right == 0:
+        assert is_causal == (left < 0), "a window is no causal attention of the kernel's"
+    else:
+        assert (left, right, is_causal) == (-1, -1, False), "all of a document is seen"
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32, (
         "mha_varlen_fwd: cu_seqlens must have dtype int32"
     )
@@ -125,14 +128,14 @@ def _weights(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """For each document its queries, which are the last of its tokens, its keys, and the attention weights [heads, queries, keys]."""
     left, right = window_size
-    assert right == 0, "causal attention is expected"
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for spans in zip(
         itertools.pairwise(of_queries.tolist()), itertools.pairwise(of_keys.tolist()), strict=True
     ):
         rows, seen = (slice(*span) for span in spans)
         tokens, keys = (end - start for start, end in spans)
-        visible = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+        visible = torch.ones(tokens, keys, dtype=torch.bool)
+        visible = visible if right < 0 else visible.tril(keys - tokens)
         visible = visible if left < 0 else visible.triu(keys - tokens - left)
         scores = query[rows].transpose(0, 1) @ _repeated(key[seen], query).transpose(1, 2) * factor
         yield rows, seen, scores.masked_fill(~visible, -1e30).softmax(-1)

@@ -73,6 +73,7 @@ TECHNIQUES: dict[str, Recipe] = {
         method=Method(method="embed", temperature=0.05),
         data=replace(PLAIN.data, overlength="drop"),
     ),
+    "`method: masked_diffusion`": replace(PLAIN, method=Method(method="masked_diffusion")),
     "FP8": PLAIN,
     "`quantization_aware_training`": replace(
         PLAIN, quantization_aware=QuantizationAware(quantization_aware_training="int8-int4")

@@ -1,0 +1,115 @@
+"""Masked diffusion language models (LLaDA: Nie et al. 2025, arXiv:2502.09992).
+
+Tokens are masked at random, and the model predicts them from all others of their document, before
+and after them. It keeps the head of a causal model: the state before a token predicts it, as in
+Dream (Ye et al. 2025, arXiv:2508.15487), so that the labels are those of fine-tuning and a causal
+model's weights are a start. The first token of a document is never masked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.examples import make_generator
+from finetune.data.tokenizer import find_mask_id
+from finetune.models.cross_entropy import weigh_losses
+from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
+
+HELD_OUT = "held out"  # what names the noise of held-out data, in place of a step
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedDiffusion(Objective):
+    """The mean over trained tokens of the cross entropy of the masked ones, over the probability
+    with which they were masked (eq. 3; of answers eq. 5).
+
+    That probability is one of a document: mask_eps + (1 - mask_eps) t, with t uniform in [0, 1).
+    """
+
+    mask_id: int
+    mask_eps: float
+    seed: int
+    is_held_out: bool = False
+
+    def held_out(self) -> "MaskedDiffusion":
+        """The same under noise that no step changes."""
+        return replace(self, is_held_out=True)
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The loss of the masked tokens; how many were masked, and their plain cross entropy."""
+        noise = HELD_OUT if self.is_held_out else str(batch.step)
+        drawn, weights = self.draw(micro_batch, noise)
+        device = micro_batch.labels.device
+        is_trained = micro_batch.labels != IGNORE_INDEX
+        is_asked = _copy(drawn, device) & is_trained
+        # The state before a token predicts it. The last of a row is never asked for anything.
+        is_masked = is_asked.roll(1, 1)
+        visible = micro_batch.token_mask
+        if visible is None or not micro_batch.example_ids:  # a filler has no token to see
+            visible = torch.ones_like(is_asked)
+        noisy = {
+            "input_ids": micro_batch.input_ids.masked_fill(is_masked, self.mask_id),
+            "labels": micro_batch.labels.masked_fill(~is_asked, IGNORE_INDEX),
+            "visible_tokens": visible,
+        }
+        by_token = _copy(weights, device).flatten()
+        sums = model(**{**inputs, **noisy}, head_function=weigh_losses(by_token))
+        masked = is_asked.sum().float()
+        metrics = {
+            "mask_ratio": torch.stack([masked, is_trained.sum().float()]),
+            "masked_loss": torch.stack([sums[1].detach().float(), masked]),
+        }
+        return Measured(sums[0], metrics)
+
+    def draw(self, micro_batch: MicroBatch, noise: str) -> tuple[Tensor, Tensor]:
+        """Draws the noise of each document: a pure function of the seed, `noise` and its example.
+
+        Returns:
+            On the host, as the labels lie. bool[rows, tokens]: whether the label is masked in the
+            input, where it is trained on. fp32[rows, tokens]: one over the probability of that.
+        """
+        is_drawn = np.zeros(micro_batch.labels.shape, bool)
+        weights = np.ones(micro_batch.labels.shape, np.float32)
+        start = 0
+        row = 0
+        documents = zip(micro_batch.example_ids, micro_batch.document_lengths, strict=True)
+        for example_id, length in documents:
+            random = make_generator(self.seed, f"mask {noise}", example_id)
+            probability = self.mask_eps + (1 - self.mask_eps) * random.random()
+            own = row, slice(start, start + length - 1)  # the labels that are in the document
+            is_drawn[own] = random.random(length)[1:] < probability
+            weights[own] = 1 / probability
+            if micro_batch.cu_seq_lens is None:
+                row += 1
+            else:
+                start += length
+        return torch.from_numpy(is_drawn), torch.from_numpy(weights)
+
+
+def _copy(on_host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, which the host does not wait for."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
+def make_answer_objectives(recipe: Recipe, tokenizer: Any) -> Objectives:
+    """What a method minimizes that learns answers and needs nothing but the model.
+
+    Raises `UserError` where no token stands for a masked one.
+    """
+    if not recipe.method_facts.masks:
+        return Objectives(SFT, SFT)
+    keys = recipe.method
+    mask_id = find_mask_id(tokenizer, keys.mask_token)
+    training = MaskedDiffusion(mask_id, keys.mask_eps, recipe.run.seed)
+    return Objectives(training, training.held_out())
