@@ -1,8 +1,8 @@
 """A critic: the value of each token's state, by one vector beside the vocabulary's head.
 
-It reads what that head reads, and is a parameter of the head's module: a layout that gathers the one
-has gathered the other. Its products are of fp32, and it starts at zero, so that the first values
-are 0.
+It reads what that head reads, and is a parameter of the head's module: a layout that gathers the
+one has gathered the other. Its products are of fp32, and it starts at zero, so that the first
+values are 0.
 """
 
 from typing import Any
@@ -49,9 +49,7 @@ def head_log_probabilities_and_values(
     """A `HeadFunction`: fp32[2, trained positions], the labels' log-probabilities, and the values
     of the states in which they are predicted.
     """
-    log_probabilities = head_log_probabilities(
-        head, hidden, labels, trained_positions, temperature
-    )
+    log_probabilities = head_log_probabilities(head, hidden, labels, trained_positions, temperature)
     read = hidden if trained_positions is None else hidden[trained_positions]
     weight: Tensor = getattr(head, VALUE_WEIGHT)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -36,14 +36,7 @@ from finetune.rollout.completion_rows import (
     make_step_batch,
 )
 from finetune.rollout.critic import describe_advantages
-from finetune.rollout.engine import (
-    Engine,
-    Request,
-    Rollout,
-    Sampled,
-    Sampling,
-    ServedEngine,
-)
+from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
 from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
@@ -437,7 +430,7 @@ class Rollouts:
             return rollout
         return replace(rollout, **self._score(self.score, rollout))
 
-    def _score(self, score: Score, rollout: Rollout) -> dict[str, list[list[float]]]:
+    def _score(self, score: Score, rollout: Rollout) -> dict[str, Any]:
         """What `score` says of the tokens, [completions][trained tokens] each, on every rank.
 
         By completion: each later step deals the completions to ranks again, and a resumed run may
@@ -450,7 +443,7 @@ class Rollouts:
                 by_place = collect_by_completion(micro_batch, values)
                 own.setdefault(name, []).extend(list(item) for item in by_place.items())
         by_rank = self.sampler.world.gather(own)
-        scored = {}
+        scored: dict[str, Any] = {}
         for name in own:
             by_completion = dict(chain.from_iterable(rank[name] for rank in by_rank))
             scored[name] = [by_completion[place] for place in range(len(rollout.sampled))]

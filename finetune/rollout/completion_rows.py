@@ -333,9 +333,7 @@ def _attach(
     }
     if is_ahead:
         tensors["versions"] = _spread(micro_batch, [each.versions for each in rollout.sampled])
-    tensors |= {
-        name: _spread(micro_batch, values) for name, values in of_tokens.items() if values
-    }
+    tensors |= {name: _spread(micro_batch, values) for name, values in of_tokens.items() if values}
     tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
     return replace(
         micro_batch, columns=tensors, example_ids=tuple(rollout.example_ids[places].tolist())

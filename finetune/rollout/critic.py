@@ -94,9 +94,7 @@ def _pad(of_tokens: list[list[float]], is_token: NDArray[np.bool_]) -> Matrix:
 
 def _split(padded: Matrix, lengths: list[int]) -> list[list[float]]:
     columns = padded.shape[1]
-    return [
-        row[columns - length :].tolist() for row, length in zip(padded, lengths, strict=True)
-    ]
+    return [row[columns - length :].tolist() for row, length in zip(padded, lengths, strict=True)]
 
 
 def _whiten(values: Matrix, counts: NDArray[np.bool_]) -> Matrix:

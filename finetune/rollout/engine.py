@@ -281,16 +281,16 @@ class Rollout:
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
         """The rollout that `describe_lines` has described."""
+        of_tokens: dict[str, Any] = {
+            name: [line[name] for line in lines if line.get(name) is not None] for name in OF_TOKENS
+        }
         return cls(
             example_ids=np.array([line["example_id"] for line in lines], np.int64),
             prompts=[line["prompt_ids"] for line in lines],
             sampled=[Sampled.of_json(line["sampled"]) for line in lines],
             scores=np.array([line["scores"] for line in lines], np.float64).reshape(len(lines), -1),
             rewards=np.array([line["reward"] for line in lines], np.float64),
-            **{
-                name: [line[name] for line in lines if line.get(name) is not None]
-                for name in OF_TOKENS
-            },
+            **of_tokens,
             **{name: lines[0][name] for name in OF_ALL},
         )
 

@@ -20,6 +20,7 @@ from finetune.training.objectives.policy_losses import (
 )
 
 pytestmark = pytest.mark.slow
+PPO = ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "method=ppo", "rewards=[length]"]
 LENGTHS = [5, 1, 8, 3]
 LOW, HIGH = 0.6, 1.4
 
@@ -131,11 +132,7 @@ def test_verl_has_the_same_advantages_and_returns_of_a_critic() -> None:
     values = torch.randn(len(trained), generator=random)
     scores = torch.randn(len(LENGTHS), generator=random)
     beta, gamma, lam = 0.3, 0.97, 0.9
-    recipe = read_recipe(
-        None,
-        ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "method=ppo", "rewards=[length]"]
-        + [f"beta={beta}", f"gamma={gamma}", f"lam={lam}"],
-    )
+    recipe = read_recipe(None, [*PPO, f"beta={beta}", f"gamma={gamma}", f"lam={lam}"])
     rollout: Any = SimpleNamespace(
         values=[each.tolist() for each in values.split(LENGTHS)],
         old=[each.tolist() for each in trained.split(LENGTHS)],
@@ -163,11 +160,7 @@ def test_verl_has_the_same_loss_of_a_critic() -> None:
     algorithms = pytest.importorskip("verl.trainer.ppo.core_algos")
     completions, values, old, _, places = draw(0.3)
     returns = values + torch.linspace(-1, 1, len(values))
-    recipe = read_recipe(
-        None,
-        ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "method=ppo", "rewards=[length]"]
-        + ["cliprange_value=0.2"],
-    )
+    recipe = read_recipe(None, [*PPO, "cliprange_value=0.2"])
     theirs = values.clone().requires_grad_()
     loss, share = algorithms.compute_value_loss(
         pad(theirs, places), pad(returns, places), pad(old, places), places.float(), 0.2

@@ -3,7 +3,7 @@ every layout, exact resume between updates, and an export without the value head
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +129,39 @@ def plain_gae(rewards: list[float], values: list[float]) -> list[float]:
     ]
 
 
+Pairs = Sequence[tuple[Tensor, Tensor]]  # of each completion, its log-probabilities and values
+
+
+def plain_targets(
+    lines: list[dict[str, Any]], old: Pairs, reference: list[list[float]], beta: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The whitened advantages, and the returns, of each completion."""
+    estimates = []
+    for line, (log, values), other in zip(lines, old, reference, strict=True):
+        rewards = [-beta * (own - each) for own, each in zip(log.tolist(), other, strict=True)]
+        rewards[-1] += line["rewards"]["even"]
+        estimates.append(torch.tensor(plain_gae(rewards, values.tolist())))
+    every = torch.cat(estimates)
+    returns = [a + values for a, (_, values) in zip(estimates, old, strict=True)]
+    return [(a - every.mean()) / (every.var() + 1e-8).sqrt() for a in estimates], returns
+
+
+def plain_losses(
+    now: Pairs, old: Pairs, advantages: list[Tensor], returns: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The policy's losses and the critic's of each completion."""
+    policy = []
+    value = []
+    for (log, values), (old_log, old_values), own, wanted in zip(
+        now, old, advantages, returns, strict=True
+    ):
+        ratio = (log - old_log).exp()
+        policy.append(-torch.min(ratio * own, ratio.clamp(0.8, 1.2) * own))
+        bounded = old_values + (values - old_values).clamp(-RANGE, RANGE)
+        value.append(0.5 * torch.max((values - wanted) ** 2, (bounded - wanted) ** 2))
+    return policy, value
+
+
 def test_targets_are_those_of_a_plain_loop() -> None:
     """Completions of several lengths, one of which no reward says anything of."""
     random = np.random.default_rng(3)
@@ -211,25 +244,9 @@ def test_all_updates_on_the_same_completions_are_those_of_a_plain_loop(
         lines = by_step[first]
         now = [forward(line) for line in lines]
         if step["step"] == first:
-            old = [[each.detach() for each in pair] for pair in now]
-            estimates = []
-            for i, (line, (old_log, old_value)) in enumerate(zip(lines, old, strict=True)):
-                kl = old_log.double() - torch.tensor(reference[first][i], dtype=torch.float64)
-                rewards = (-beta * kl).tolist()
-                rewards[-1] += line["rewards"]["even"]
-                estimates.append(torch.tensor(plain_gae(rewards, old_value.tolist())))
-            every = torch.cat(estimates)
-            returns = [a + v[1] for a, v in zip(estimates, old, strict=True)]
-            whitened = [(a - every.mean()) / (every.var() + 1e-8).sqrt() for a in estimates]
-        policy, value, counts = [], [], []
-        for (log, values), pair, advantages, wanted in zip(
-            now, old, whitened, returns, strict=True
-        ):
-            ratio = (log - pair[0]).exp()
-            policy.append(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
-            bounded = pair[1] + (values - pair[1]).clamp(-RANGE, RANGE)
-            value.append(0.5 * torch.max((values - wanted) ** 2, (bounded - wanted) ** 2))
-            counts.append(len(log))
+            old = [(log.detach(), values.detach()) for log, values in now]
+            advantages, returns = plain_targets(lines, old, reference[first], beta)
+        policy, value = plain_losses(now, old, advantages, returns)
         both = [p + WEIGHT * v for p, v in zip(policy, value, strict=True)]
         if mode == "full":
             loss = torch.cat(both).mean()
@@ -292,7 +309,9 @@ def test_an_export_is_the_model_without_the_critic(
     run = runs(1, "single", mode)
     said: list[str] = []
     out = export(run, tmp_path / "export", log=said.append)
-    kept = f"critic  left out; {run}/checkpoints/step-{STEPS:08} keeps it, and only training reads it"
+    kept = (
+        f"critic  left out; {run}/checkpoints/step-{STEPS:08} keeps it, and only training reads it"
+    )
     assert kept in said
     assert not any(VALUE_WEIGHT in name for name in read_folder(out))
     assert "lm_head.weight" in read_folder(out)
@@ -308,9 +327,7 @@ def test_the_plan_counts_the_critic(recipes: dict[str, Path], runs: Callable[...
     for mode in ("full", "adapters"):
         recipe = read_recipe(str(recipes[mode]))
         plan = make_plan(recipe, read_sharding(None, None, {}), 1, on_cpu=True)
-        stored = read_folder(
-            runs(1, "single", mode) / "checkpoints" / f"step-{STEPS:08}" / "model"
-        )
+        stored = read_folder(runs(1, "single", mode) / "checkpoints" / f"step-{STEPS:08}" / "model")
         trained = sum(tensor.byte_count for tensor in stored.values())
         assert plan.spec.state().trained == trained
         assert any(each.name == f"lm_head.{VALUE_WEIGHT}" for each in plan.spec.tensors)

@@ -18,8 +18,8 @@ from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.distributed.world import World
-from finetune.models.load import Teacher
 from finetune.models.cross_entropy import HeadFunction
+from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.value_head import head_log_probabilities_and_values
 from finetune.rollout.collect import Rollouts, Sampler
@@ -48,6 +48,7 @@ from finetune.training.objectives.policy_metrics import (
     describe_staleness,
 )
 from finetune.training.objectives.preference import sum_and_count
+
 
 def choose_head(recipe: Recipe) -> HeadFunction:
     """What the model returns of completions: log-probabilities, and with a critic the values."""
