@@ -130,7 +130,7 @@ FEATURES: Mapping[str, Feature] = {
     "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
     "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
     "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
-    "a critic": _method(lambda c: c.recipe.method_facts.has_critic, "set method: grpo"),
+    "a critic": _method(lambda c: c.recipe.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),

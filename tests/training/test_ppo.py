@@ -203,7 +203,7 @@ def test_every_layout_has_the_same_losses(
     same = [[line["token_ids"] for line in lines_of(each)] for each in (run, one)]
     assert same[0] == same[1] and len(same[0]) == STEPS // 3 * PROMPTS * GENERATIONS
     names = ["reward", "entropy", "value/loss", "value/mean", "value/return", "grad_norm"]
-    names += ["value/explained_variance"] + (["kl"] if mode != "full" else [])
+    names += ["value/explained_variance"] + (["kl"] if MODES[mode]["beta"] else [])
     for line, truth in zip(steps_of(run), steps_of(one), strict=True):
         assert line["loss"] == pytest.approx(truth["loss"], rel=1e-4, abs=1e-5)
         for name in names:
