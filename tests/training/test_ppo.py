@@ -2,6 +2,7 @@
 every layout, exact resume between updates, and an export without the value head."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.constants import VALUE_WEIGHT
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read_folder, read_slice
 from finetune.plan.plan import make_plan
 from finetune.rollout.critic import compute_gae, find_targets
+from finetune.training.screens import count_longest
 from tests.conftest import make_chat, make_model
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
+from tests.training.reference import Alone
 
 STEPS, PROMPTS, GENERATIONS, MOST = 6, 4, 2, 12
 BETA, GAMMA, LAM, WEIGHT, RANGE, RATE = 0.2, 0.97, 0.9, 0.5, 0.1, 3e-3
@@ -331,3 +337,50 @@ def test_the_plan_counts_the_critic(recipes: dict[str, Path], runs: Callable[...
         trained = sum(tensor.byte_count for tensor in stored.values())
         assert plan.spec.state().trained == trained
         assert any(each.name == f"lm_head.{VALUE_WEIGHT}" for each in plan.spec.tensors)
+
+
+TOOL = '''
+def guess(number: int) -> str:
+    """Guesses.
+
+    Args:
+        number: The number.
+    """
+    return "no"
+'''
+
+
+def test_prompts_without_room_are_counted_with_the_descriptions_of_their_tools(
+    folder: Path, recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "my_tools.py").write_text(TOOL)
+    keys = [f"tools=[{tmp_path}/my_tools.py:guess]", "chat_template=hermes", "eot_tokens=[]"]
+    keys += ["added_tokens=[<|im_start|>, <|im_end|>]", "beta=0"]
+    recipe = read_recipe(str(recipes["full"]), keys)
+    tokenizer = load_tokenizer(recipe.model, recipe.data, recipe.rollout.tools)
+    with pytest.raises(UserError) as problem:
+        prepare_data(recipe, tokenizer, Alone())
+    said = re.search(
+        r"a prompt has ([\d,]+) tokens on average, ([\d,]+) of them the descriptions of tools, and "
+        r"max_length less max_completion_length leaves 88; raise max_length",
+        str(problem.value),
+    )
+    assert said is not None, problem.value
+    whole, described = (int(each.replace(",", "")) for each in said.groups())
+    plain = load_tokenizer(recipe.model, recipe.data)
+    lengths = []
+    for line in (folder / "chat.jsonl").read_text().splitlines():
+        prompt = json.loads(line)["messages"][:-1]
+        text = plain.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        lengths.append(len(plain.encode(text, add_special_tokens=False)))
+    assert whole - described == int(np.mean(lengths))
+
+
+def test_the_longest_of_a_run_that_samples_is_a_prompt_with_its_completion(
+    recipes: dict[str, Path],
+) -> None:
+    recipe = read_recipe(str(recipes["full"]))
+    run: Any = SimpleNamespace(
+        recipe=recipe, data=SimpleNamespace(report=SimpleNamespace(longest=40))
+    )
+    assert count_longest(run) == 40 + MOST
