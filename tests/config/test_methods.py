@@ -71,6 +71,7 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["method=pp0"], 'method: "pp0" does not fit; one of sft, dpo, orpo, simpo, kto, distill, grpo, ppo, on_policy_distill, reward, process_reward, classify, embed, rerank is expected'),
         (["method=rlhf"], "method: rlhf: another tool's name; here it is method: ppo"),
         (["method=grpo", "rewards=[length]", "lam=0.9"], "lam has no effect with method: grpo; it is for ppo"),
+        (["method=ppo", "rewards=[length]", "vllm_server_base_url=http://a:1"], "vllm_server_base_url cannot be combined with method: ppo; remove vllm_server_base_url"),
         (["method=ppo", "rewards=[length]", "scale_rewards=none"], "scale_rewards has no effect with method: ppo; it is for grpo, on_policy_distill"),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
         (["method=dpo", "beta=0"], "beta: 0: method: dpo would learn nothing; set a number above 0"),
