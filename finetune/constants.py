@@ -77,6 +77,7 @@ CUTTING_KEYS = {
     ),
 }
 SCORES = "score"  # the head of transformers' classes for sequence classification
+VALUE_WEIGHT = "value_weight"  # of the output head: a critic's vector, in checkpoints alone
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder

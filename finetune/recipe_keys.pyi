@@ -31,7 +31,7 @@ class RecipeKeys(TypedDict, total=False):
     expert_parallel_size: int
     pipeline_parallel_size: int
     pipeline_schedule: Literal['1f1b', 'interleaved_1f1b']
-    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'masked_diffusion', 'grpo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
+    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'masked_diffusion', 'grpo', 'ppo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
     beta: float
     loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++', 'dppo', 'pointwise', 'pairwise', 'listwise', 'listnet']
     rpo_alpha: float | None
@@ -45,6 +45,10 @@ class RecipeKeys(TypedDict, total=False):
     temperature: float
     distill_top_k: int | None
     distill_alpha: float
+    gamma: float
+    lam: float
+    vf_coef: float
+    cliprange_value: float
     center_rewards_coefficient: float | None
     class_weights: Sequence[float]
     matryoshka_dims: Sequence[int]

@@ -156,9 +156,14 @@ TABLES = {
         ),
     ),
     "methods": (
-        # A word of grpo's, and one of parameters' names.
+        # A word of grpo's, and one of parameters' names. Tinker has a loss of a method's name.
         [name for name in METHODS if name not in (DEFAULT_METHOD, "reward", "embed")],
-        ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
+        (
+            "config/methods.py",
+            "training/objectives/preference.py",
+            "service/losses.py",
+            *OTHER_TOOLS,
+        ),
     ),
 }
 

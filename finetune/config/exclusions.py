@@ -131,6 +131,7 @@ FEATURES: Mapping[str, Feature] = {
     "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
     "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
     "masked tokens": _method(lambda c: c.recipe.method_facts.masks),
+    "a critic": _method(lambda c: c.recipe.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),
@@ -333,6 +334,17 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "each other's tokens",
         "mixed_precision: fp8": "one token at a time has too few rows for FP8's products",
         "max_staleness": "it cannot sample while it trains",
+    },
+    "a critic": {
+        "tp_size": "",
+        "pipeline_parallel_size": "a stage cannot compute a whole forward, as values need it",
+        "mixed_precision: fp16": "",
+        "vllm_server_base_url": "",
+        "routing_replay": "",
+        "a vision-language model": "",
+        "optim_offload: nvme": "",
+        QAT: "",
+        "torch_compile": "",
     },
     "max_staleness": {
         "tools": "all ranks answer their calls together, between steps",

@@ -349,7 +349,10 @@ RULES: tuple[Rule, ...] = (
         name="nothing to compare",
         keys=("num_generations", "method"),
         when=lambda c: (
-            samples(c) and c["num_generations"] == 1 and not c.recipe.method_facts.needs_teacher
+            samples(c)
+            and c["num_generations"] == 1
+            and not c.recipe.method_facts.needs_teacher
+            and not c.recipe.method_facts.has_critic
         ),
         message="num_generations: 1: {method} compares the completions of a prompt with each other",
         advice="set 2 or more; 8 is usual",

@@ -450,6 +450,7 @@ class ScoreHead:
     names: tuple[str, ...] = ()  # of its scores
     problem_type: str | None = None  # what transformers' class takes them for
     reads_tokens: bool = False  # it is of transformers' classes that score each token
+    has_values: bool = False  # whether a critic's vector is beside the vocabulary's head
 
 
 STEP_SCORES = ("wrong", "right")
@@ -481,6 +482,7 @@ class MethodFacts:
     keys: tuple[str, ...] = ()
     needs_reference: bool = False  # the log-probabilities of the model before training
     needs_teacher: bool = False  # another model's probabilities
+    has_critic: bool = False  # a value of each token's state, by a head beside the vocabulary's
     # of keys that have another default under this method
     defaults: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[str, ...] = ()  # the values of loss_type
@@ -537,6 +539,9 @@ PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 POINTWISE = "pointwise"
 RANKING_LOSSES = (POINTWISE, "pairwise", "listwise", "listnet")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
+CRITIC_KEYS = ("gamma", "lam", "vf_coef", "cliprange_value")
+# of completions that are compared with each other, or have one ratio
+GROUP_KEYS = ("scale_rewards", "max_num_gen_batches", "importance_sampling_level")
 METHODS: Mapping[str, MethodFacts] = {
     DEFAULT_METHOD: MethodFacts(
         says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS
@@ -588,6 +593,28 @@ METHODS: Mapping[str, MethodFacts] = {
         keys=("loss_type", "beta", "temperature", *(key.name for key in fields(RolloutKeys))),
         defaults={"loss_type": DEFAULT_POLICY_LOSS, "beta": 0.0},
         losses=tuple(POLICY_LOSSES),
+    ),
+    "ppo": MethodFacts(
+        says=(
+            "samples completions of prompts, and learns which of their tokens lead to more reward "
+            "than its critic expected"
+        ),
+        rows="prompts",
+        keys=(
+            "loss_type",
+            "beta",
+            "temperature",
+            *CRITIC_KEYS,
+            *(key.name for key in fields(RolloutKeys) if key.name not in GROUP_KEYS),
+        ),
+        has_critic=True,
+        defaults={
+            "loss_type": DEFAULT_POLICY_LOSS,
+            "beta": 0.05,
+            "num_generations": 1,
+            "num_iterations": 4,
+        },
+        losses=(DEFAULT_POLICY_LOSS, "grpo"),
     ),
     "on_policy_distill": MethodFacts(
         says=(
@@ -676,13 +703,15 @@ class Method:
         SameOnResume,
         "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds "
         "ratio; simpo: the scale of the rewards; grpo: the weight of the KL divergence from the "
-        "reference, 0 unless it is given.",
+        "reference, 0 unless it is given; ppo: what each token's log-ratio to the reference takes "
+        "from its reward, 0.05 unless it is given.",
     ] = 0.1
     loss_type: Annotated[
         LossName,
         SameOnResume,
         "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled "
         f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers. "
+        f"ppo: what its losses are averaged over, as in {DEFAULT_POLICY_LOSS} or grpo. "
         f"rerank: of each document alone, of pairs of a query's, or of all of them; {POINTWISE} "
         "unless it is given.",
     ] = "sigmoid"
@@ -733,7 +762,7 @@ class Method:
         float,
         Gt(0),
         SameOnResume,
-        "What logits are divided by: distill: those of teacher and student; grpo, "
+        "What logits are divided by: distill: those of teacher and student; grpo, ppo, "
         "on_policy_distill: all, in sampling and in training; embed: the cosines of a query and "
         "the documents, by 0.05 unless it is given.",
     ] = 1.0
@@ -755,6 +784,30 @@ class Method:
             "entropy."
         ),
     ] = 1.0
+    gamma: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        SameOnResume,
+        "ppo: what a reward is multiplied by for each token that it comes later.",
+    ] = 1.0
+    lam: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        SameOnResume,
+        "ppo: how far advantages trust rewards over the critic's values: 1 compares a token's "
+        "value with all that follows, 0 with the next value alone (GAE).",
+    ] = 0.95
+    vf_coef: Annotated[
+        float, Ge(0), SameOnResume, "ppo: the weight of the critic's loss beside the policy's."
+    ] = 0.1
+    cliprange_value: Annotated[
+        float,
+        Gt(0),
+        SameOnResume,
+        "ppo: how far a value may move from the one at sampling before its loss has no gradient.",
+    ] = 0.2
     center_rewards_coefficient: Annotated[
         float | None,
         Gt(0),

@@ -243,6 +243,7 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "gspo": "method: grpo with importance_sampling_level: sequence",
         "reinforce": "method: grpo with loss_type: reinforce++",
         **{name: f"method: grpo with loss_type: {name}" for name in OTHER_POLICY_METHODS},
+        "rlhf": "method: ppo",
         **dict.fromkeys(("lora", "peft"), "use_peft: true, of every method"),
         "qlora": "use_peft: true with load_in_4bit: true, of every method",
         **dict.fromkeys(("pt", "pretrain", "cpt"), "method: sft with rows of texts"),
@@ -256,10 +257,6 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 # Key -> their name -> why there is none.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "method": dict.fromkeys(
-        ("ppo", "rlhf"),
-        "needs a model of values, which is not supported; grpo learns from rewards without one",
-    ),
     "dtype": dict.fromkeys(
         ("fp16", "float16"),
         (

@@ -804,16 +804,17 @@ class Recipe:
         return METHODS[self.method.method]
 
     @property
+    def has_reference(self) -> bool:
+        """Whether sampled completions are held to the model before training."""
+        facts = self.method_facts
+        return facts.samples and not facts.needs_teacher and self.method.beta > 0
+
+    @property
     def teacher(self) -> Model | None:
         """A frozen second model to load: the teacher, or the reference of a method that samples;
         None without one.
         """
-        if (
-            self.method_facts.samples
-            and self.method.beta
-            and self.trains_base
-            and not self.method_facts.needs_teacher
-        ):
+        if self.has_reference and self.trains_base:
             dtype: Any = "float32" if self.lora.use_peft else self.model.dtype
             return replace(self.model, dtype=dtype, trainable_modules=(), frozen_modules=())
         name = self.method.teacher_model_name_or_path
@@ -846,10 +847,14 @@ class Recipe:
 
     @property
     def score_head(self) -> ScoreHead:
-        """The output head, where it computes scores."""
+        """The output head, where it computes scores, or values beside the vocabulary's."""
         if self.method_facts.rows == "classes":
             return ScoreHead(self.score_names, self.data.problem_type)
-        return ScoreHead(self.score_names, reads_tokens=self.method_facts.rows == "steps")
+        return ScoreHead(
+            self.score_names,
+            reads_tokens=self.method_facts.rows == "steps",
+            has_values=self.method_facts.has_critic,
+        )
 
     @property
     def labels_are_indices(self) -> bool:

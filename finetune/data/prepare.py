@@ -64,7 +64,7 @@ from finetune.data.token_store import (
     write_store,
 )
 from finetune.data.tokenizer import PLAIN
-from finetune.data.tool_calls import make_tool_turns
+from finetune.data.tool_calls import count_tool_tokens, make_tool_turns
 from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
@@ -435,9 +435,8 @@ def _read_stored(
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
         stop = [str(finding) for finding in findings if finding.is_fatal]
-        raise UserError.of(
-            [*stop, f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"]
-        )
+        nothing = f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"
+        raise UserError.of([*stop, nothing + _explain_room(recipe, tokenizer, sources)])
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     if held_out is None:
@@ -452,6 +451,22 @@ def _read_stored(
         train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]
     )
     return train, evaluation, report
+
+
+def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport]) -> str:
+    """How long prompts are, of those how long the descriptions of tools, and how much room there
+    is; empty where no prompt was too long.
+    """
+    if not recipe.method_facts.samples or not any(source.overlong for source in sources):
+        return ""
+    tokens = sum(source.tokens for source in sources)
+    documents = sum(source.documents for source in sources)
+    of_tools = count_tool_tokens(tokenizer)
+    described = f", {of_tools:,} of them the descriptions of tools" if of_tools else ""
+    return (
+        f": a prompt has {tokens // documents:,} tokens on average{described}, and max_length less "
+        f"max_completion_length leaves {recipe.document_data.max_length:,}; raise max_length"
+    )
 
 
 def _read_sources(

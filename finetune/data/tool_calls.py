@@ -80,6 +80,22 @@ ADVICE = (
 )
 
 
+def count_tool_tokens(tokenizer: Any) -> int:
+    """The tokens by which the descriptions of the recipe's tools make a prompt longer, at most."""
+    environments = getattr(tokenizer, "environments", {}).values()
+    tools_of_prompts = [getattr(tokenizer, "tools", ()), *(facts.tools for facts in environments)]
+    described = [tools for tools in tools_of_prompts if tools]
+    if not described:
+        return 0
+    question = [{"role": "user", "content": "?"}]
+
+    def count(tools: Tools) -> int:
+        text = tokenizer.apply_chat_template(question, tools=list(tools) or None, tokenize=False)
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return max(map(count, described)) - count(())
+
+
 @dataclass(frozen=True, slots=True)
 class ToolTurns:
     """What a chat template makes of the turns in which tools are called.

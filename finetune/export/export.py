@@ -202,6 +202,8 @@ def export_source(
                     )
                 said.append(f"{output}: {_describe(source, weights)}{verdict}")
                 said += [f"base    {sentence}" for sentence in account.sentences]
+            if source.has_critic:
+                said.append(f"critic  left out; {source.path} keeps it, and only training reads it")
             for plan in plans:
                 said += [f"{output}/{line}" for line in plan.write(folder, logits)]
     for line in (*said, *describe_use(_find_commands(source, target, weights, options, output))):

@@ -23,7 +23,7 @@ from finetune.config.module_names import peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, VALUE_WEIGHT
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
@@ -68,6 +68,7 @@ class Source:
     # state.json of a checkpoint of this project
     state: Mapping[str, Any] = field(default_factory=dict)
     run: Path | None = None  # the run's folder, where the source belongs to one
+    has_critic: bool = False  # beside `tensors`, which no export holds
     # of `tensors`, those stored in 4 or 8 bits
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
 
@@ -92,11 +93,22 @@ def open_source(
 ) -> Source:
     """Opens `path`, whichever of the kinds above it is.
 
-    Newer checkpoints that are damaged are logged.
+    Newer checkpoints that are damaged are logged. A critic, which only training reads, is left out.
 
     Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is
     missing.
     """
+    source = _open(path, base_model, log)
+    trained = source.tensors if source.adapter is None else source.adapter.tensors
+    kept = {name: tensor for name, tensor in trained.items() if not name.endswith(VALUE_WEIGHT)}
+    if len(kept) == len(trained):
+        return source
+    if source.adapter is None:
+        return replace(source, tensors=kept, has_critic=True)
+    return replace(source, adapter=replace(source.adapter, tensors=kept), has_critic=True)
+
+
+def _open(path: Path, base_model: str | None, log: Callable[[str], object]) -> Source:
     checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
         source = replace(

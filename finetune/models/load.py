@@ -93,6 +93,7 @@ from finetune.models.quantized_layers import fill_quantized_layers, quantize_lay
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
 from finetune.models.reach import BlankDocument, freeze_unreached
 from finetune.models.routing import install_routing
+from finetune.models.value_head import add_value_head, train_value_head
 from finetune.models.vision import record_outputs
 from finetune.models.weights import (
     convert_to_parameters,
@@ -180,6 +181,9 @@ def build_model(
     forget_quantization(config)
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
+    has_values = scores[0].has_values
+    if has_values:
+        base = add_value_head(built, base)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
@@ -194,6 +198,8 @@ def build_model(
             head_of(built).requires_grad_(False)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
+    if has_values:
+        train_value_head(built, torch.float32 if lora.use_peft else DTYPES[model.dtype])
     if blank_document is not None:
         unreached = freeze_unreached(built, blank_document)
     else:

@@ -19,7 +19,7 @@ from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.multi_token import count_predicting_layers
 from finetune.config.pretrained import SCORING_CLASS, find_config_file
 from finetune.config.schema import Model
-from finetune.constants import SCORES
+from finetune.constants import SCORES, VALUE_WEIGHT
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
@@ -230,6 +230,7 @@ class Architecture:
     predicting_layers: int = 0
     # of a document, where the output head computes these in place of a vocabulary's
     scores: int = 0
+    has_critic: bool = False  # a vector beside the output head, which no export holds
 
     @property
     def is_uniform(self) -> bool:
@@ -302,11 +303,19 @@ class Architecture:
 
     @property
     def tail(self) -> tuple[TensorShape, ...]:
-        """The final norm, and the output head where it is a tensor of its own."""
+        """The final norm, the output head where it is a tensor of its own, and the critic."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
         if self.tied:
-            return (norm,)
-        return (norm, TensorShape(self.head_name, (self.head_rows, self.hidden)))
+            return (norm, *self.critic)
+        head = TensorShape(self.head_name, (self.head_rows, self.hidden))
+        return (norm, head, *self.critic)
+
+    @property
+    def critic(self) -> tuple[TensorShape, ...]:
+        """The critic's vector, where there is one."""
+        if not self.has_critic:
+            return ()
+        return (TensorShape(f"lm_head.{VALUE_WEIGHT}", (self.hidden,)),)
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""

@@ -86,7 +86,8 @@ class BuiltArchitecture(Architecture):
     def tail(self) -> tuple[TensorShape, ...]:
         tensors = list_tensors(self.outline.tail.shapes)
         grows = None if self.scores else self.outline.head
-        return tuple(self._with_added_tokens(t) if t.name == grows else t for t in tensors)
+        grown = tuple(self._with_added_tokens(t) if t.name == grows else t for t in tensors)
+        return (*grown, *self.critic)
 
     def _with_added_tokens(self, tensor: TensorShape) -> TensorShape:
         added = self.vocabulary - self.outline.embedding[1][0]

@@ -60,11 +60,20 @@ def loss_bytes(spec: RunSpec) -> int:
         head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
     hidden = 2 * run.itemsize * architecture.hidden * spec.tokens
+    hidden += critic_bytes(spec)
     if head_gradient:
         product = weight_product_bytes(spec.part.head_rows, architecture.hidden, spec.tokens, run)
     else:
         product = 0
     return head_gradient + cast_head + hidden + max(chunk_bytes(spec, spec.tokens), product)
+
+
+def critic_bytes(spec: RunSpec) -> int:
+    """The copy of the trained positions that a critic reads, in fp32, kept for its gradient."""
+    if not spec.recipe.method_facts.has_critic:
+        return 0
+    cast = FP32 if spec.computation.itemsize < FP32 else 0
+    return (spec.computation.itemsize + cast) * spec.computed.hidden * spec.tokens
 
 
 def chunk_bytes(spec: RunSpec, tokens: int) -> int:

@@ -110,6 +110,7 @@ def make_plan(
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
     config = set_scores(config, recipe.score_names)
     asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
+    architecture = replace(architecture, has_critic=recipe.method_facts.has_critic)
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     spec = RunSpec(
         architecture=architecture,

@@ -581,7 +581,7 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     """What all of `export_formats` hold; GGUF has nothing of the base beside the model."""
-    architecture = spec.architecture
+    architecture = replace(spec.architecture, has_critic=False)
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware
     unquantized = itemsize * architecture.parameters

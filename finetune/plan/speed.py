@@ -389,6 +389,9 @@ def estimate_speed(
     else:
         asked = spec.teacher.flop_per_token(spec.recipe.data.max_length)
     is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
+    if spec.recipe.method_facts.has_critic:
+        # values and reference, once for all updates on the same completions
+        asked = (asked + forward) / spec.recipe.rollout.num_iterations
     flops += 0.0 if is_stored else asked
     offload = offload_seconds(spec)
     files = files_seconds(spec)

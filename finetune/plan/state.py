@@ -107,6 +107,7 @@ def list_state_tensors(
         trained = set()
     else:
         trained = find_trained(list(names.values()), model, text)
+        trained |= {tensor.name for tensor in architecture.critic}
     routed = {
         tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)
     }
@@ -123,7 +124,8 @@ def list_state_tensors(
                 ranks = sharding.expert_parallel_size
             else:
                 ranks = 1
-            if tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora):
+            is_whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
+            if is_whole or (tensor in architecture.critic and lora.use_peft):
                 state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
             elif tensor in quantizable:
                 state += _list_quantized(tensor, unit, itemsize, quantization, ranks)

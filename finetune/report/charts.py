@@ -251,6 +251,8 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
         _make_chart("staleness", "Staleness", "steps from the weights that sampled a token to those that learn from it", _make_lines(runs, "staleness/mean"), zero=True),
         _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", lambda v: 100 * v), zero=True),
+        _make_chart("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", _make_lines(runs, "value/explained_variance", lambda v: 100 * v)),
+        _make_chart("value_loss", "Loss of the critic", "half the squared error of a value", _make_lines(runs, "value/loss"), zero=True),
         _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", lambda v: 100 * v), zero=True),
         _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v), zero=True),
     ]  # fmt: skip

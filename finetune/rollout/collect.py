@@ -35,15 +35,8 @@ from finetune.rollout.completion_rows import (
     lay_out,
     make_step_batch,
 )
-from finetune.rollout.engine import (
-    Engine,
-    Request,
-    Rollout,
-    Sampled,
-    Sampling,
-    ServedEngine,
-    find_advantages,
-)
+from finetune.rollout.critic import describe_advantages
+from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
 from finetune.rollout.episodes import Episodes, list_own_rewards
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
@@ -51,10 +44,8 @@ from finetune.rollout.turns import Conversations, take_turns
 from finetune.units import counted
 
 Record = Callable[[list[dict[str, Any]]], None]
-Score = Callable[[StepBatch], list[Tensor]]
-"""A step's batch -> fp32[positions] of each of its micro-batches: the labels' log-probabilities in
-training.
-"""
+Score = Callable[[StepBatch], list[dict[str, Tensor]]]
+"""A step's batch -> fp32[positions] each of each of its micro-batches, by names of `OF_TOKENS`."""
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
 
@@ -437,22 +428,26 @@ class Rollouts:
             rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
         if self.score is None:
             return rollout
-        return replace(rollout, old=self._score(self.score, rollout))
+        return replace(rollout, **self._score(self.score, rollout))
 
-    def _score(self, score: Score, rollout: Rollout) -> list[list[float]]:
-        """[completions][trained tokens]: their log-probabilities in training, on every rank.
+    def _score(self, score: Score, rollout: Rollout) -> dict[str, Any]:
+        """What `score` says of the tokens, [completions][trained tokens] each, on every rank.
 
         By completion: each later step deals the completions to ranks again, and a resumed run may
         have other ranks.
         """
         batch = lay_out(rollout, self._row_options)
-        own: list[list[Any]] = []
-        for micro_batch, values in zip(batch.micro_batches, score(batch), strict=True):
-            own += [list(item) for item in collect_by_completion(micro_batch, values).items()]
-        by_completion = {}
-        for rank in self.sampler.world.gather(own):
-            by_completion.update(rank)
-        return [by_completion[place] for place in range(len(rollout.sampled))]
+        own: dict[str, list[list[Any]]] = {}
+        for micro_batch, of_tokens in zip(batch.micro_batches, score(batch), strict=True):
+            for name, values in of_tokens.items():
+                by_place = collect_by_completion(micro_batch, values)
+                own.setdefault(name, []).extend(list(item) for item in by_place.items())
+        by_rank = self.sampler.world.gather(own)
+        scored: dict[str, Any] = {}
+        for name in own:
+            by_completion = dict(chain.from_iterable(rank[name] for rank in by_rank))
+            scored[name] = [by_completion[place] for place in range(len(rollout.sampled))]
+        return scored
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint after `step` steps: the rollouts that later steps are still to
@@ -508,7 +503,7 @@ class Rollouts:
         keys = self.sampler.recipe.rollout
         tokenizer = self.sampler.tokenizer
         names = self.sampler.reward_names
-        advantages = find_advantages(rollout, self.sampler.recipe)
+        advantages = describe_advantages(rollout, self.sampler.recipe)
         for i in range(min(keys.log_completions * rollout.generations, len(rollout.sampled))):
             each = rollout.sampled[i]
             scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])

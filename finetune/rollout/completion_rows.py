@@ -29,6 +29,7 @@ from finetune.data.packing import (
     pad_documents,
 )
 from finetune.distributed.world import DataParallelRank
+from finetune.rollout.critic import find_targets
 from finetune.rollout.engine import Ended, Rollout, find_advantages
 
 # at least, of which each rank gets as many: longer ones would leave some ranks with much less
@@ -76,8 +77,14 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
     batch = lay_out(rollout, options)
     columns = _describe(rollout, options.recipe)
     is_ahead = options.recipe.rollout.max_staleness > 0
+    of_tokens = rollout.of_tokens
+    if options.recipe.method_facts.has_critic:
+        targets = find_targets(rollout, options.recipe)
+        of_tokens |= {"token_advantages": targets.advantages, "returns": targets.returns}
+        explained = np.full(len(rollout.sampled), targets.explained_variance, np.float32)
+        columns["explained_variance"] = explained
     micro_batches = tuple(
-        _attach(micro_batch, rollout, columns, is_ahead=is_ahead)
+        _attach(micro_batch, rollout, columns, of_tokens, is_ahead=is_ahead)
         for micro_batch in batch.micro_batches
     )
     return replace(batch, micro_batches=micro_batches)
@@ -310,14 +317,15 @@ def _attach(
     micro_batch: MicroBatch,
     rollout: Rollout,
     columns: Mapping[str, NDArray[np.float32]],
+    of_tokens: Mapping[str, Sequence[Sequence[float]]],
     *,
     is_ahead: bool,
 ) -> MicroBatch:
     """A micro-batch of `lay_out` with its columns, and prompts as its examples.
 
     They are fp32[positions] "sampled", each token's log-probability under the sampler, "versions",
-    the steps after which its weights were taken, where sampling `is_ahead`, and "old", the
-    log-probability in training, where it is known; and `columns` of its completions.
+    the steps after which its weights were taken, where sampling `is_ahead`, and those `of_tokens`
+    that are known; and `columns` of its completions.
     """
     places = list(micro_batch.example_ids)
     tensors = {
@@ -325,8 +333,7 @@ def _attach(
     }
     if is_ahead:
         tensors["versions"] = _spread(micro_batch, [each.versions for each in rollout.sampled])
-    if rollout.old:
-        tensors["old"] = _spread(micro_batch, rollout.old)
+    tensors |= {name: _spread(micro_batch, values) for name, values in of_tokens.items() if values}
     tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
     return replace(
         micro_batch, columns=tensors, example_ids=tuple(rollout.example_ids[places].tolist())

@@ -198,6 +198,7 @@ class ServedEngine(Engine, Protocol):
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
 # what is one number of a rollout
 OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")
+OF_TOKENS = ("old", "reference", "values")  # what is a number of each trained token
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,16 @@ class Rollout:
     sampled_groups: int  # also those that were dropped
     flat_groups: int  # of those, without a difference between their rewards
     hand_over_seconds: float = 0.0  # in which a server got the weights, the last time before
-    # the trained tokens' log-probabilities in training
+    # Of the trained tokens, before the first update on them; empty where the loss needs none: their
+    # log-probabilities in training, and of the reference, and the critic's values.
     old: list[list[float]] = field(default_factory=list)
+    reference: list[list[float]] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+
+    @property
+    def of_tokens(self) -> dict[str, list[list[float]]]:
+        """Those of `OF_TOKENS` by name, [completions][trained tokens] each, or empty."""
+        return {name: getattr(self, name) for name in OF_TOKENS}
 
     def select(self, groups: NDArray[np.int64]) -> "Rollout":
         """The rollout of some of the prompts, by their places."""
@@ -262,20 +271,26 @@ class Rollout:
                 "sampled": each.as_json(),
                 "scores": [None if np.isnan(score) else score for score in self.scores[i].tolist()],
                 "reward": None if np.isnan(self.rewards[i]) else float(self.rewards[i]),
-                "old": self.old[i] if self.old else None,
+                **{
+                    name: of_tokens[i] if of_tokens else None
+                    for name, of_tokens in self.of_tokens.items()
+                },
                 **of_all,
             }
 
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
         """The rollout that `describe_lines` has described."""
+        of_tokens: dict[str, Any] = {
+            name: [line[name] for line in lines if line.get(name) is not None] for name in OF_TOKENS
+        }
         return cls(
             example_ids=np.array([line["example_id"] for line in lines], np.int64),
             prompts=[line["prompt_ids"] for line in lines],
             sampled=[Sampled.of_json(line["sampled"]) for line in lines],
             scores=np.array([line["scores"] for line in lines], np.float64).reshape(len(lines), -1),
             rewards=np.array([line["reward"] for line in lines], np.float64),
-            old=[line["old"] for line in lines if line["old"] is not None],
+            **of_tokens,
             **{name: lines[0][name] for name in OF_ALL},
         )
 

@@ -70,7 +70,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         *describe_offload(run.optimizer),
         *describe_quantized(model, recipe.quantization),
         *describe_rounding(model, recipe),
-        *describe_teacher(run.objectives.training, run.data.report.longest),
+        *describe_teacher(run.objectives.training, count_longest(run)),
         *_describe_data(run),
         *_describe_flop(run),
     ]
@@ -174,10 +174,20 @@ def _describe_data(run: TrainingRun) -> list[str]:
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     totals, *warnings = report.lines()
     return [
-        *(f"        {line}" for line in check_longest_example(report.longest, positions)),
+        *(f"        {line}" for line in check_longest_example(count_longest(run), positions)),
         f"data    {totals}",
         *(f"        {warning}" for warning in warnings),
     ]
+
+
+def count_longest(run: TrainingRun) -> int:
+    """The tokens of the longest example; of a method that samples, of the longest prompt, which
+    describes its tools, with the longest completion.
+    """
+    longest = run.data.report.longest
+    if run.recipe.method_facts.samples:
+        return longest + run.recipe.rollout.max_completion_length
+    return longest
 
 
 def _describe_flop(run: TrainingRun) -> list[str]:

@@ -55,6 +55,7 @@ CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
 MASKED = ["method=masked_diffusion"]
+PPO = ["method=ppo", "rewards=[length]", "max_completion_length=16", "beta=0"]
 QAT = ["quantization_aware_training=int8-int4"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
@@ -191,6 +192,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
+    (PPO, TP, 4, None, None, "tp_size cannot be combined with method: ppo"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
     # masked tokens
     (MASKED, SP, 4, None, None, "cp_size (some.yaml): a token and the state that predicts it may be on two ranks"),

@@ -34,6 +34,7 @@ def read(*keys: str) -> list[str]:
         ["method=simpo", "beta=2", "simpo_gamma=1.2"],
         ["method=kto", "desirable_weight=1.3", "undesirable_weight=0"],
         ["method=grpo", "rewards=['exact_answer']", "loss_type=rloo", "num_generations=2", "epsilon=0.1"],
+        ["method=ppo", "rewards=['exact_answer']", "loss_type=grpo", "gamma=0.9", "lam=0.8", "vf_coef=0.5", "cliprange_value=0.3", "beta=0.1"],
         ["method=distill", "teacher_model_name_or_path=some/teacher", "teacher_model_revision=main", "teacher_load_in_4bit=True", "distill_beta=0", "temperature=2", "distill_alpha=0.5", "label_smoothing=0.1"],
     ],
 )  # fmt: skip
@@ -52,8 +53,8 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto, grpo"),
-        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo, grpo, on_policy_distill"),
+        (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto, grpo, ppo"),
+        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo, grpo, ppo, on_policy_distill"),
         (["method=kto", "simpo_gamma=1"], "simpo_gamma has no effect with method: kto; it is for simpo"),
         (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
         (["method=distill", "teacher_model_name_or_path=a/b", "label_smoothing=0.1"], "label_smoothing applies to the cross entropy, which"),
@@ -71,17 +72,20 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["method=masked_diffusion", "export_formats=[safetensors, gguf]"], "export_formats cannot be combined with method: masked_diffusion"),
         (["method=masked_diffusion", "mask_eps=0"], "mask_eps: 0 does not fit; "),
         (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),
-        (["temperature=2"], "temperature has no effect with method: sft; it is for distill, grpo, on_policy_distill"),
+        (["temperature=2"], "temperature has no effect with method: sft; it is for distill, grpo, ppo, on_policy_distill"),
         (["method=dpo", "overlength=split"], "overlength: split would cut up the answers that method: dpo compares"),
         (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
         (["method=dpo", "turns=split"], "turns has no effect where answers are compared"),
         (["turns=last", "assistant_only_loss=false"], "turns has no effect where answers are compared"),
-        (["method=pp0"], 'method: "pp0" does not fit; one of sft, dpo, orpo, simpo, kto, distill, masked_diffusion, grpo, on_policy_distill, reward, process_reward, classify, embed, rerank is expected'),
-        (["method=ppo"], "method: ppo: needs a model of values, which is not supported; grpo learns from rewards"),
+        (["method=pp0"], 'method: "pp0" does not fit; one of sft, dpo, orpo, simpo, kto, distill, masked_diffusion, grpo, ppo, on_policy_distill, reward, process_reward, classify, embed, rerank is expected'),
+        (["method=rlhf"], "method: rlhf: another tool's name; here it is method: ppo"),
+        (["method=grpo", "rewards=[length]", "lam=0.9"], "lam has no effect with method: grpo; it is for ppo"),
+        (["method=ppo", "rewards=[length]", "vllm_server_base_url=http://a:1"], "vllm_server_base_url cannot be combined with method: ppo; remove vllm_server_base_url"),
+        (["method=ppo", "rewards=[length]", "scale_rewards=none"], "scale_rewards has no effect with method: ppo; it is for grpo, on_policy_distill"),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
         (["method=dpo", "beta=0"], "beta: 0: method: dpo would learn nothing; set a number above 0"),
         (["method=dpo", "beta=-1"], "beta: -1 does not fit; a number of at least 0 is expected"),
-        (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo, on_policy_distill"),
+        (["num_generations=4"], "num_generations has no effect with method: sft; it is for grpo, ppo, on_policy_distill"),
     ],
 )  # fmt: skip
 def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(

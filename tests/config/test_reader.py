@@ -166,7 +166,7 @@ MISTAKES = {
     ],
     "loss_type: dappo": [
         "F:4: loss_type: dappo: no such loss; there are sigmoid, hinge, ipo, apo_zero for method: dpo; grpo, dapo, dr_grpo, "
-        "cispo, rloo, reinforce++, dppo for method: grpo; grpo, dapo, dr_grpo, cispo, reinforce++, dppo for method: on_policy_distill; "
+        "cispo, rloo, reinforce++, dppo for method: grpo; dapo, grpo for method: ppo; grpo, dapo, dr_grpo, cispo, reinforce++, dppo for method: on_policy_distill; "
         "pointwise, pairwise, listwise, listnet for method: rerank"
     ],
     "resume_from_checkpoint: false": [
@@ -257,9 +257,7 @@ MISTAKES = {
         "F:4: per_device_batch_size: no such key; here it is per_device_train_batch_size"
     ],
     "r: 16": ["F:4: r: no such key; here it is lora_r"],
-    "method: ppo": [
-        "F:4: method: ppo: needs a model of values, which is not supported; grpo learns from rewards without one"
-    ],
+    "method: rlhf": ["F:4: method: rlhf: another tool's name; here it is method: ppo"],
     "method: qlora": [
         "F:4: method: qlora: another tool's name; here it is use_peft: true with load_in_4bit: true, of every method"
     ],

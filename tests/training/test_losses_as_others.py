@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from finetune.config.reader import read_recipe
+from finetune.rollout.critic import find_targets
 from finetune.training.objectives.policy_losses import (
     Completions,
     bound_sampling_ratios,
     compute_losses,
     compute_ratios,
     compute_sampling_ratios,
+    compute_value_losses,
+    sum_losses,
 )
 
 pytestmark = pytest.mark.slow
+PPO = ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "method=ppo", "rewards=[length]"]
 LENGTHS = [5, 1, 8, 3]
 LOW, HIGH = 0.6, 1.4
 
@@ -118,6 +122,56 @@ def test_verl_drops_the_same_tokens_by_the_difference_of_probabilities() -> None
     (sum_dppo(ours, sampled, advantages, completions) / len(trained)).backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-7)
     assert 0 < metrics["actor/pg_clipfrac"] < 1
+
+
+def test_verl_has_the_same_advantages_and_returns_of_a_critic() -> None:
+    """Also where a tool has answered between the tokens: its places are passed over."""
+    algorithms = pytest.importorskip("verl.trainer.ppo.core_algos")
+    _, trained, sampled, _, places = draw(0.5)
+    random = torch.Generator().manual_seed(9)
+    values = torch.randn(len(trained), generator=random)
+    scores = torch.randn(len(LENGTHS), generator=random)
+    beta, gamma, lam = 0.3, 0.97, 0.9
+    recipe = read_recipe(None, [*PPO, f"beta={beta}", f"gamma={gamma}", f"lam={lam}"])
+    rollout: Any = SimpleNamespace(
+        values=[each.tolist() for each in values.split(LENGTHS)],
+        old=[each.tolist() for each in trained.split(LENGTHS)],
+        reference=[each.tolist() for each in sampled.split(LENGTHS)],
+        rewards=scores.numpy().astype("float64"),
+    )
+    targets = find_targets(rollout, recipe)
+    # each sampled token stands before one of a tool, which has a value of no meaning
+    mask = torch.zeros(len(LENGTHS), 2 * max(LENGTHS), dtype=torch.bool)
+    mask[:, ::2] = places
+    rewards = torch.zeros(mask.shape).masked_scatter(mask, -beta * (trained - sampled))
+    for row, length in enumerate(LENGTHS):
+        rewards[row, 2 * length - 2] += scores[row]
+    all_values = torch.full(mask.shape, 7.0).masked_scatter(mask, values)
+    advantages, returns = algorithms.compute_gae_advantage_return(
+        rewards, all_values, mask.float(), gamma, lam
+    )
+    ours = torch.tensor([each for own in targets.advantages for each in own])
+    torch.testing.assert_close(ours, advantages[mask], rtol=1e-6, atol=1e-6)
+    ours = torch.tensor([each for own in targets.returns for each in own])
+    torch.testing.assert_close(ours, returns[mask], rtol=1e-6, atol=1e-6)
+
+
+def test_verl_has_the_same_loss_of_a_critic() -> None:
+    algorithms = pytest.importorskip("verl.trainer.ppo.core_algos")
+    completions, values, old, _, places = draw(0.3)
+    returns = values + torch.linspace(-1, 1, len(values))
+    recipe = read_recipe(None, [*PPO, "cliprange_value=0.2"])
+    theirs = values.clone().requires_grad_()
+    loss, share = algorithms.compute_value_loss(
+        pad(theirs, places), pad(returns, places), pad(old, places), places.float(), 0.2
+    )
+    loss.backward()
+    own = values.clone().requires_grad_()
+    losses, is_clipped = compute_value_losses(own, old, returns, recipe)
+    sum_losses(losses, completions, recipe).div(len(values)).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(losses.mean(), loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+    assert float(is_clipped.float().mean()) == pytest.approx(float(share)) and 0 < share < 1
 
 
 def test_prime_rl_has_the_same_loss_of_the_same_tokens() -> None:

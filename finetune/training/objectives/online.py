@@ -32,7 +32,12 @@ from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_servers
 from finetune.training.objectives.objective import Objectives
-from finetune.training.objectives.policy import HeldOutRewards, OtherModel, PolicyObjective
+from finetune.training.objectives.policy import (
+    HeldOutRewards,
+    OtherModel,
+    PolicyObjective,
+    choose_head,
+)
 from finetune.training.reference import adapters_off, evaluating
 
 
@@ -77,8 +82,11 @@ def make_policy_objectives(
         tools,
         paying,
     )
-    rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world))
-    training = PolicyObjective(recipe, rollouts, _make_other_model(recipe, teacher), teacher)
+    other_model = _make_other_model(recipe, teacher)
+    rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world, other_model))
+    if recipe.method_facts.has_critic:
+        other_model = None  # it was asked with the values: rewards hold its log-probabilities
+    training = PolicyObjective(recipe, rollouts, other_model, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
 
@@ -140,24 +148,36 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
 
     if teacher is not None:
         return ask_second_model
-    return ask_without_adapters if recipe.method.beta else None
+    return ask_without_adapters if recipe.has_reference else None
 
 
-def _make_score(model: nn.Module, recipe: Recipe, world: World) -> Score | None:
-    """What asks for log-probabilities in training before the first update; None where the loss
-    needs none of them.
+def _make_score(
+    model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
+) -> Score | None:
+    """What asks for log-probabilities in training before the first update, under a critic for its
+    values and the reference too; None where the loss needs none of them.
 
-    Only a correction of the sampler needs them, once the weights have moved since it sampled.
+    A correction of the sampler needs them once the weights have moved since it sampled.
     """
     keys = recipe.rollout
-    if keys.importance_sampling_correction == NO_CORRECTION or keys.updates_per_generation == 1:
+    has_critic = recipe.method_facts.has_critic
+    is_corrected = keys.importance_sampling_correction != NO_CORRECTION
+    if not has_critic and not (is_corrected and keys.updates_per_generation > 1):
         return None
-    head = partial(head_log_probabilities, temperature=recipe.method.temperature)
+    head = choose_head(recipe)
 
-    def score(batch: StepBatch) -> list[Tensor]:
-        on_device = (micro_batch.to(world.device) for micro_batch in batch.micro_batches)
+    def score_one(micro_batch: MicroBatch) -> dict[str, Tensor]:
         with evaluating(model):
-            return [model(**each.inputs, head_function=head).float().cpu() for each in on_device]
+            outputs = model(**micro_batch.inputs, head_function=head).float().cpu()
+        if not has_critic:
+            return {"old": outputs}
+        scored = {"old": outputs[0], "values": outputs[1]}
+        if other_model is not None:
+            scored["reference"] = other_model(model, micro_batch).float().cpu()
+        return scored
+
+    def score(batch: StepBatch) -> list[dict[str, Tensor]]:
+        return [score_one(each.to(world.device)) for each in batch.micro_batches]
 
     return score
 

@@ -18,8 +18,10 @@ from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.distributed.world import World
+from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.value_head import head_log_probabilities_and_values
 from finetune.rollout.collect import Rollouts, Sampler
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.policy_losses import (
@@ -29,6 +31,7 @@ from finetune.training.objectives.policy_losses import (
     compute_losses,
     compute_ratios,
     compute_sampling_ratios,
+    compute_value_losses,
     estimate_kl,
     find_clipped,
     find_completions,
@@ -45,6 +48,16 @@ from finetune.training.objectives.policy_metrics import (
     describe_staleness,
 )
 from finetune.training.objectives.preference import sum_and_count
+
+
+def choose_head(recipe: Recipe) -> HeadFunction:
+    """What the model returns of completions: log-probabilities, and with a critic the values."""
+    if recipe.method_facts.has_critic:
+        head = head_log_probabilities_and_values
+    else:
+        head = head_log_probabilities
+    return partial(head, temperature=recipe.method.temperature)
+
 
 SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
 # the share of these ratios that are outside the bounds
@@ -94,8 +107,8 @@ class PolicyObjective(Objective):
             other = None
         else:
             other = self.other_model(model, micro_batch)
-        head = partial(head_log_probabilities, temperature=self.recipe.method.temperature)
-        log_probabilities = model(**inputs, head_function=head).double()
+        outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
+        log_probabilities, values = self._split(outputs)
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
         if self.recipe.rollout.max_staleness:
             log_ratios = log_probabilities.detach() - rollout["sampled"].double()
@@ -105,10 +118,17 @@ class PolicyObjective(Objective):
             metrics |= own
             maxima["staleness/max"] = oldest
         if completions.count:
-            loss, own_metrics = self._compute_loss(log_probabilities, other, completions, rollout)
+            losses, own_metrics = self._compute_losses(
+                log_probabilities, other, completions, rollout
+            )
             metrics |= own_metrics
+            if values is not None:
+                value_losses, own_metrics = self._compute_value_losses(values, completions, rollout)
+                losses = losses + value_losses
+                metrics |= own_metrics
+            loss = sum_losses(losses, completions, self.recipe)
         else:  # a filler: in the graph all the same, since its backward takes part in collectives
-            loss = log_probabilities.sum() * 0.0
+            loss = outputs.sum() * 0.0
         return Measured(
             loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima
         )
@@ -118,15 +138,24 @@ class PolicyObjective(Objective):
         """Whether the loss is weighed by the ratio of training to sampling."""
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
-    def _compute_loss(
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities, the critic's values where there is one), [positions] each, of what
+        the head has returned.
+        """
+        if not self.recipe.method_facts.has_critic:
+            return outputs, None
+        log_probabilities, values = outputs.unbind()
+        return log_probabilities, values
+
+    def _compute_losses(
         self,
         log_probabilities: Tensor,
         other_log_probabilities: Tensor | None,
         completions: Completions,
         rollout: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the summed loss of a micro-batch (0-dim), and by name the metrics of the ratio,
-        the correction and the KL divergence, [2] each: a sum, and what it is divided by.
+        """Returns the policy's losses of a micro-batch, at `loss_level`, and by name the metrics of
+        the ratio, the correction and the KL divergence, [2] each: a sum, and what it is divided by.
 
         Args:
             log_probabilities: fp64[positions], of the model in training, with their graph.
@@ -140,7 +169,9 @@ class PolicyObjective(Objective):
         sampled = rollout["sampled"].double()
         old = self._choose_old(log_probabilities, sampled, rollout)
         advantages = rollout["advantages"].double()
-        if level is Level.TOKEN:
+        if recipe.method_facts.has_critic:
+            advantages = rollout["token_advantages"].double()
+        elif level is Level.TOKEN:
             advantages = completions.repeat(advantages)  # [positions]
         kl = None
         if other_log_probabilities is not None and recipe.method_facts.needs_teacher:
@@ -167,7 +198,25 @@ class PolicyObjective(Objective):
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
-        return sum_losses(losses, completions, recipe), metrics
+        return losses, metrics
+
+    def _compute_value_losses(
+        self, values: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The critic's losses with their weight, [positions], and metrics as `_compute_losses`."""
+        old = rollout["values"].double()
+        returns = rollout["returns"].double()
+        losses, is_clipped = compute_value_losses(values, old, returns, self.recipe)
+        metrics = {
+            "value/loss": completions.make_mean(losses.detach(), Level.TOKEN),
+            "value/clip_ratio": completions.make_mean(is_clipped.double(), Level.TOKEN),
+            "value/mean": completions.make_mean(old, Level.TOKEN),
+            "value/return": completions.make_mean(returns, Level.TOKEN),
+        }
+        if "reference" in rollout:
+            log_ratios = rollout["old"].double() - rollout["reference"].double()
+            metrics["kl"] = completions.make_mean(log_ratios, Level.TOKEN)
+        return self.recipe.method.vf_coef * losses, metrics
 
     def _choose_old(
         self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
@@ -189,7 +238,7 @@ class PolicyObjective(Objective):
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         log_ratios = log_probabilities - rollout["sampled"].double()
         metrics = {
-            **describe_completions(rollout),
+            **describe_completions(rollout, compares=not self.recipe.method_facts.has_critic),
             **describe_ratios(log_ratios, completions, ratio_bounds(self.recipe)),
             **self._describe_stages(log_ratios.new_zeros(2)),
             **self._describe_rollout(rollout),
@@ -204,9 +253,11 @@ class PolicyObjective(Objective):
         }
 
     def _describe_stages(self, zero: Tensor) -> dict[str, Tensor]:
-        """The metrics of `_compute_loss`, as a filler has them."""
+        """The metrics of both losses, as a filler has them."""
         names = ["clip_ratio"]
-        if self.other_model is not None:
+        if self.recipe.method_facts.has_critic:
+            names += ["value/loss", "value/clip_ratio", "value/mean", "value/return"]
+        if self.other_model is not None or self.recipe.has_reference:
             names.append("kl")
         if self.corrects_sampling:
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
@@ -218,6 +269,11 @@ class PolicyObjective(Objective):
         """
         keys = self.recipe.rollout
         metrics = {}
+        if "explained_variance" in rollout:
+            explained = rollout["explained_variance"]
+            metrics["value/explained_variance"] = sum_and_count(
+                explained.nan_to_num(), ~explained.isnan()
+            )
         if keys.vllm_server_base_url is not None:
             metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:

@@ -227,6 +227,27 @@ def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
     return (reference - log_probabilities).exp() - (reference - log_probabilities) - 1
 
 
+def compute_value_losses(
+    values: Tensor, old: Tensor, returns: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """(half the squared error of each value, or of the bounded value where that is larger; bool,
+    whether it is), [positions] each.
+
+    Source: PPO's own code (github.com/openai/baselines, ppo2), as TRL and verl have it.
+
+    Args:
+        values: [positions], of the critic in training, with their graph.
+        old: [positions], of the critic before the first update on these completions.
+        returns: [positions].
+        recipe: With `cliprange_value`.
+    """
+    bound = recipe.method.cliprange_value
+    bounded = torch.minimum(torch.maximum(values, old - bound), old + bound)
+    errors = (values - returns).square()
+    bounded_errors = (bounded - returns).square()
+    return 0.5 * torch.maximum(errors, bounded_errors), bounded_errors > errors
+
+
 def sum_losses(losses: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
     """Sums the losses of a micro-batch, 0-dim. GRPO sums the means of its sequences.
 

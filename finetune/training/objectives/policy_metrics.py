@@ -13,16 +13,22 @@ from finetune.training.objectives.preference import sum_and_count
 SQUARE = "ratio/square"  # their mean square, which the effective sample size is computed from
 
 
-def describe_completions(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def describe_completions(
+    rollout: Mapping[str, Tensor], *, compares: bool = True
+) -> dict[str, Tensor]:
     """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
 
-    `rollout`: the columns that `completion_rows` makes, [completions] each.
+    `rollout`: the columns that `completion_rows` makes, [completions] each. `compares`: whether
+    rewards are compared within groups.
     """
     rewards = rollout["rewards"]
-    return {
-        "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
+    of_groups = {
         "reward_std": sum_and_count(rollout["deviations"]),
         "frac_reward_zero_std": sum_and_count(rollout["flat"]),
+    }
+    return {
+        "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
+        **(of_groups if compares else {}),
         "reward_failures": sum_and_count(rollout["failed"]),
         "completions/mean_length": sum_and_count(rollout["tokens"]),
         "completions/clipped_ratio": sum_and_count(rollout["is_cut"]),
