@@ -96,30 +96,12 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
 
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
-    updates: dict[str, WeightUpdate] = {}
     parameters = find_adapted_parameters(
         target.model, adapter.config.get("target_parameters") or ()
     )
+    updates: dict[str, WeightUpdate] = {}
     for name in sorted(adapter.tensors):
-        module = name.rpartition(".lora_")[0]
-        if name.endswith(".lora_A.weight") and module in parameters:
-            updates[parameters[module].name] = _parameter_update(
-                adapter, module, parameters[module], where
-            )
-        elif name.endswith(".lora_A.weight"):
-            updates[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
-        elif name.endswith(f"{ROTATION}weight"):
-            module = name.partition(ROTATION)[0]
-            rows = target.shapes.get(f"{module}.weight", (0,))[0]
-            updates[f"{module}.weight"] = _rotation_update(adapter, name, rows, where)
-        elif name.endswith(".lora_B.bias"):
-            updates[f"{module}.bias"] = _bias_update(adapter, module, where)
-        elif name.endswith(".lora_embedding_A"):
-            updates[f"{module}.weight"] = _embedding_update(adapter, module, where)
-        elif name in target.shapes or (
-            name in target.tied and not _repeats(adapter, name, target.tied[name])
-        ):
-            updates[name] = _replacement(adapter.tensors[name], name)
+        updates |= _find_update(name, adapter, target, parameters, where)
     used = frozenset(filter(_is_own_base, adapter.tensors))
     used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     used = used.union(*(update.used for update in updates.values()))
@@ -135,6 +117,39 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     if problems or not updates:
         raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
     return updates
+
+
+def _find_update(
+    name: str,
+    adapter: Adapter,
+    target: TargetModel,
+    parameters: Mapping[str, AdaptedParameter],
+    where: str,
+) -> dict[str, WeightUpdate]:
+    """Base tensor -> the update to which the adapter's tensor `name` leads; empty for a tensor that
+    belongs to another's update, or to none.
+
+    parameters: By module, those that are adapted as such.
+    """
+    if name.endswith(f"{ROTATION}weight"):
+        weight = f"{name.partition(ROTATION)[0]}.weight"
+        rows = target.shapes.get(weight, (0,))[0]
+        return {weight: _rotation_update(adapter, name, rows, where)}
+    module = name.rpartition(".lora_")[0]
+    weight = f"{module}.weight"
+    if name.endswith(".lora_A.weight") and module in parameters:
+        parameter = parameters[module]
+        return {parameter.name: _parameter_update(adapter, module, parameter, where)}
+    if name.endswith(".lora_A.weight"):
+        return {weight: _linear_update(adapter, module, weight, where)}
+    if name.endswith(".lora_B.bias"):
+        return {f"{module}.bias": _bias_update(adapter, module, where)}
+    if name.endswith(".lora_embedding_A"):
+        return {weight: _embedding_update(adapter, module, where)}
+    is_second = name in target.tied and not _repeats(adapter, name, target.tied[name])
+    if name in target.shapes or is_second:
+        return {name: _replacement(adapter.tensors[name], name)}
+    return {}
 
 
 def find_parameter_updates(
