@@ -94,8 +94,8 @@ class Examples:
         return values
 
     def answers(self) -> "Examples":
-        """What is worth imitating, each alone: every example, the chosen sides of pairs, or answers
-        rated good.
+        """Returns the answers that are worth imitating, each alone: every example, the chosen sides
+        of pairs, or answers rated good.
         """
         if self.group_size == 1:
             return self
@@ -112,7 +112,7 @@ class Examples:
         return self._store_of(example_id).read_images(int(self.document[example_id]))
 
     def read_row(self, example_id: int) -> Any:
-        """What rewards read of the row that a prompt comes from."""
+        """Reads the row that a prompt comes from, for the rewards."""
         return self._store_of(example_id).read_row(int(self.document[example_id]))
 
     @property
@@ -145,7 +145,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What was done with the documents of more than max_length tokens."""
+    """The documents of more than max_length tokens, by what was done with them."""
 
     truncated: NDArray[np.int64]  # their indexes in the store
     dropped: NDArray[np.int64]

@@ -173,7 +173,7 @@ def number_of_label(label: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """What a row holds. Returned by `parse_row`, and by those of preferences and ratings."""
+    """The contents of a row. Returned by `parse_row`, and by those of preferences and ratings."""
 
     groups: tuple[Group, ...]
     format: str  # preference, or a key of PARSERS

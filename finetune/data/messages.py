@@ -128,9 +128,7 @@ def _find_images(
 
 
 def read_reasoning(message: Message) -> str:
-    """What the assistant thinks before it answers: from its own key, or from the tags inside the
-    content.
-    """
+    """Returns the assistant's reasoning: from its own key, or from the tags inside the content."""
     own = next(
         (message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), ""
     ).strip()
@@ -329,7 +327,7 @@ def _read_train(turn: Message, number: int) -> bool:
 
 
 def role_of(turn: Any) -> Any:
-    """What a turn of a row names as its role, which may be anything; None where it names none."""
+    """Returns the role that a turn of a row names, which may be anything; None where it names none."""
     if isinstance(turn, dict):
         return turn.get("role", turn.get("from"))
     return None

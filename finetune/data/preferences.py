@@ -620,7 +620,7 @@ def _name_prompt(row: Row, source: DatasetSource) -> str:
 
 
 def _find_answer(columns: Columns, source: DatasetSource) -> Any:
-    """What the column holds that the source names; else the row's own answer, where it has one as
+    """Returns the column that the source names; else the row's own answer, where it has one as
     text.
     """
     if source.completion_column is not None:
@@ -632,7 +632,7 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
 
 
 def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
-    """What reward functions get of the row, as JSON; what JSON lacks, such as dates, as text.
+    """Returns the row for the reward functions, as JSON; what JSON lacks, such as dates, as text.
 
     `of_template`: what the chat template reads beside the messages.
     """

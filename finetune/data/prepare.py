@@ -75,7 +75,7 @@ BLOCK_ROWS = 8192  # rows that are shuffled together
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What must be known of a block to skip it."""
+    """The facts of a block that are needed to skip it."""
 
     runs: int  # read before the block, over all sources
     steps: int  # in the block
@@ -304,7 +304,7 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What a run trains on and is measured on."""
+    """The data of a run, for training and evaluation."""
 
     train: StoredBatches | StreamedBatches
     evaluation: StoredBatches | None

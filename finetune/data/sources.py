@@ -181,8 +181,8 @@ def _match_glob(pattern: str) -> tuple[str, ...]:
 
 
 def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
-    """By the `datasets` library's own rules for folders: files or folders named train, test,
-    validation, ...
+    """Finds a folder's splits by the `datasets` library's own rules: files or folders named train,
+    test, validation, ...
     """
     from datasets.data_files import get_data_patterns, resolve_pattern
 

@@ -78,7 +78,7 @@ def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a template writes around the messages of a conversation with given roles.
+    """The text that a template writes around the messages of a conversation with given roles.
 
     Returned by `_probe_layout`.
     """

@@ -82,7 +82,7 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class ToolTurns:
-    """What a chat template makes of the turns in which tools are called.
+    """The turns in which tools are called, as a chat template writes them.
 
     Returned by `make_tool_turns`.
     """

@@ -258,8 +258,8 @@ def _training(source: Source) -> str:
 
 
 def _merge(merge: MergeChoice, quantization: Quantization) -> str:
-    """What the adapter was merged onto, and both possible merges measured beside the model that was
-    trained.
+    """Says what the adapter was merged onto, and compares both possible merges with the trained
+    model.
     """
     text = (
         f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto "

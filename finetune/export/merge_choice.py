@@ -225,8 +225,8 @@ def _make_inputs(model: nn.Module, rows: ComparisonRows) -> dict[str, torch.Tens
 
 
 class _Sums:
-    """Of each variant over tokens: the loss, the largest difference of a logit from the first
-    variant's, and the divergence from the first variant.
+    """The sums of each variant over tokens: the loss, the largest difference of a logit from the
+    first variant's, and the divergence from the first variant.
     """
 
     def __init__(self, variants: int) -> None:
@@ -313,7 +313,7 @@ def choose_merge(
 
 
 def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
-    """What was measured, for the terminal."""
+    """Describes the measurement for the terminal."""
     if choice.rows is None:
         return []
     kind = "held-out" if choice.rows.held_out else "training"

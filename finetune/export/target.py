@@ -106,7 +106,7 @@ def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
 
 
 def import_transformers() -> None:
-    """What describing a target imports, which takes seconds."""
+    """Imports the libraries that describe a target, which takes seconds."""
     import accelerate  # noqa: F401
     import transformers.conversion_mapping
     import transformers.modeling_utils  # noqa: F401

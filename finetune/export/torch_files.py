@@ -79,7 +79,7 @@ class Archive:
         self._records: dict[int, int] = {}
 
     def load(self) -> Any:
-        """What the archive holds, with tensors that are views of the mapped file.
+        """Returns the contents of the archive, with tensors that are views of the mapped file.
 
         No code of the file's is run.
         """

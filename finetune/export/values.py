@@ -44,7 +44,7 @@ BASE_LAYER = ".base_layer."
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
+    """An adapter's change of one tensor of its base, a few rows at a time, in float32."""
 
     # (elements of the base, where they are) -> the same, updated
     apply: Callable[[torch.Tensor, Slices], torch.Tensor]
@@ -155,7 +155,7 @@ def _find_update(
 def find_parameter_updates(
     adapter: Adapter, target: TargetModel, where: str
 ) -> dict[str, WeightUpdate]:
-    """Those of `find_updates` that peft's target_parameters name."""
+    """Finds the updates of the parameters that peft's target_parameters name."""
     named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     updates = find_updates(adapter, target, where) if named else {}
     return {
@@ -389,7 +389,7 @@ ReadDequantized = Callable[[StoredTensor], torch.Tensor]
 
 
 def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
-    """What is stored, by the target's names: the checkpoint's tensors, or the base's under an
+    """Finds the stored tensors by the target's names: the checkpoint's, or the base's under an
     adapter.
 
     Raises `UserError` where they are not those of `target`.

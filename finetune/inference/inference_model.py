@@ -385,7 +385,9 @@ def _describe_failure(name: str, revision: str | None, what: str, error: Excepti
 
 
 def _find_damage(folder: Path) -> UserError | None:
-    """What is wrong with the first damaged weights file in `folder`; None where all are whole."""
+    """Finds what is wrong with the first damaged weights file in `folder`; None where all are
+    whole.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             read_header(file)

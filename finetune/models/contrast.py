@@ -32,7 +32,7 @@ def head_states(
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """What the loss of a step says of its vectors."""
+    """The loss and metrics of a step's vectors."""
 
     losses: Tensor  # fp64[queries]
     gradients: Tensor  # fp64[vectors, hidden]: of the sum of the losses

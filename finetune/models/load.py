@@ -131,7 +131,7 @@ class ModelSize:
 
     @property
     def carried_bytes(self) -> int:
-        """What the export holds beside the parameters."""
+        """The bytes that the export holds beside the parameters."""
         return sum(tensor.byte_count for tensor in self.carried.values())
 
 
@@ -522,7 +522,7 @@ def weights_folder(model: Model) -> Path:
 
 
 def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
-    """What `install_loss` takes; None: of a model that is not trained."""
+    """Reads the arguments of `install_loss`; None for a model that is not trained."""
     if keys is None:
         return 0.0, None
     weighs = keys.token_loss != "cross_entropy"
@@ -573,7 +573,7 @@ class Teacher:
             return find_top(scores, min(rows, scores.rows), k, self.options.temperature)
 
     def _states(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What enters the teacher's head at the trained positions."""
+        """Returns the inputs of the teacher's head at the trained positions."""
         select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
         states: Tensor = self.model(**inputs, head_function=select)
         return states

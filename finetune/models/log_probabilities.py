@@ -156,7 +156,7 @@ class DivergenceOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """What a teacher's scores are computed from: what enters its head, and the head."""
+    """The head of a teacher, and the head's inputs, from which its scores are computed."""
 
     hidden: Tensor  # [trained tokens, the teacher's hidden]
     weight: Tensor  # [rows of the teacher's vocabulary, its hidden], in hidden's type
@@ -165,7 +165,7 @@ class TeacherScores:
 
     @property
     def rows(self) -> int:
-        """Of the vocabulary."""
+        """The rows of the vocabulary."""
         return len(self.weight)
 
     def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:

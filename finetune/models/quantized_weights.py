@@ -164,8 +164,8 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic
-    tree).
+    """Returns the values of the 8-bit codes of double-quantized scales, fp32[256] (Dettmers 2016,
+    dynamic tree).
     """
     from bitsandbytes import functional
 
@@ -174,7 +174,7 @@ def nested_values(device: torch.device) -> Tensor:
 
 
 def four_bit_values(quant_type: str) -> Tensor:
-    """What the 16 codes of `nf4` or `fp4` stand for, fp32[16]."""
+    """Returns the values of the 16 codes of `nf4` or `fp4`, fp32[16]."""
     from bitsandbytes import functional
 
     values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
@@ -209,7 +209,7 @@ INT8_PARTS = (".SCB", ".weight_format")  # after NAME
 
 
 class _State(TypedDict):
-    """What is used of a STATE."""
+    """The entries of a STATE that are used."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -402,7 +402,7 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
 
 
 def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
-    """What bitsandbytes says of a 4-bit weight. Checked, for a file may come from anyone."""
+    """Reads bitsandbytes' description of a 4-bit weight. Checked, for a file may come from anyone."""
     try:
         settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
     except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError

@@ -28,7 +28,7 @@ from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
 def forward_images(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """What enters the output head: [rows, tokens, hidden].
+    """Returns the inputs of the output head: [rows, tokens, hidden].
 
     Args:
         model: An `...ForConditionalGeneration`.
@@ -105,7 +105,7 @@ def _gradients_of_tower(model: Any) -> Any:
 def _read_across(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """What enters the head of a model whose cross attention reads the images of a token's own
+    """Returns the head's inputs of a model whose cross attention reads the images of a token's own
     document (Llama 3.2 Vision).
 
     A token before its document's first image reads all tiles of its images alike, as transformers

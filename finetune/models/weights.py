@@ -47,7 +47,7 @@ class BoxPart:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a conversion makes of named tensors: its shape, and the parts that fill it.
+    """The tensor that a conversion makes: its shape, and the parts that fill it.
 
     Stands in for a tensor in torch's functions, as far as transformers' conversions of weights in
     boxes use them.

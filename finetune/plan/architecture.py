@@ -87,7 +87,7 @@ class Mixture:
         )
 
     def router(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
-        """What chooses the experts of a token."""
+        """The layer that chooses the experts of a token."""
         weight = TensorShape(f"{mlp}.{self.keys.router}.weight", (self.experts, hidden))
         bias = TensorShape(f"{mlp}.{self.keys.router}.bias", (self.experts,))
         return (weight, bias) if self.keys.has_biases else (weight,)
@@ -243,7 +243,7 @@ class Architecture:
 
     @property
     def head_rows(self) -> int:
-        """What the output head computes of a token."""
+        """How many numbers the output head computes of a token."""
         return self.scores or self.vocabulary
 
     @property

@@ -54,8 +54,8 @@ class Collective:
     is_awaited: bool = False
 
     def seconds(self, links: Links, ranks_per_node: int) -> float:
-        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what
-        leaves a node shares its network with the node's other groups.
+        """Estimates the time over rings, on which a rank sends (n - 1) / n of the bytes, twice for
+        an all-reduce. What leaves a node shares its network with the node's other groups.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
         >>> (
@@ -406,7 +406,7 @@ def estimate_speed(
 
 
 class _FlopPerToken(NamedTuple):
-    """What a token costs."""
+    """The floating-point operations of a token."""
 
     forward: float  # of the trained model
     again: float  # a second forward: with adapters off, or over text that embeds
@@ -578,8 +578,8 @@ def _text_share(path: Path, rows: RowKind) -> float:
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """What a row holds once and is read twice: a pair's prompt (unless of whole conversations); a
-    rated row.
+    """Finds the part of a row that is held once and read twice: a pair's prompt (unless of whole
+    conversations), a rated row.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}

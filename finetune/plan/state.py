@@ -323,7 +323,7 @@ def count_state(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank holds of a tensor, or of a flat parameter."""
+    """One rank's part of a tensor, or of a flat parameter."""
 
     stored: int  # bytes, padding included
     trained: bool

@@ -39,12 +39,12 @@ class Snapshot:
 
     @property
     def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated counts."""
+        """The bytes that torch.cuda.max_memory_allocated counts."""
         return sum(getattr(self, part) for part in ALLOCATED)
 
     @property
     def total(self) -> int:
-        """What the device needs to have."""
+        """The bytes that the device needs to have."""
         return self.allocated + self.slack + self.context
 
 
@@ -219,7 +219,7 @@ class InBackwardMemory:
 
 
 def update_temporaries(spec: RunSpec) -> int:
-    """What norm and update of all gradients allocate at once."""
+    """Returns the bytes that norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
     if spec.sharding.cpu_offload:
         at_once = 0
@@ -233,8 +233,8 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """What an update in the backward holds on the fullest rank: when it updates the head, a layer,
-    and the embedding.
+    """Plans the memory of an update in the backward on the fullest rank: when it updates the head,
+    a layer, and the embedding.
 
     A tied head is updated with the embedding.
     """
@@ -319,7 +319,7 @@ class LayoutMemory:
 
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
-    """What the layout of `spec` holds of each unit."""
+    """Plans the memory that the layout of `spec` holds for each unit."""
     if spec.sharding.is_fsdp:
         return _plan_units(spec)
     return _plan_whole(spec)

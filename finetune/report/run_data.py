@@ -89,7 +89,7 @@ OF_DATA_REPORT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run's folder holds. Lists are in the order in which they were written."""
+    """The contents of a run's folder. Lists are in the order in which they were written."""
 
     folder: Path
     name: str
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def rows(self) -> RowKind:
-        """What the method reads of the data."""
+        """The kind of rows that the method reads."""
         return METHODS[self.method].rows
 
     def series(self, key: str) -> list[tuple[float, float]]:
@@ -316,7 +316,7 @@ class Tile(NamedTuple):
 def describe_run(
     run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
 ) -> dict[str, Any]:
-    """What the template shows of one run; `columns`: of the table of its sources; `live`: while it
+    """Describes one run for the template. `columns`: of the table of its sources. `live`: while it
     is watched.
     """
     tiles = list(_make_tiles(run, live=live))

@@ -75,13 +75,13 @@ class Sampler:
 
     @property
     def reward_names(self) -> list[str]:
-        """What metrics call each of the recipe's rewards."""
+        """The metrics' names of the recipe's rewards."""
         named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
         return named + self.own_rewards
 
     @property
     def own_rewards(self) -> list[str]:
-        """What metrics call the rewards that environments give themselves."""
+        """The metrics' names of the rewards that environments give themselves."""
         return list_own_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
@@ -213,7 +213,7 @@ class Sampler:
         step: int,
         episodes: Episodes | None = None,
     ) -> Scores:
-        """What the functions and the environments give each completion.
+        """Scores each completion by the functions and the environments.
 
         `messages`: of each, where tools were there to be called. `episodes`: their environments.
         """
@@ -540,6 +540,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _split(completion: Sampled, tokenizer: Any) -> list[str]:
-    """What the model wrote and what tools answered, in turn."""
+    """Splits a completion into the model's words and the tools' answers, in turn."""
     parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
     return [tokenizer.decode([token for _, token in each]) for _, each in parts]

@@ -67,7 +67,7 @@ class RowOptions:
 
     @property
     def images(self) -> ImageProcessor | None:
-        """Of the prompts; None where they hold none."""
+        """The prompts' images; None where they hold none."""
         return None if self.prompts is None else self.prompts.images
 
 

@@ -50,13 +50,13 @@ FILES = 512  # it is one of so many
 
 
 class NoScores(UserError):
-    """What a function returned is not a score for each completion."""
+    """A function's result is not a score for each completion."""
 
 
 def score(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> list[Any]:
-    """What a function returned for each completion, whatever it is.
+    """Calls a function; returns its result, whatever it is.
 
     Raises:
         NoScores: It did not return one value for each completion.
@@ -120,7 +120,7 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
 def check_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> Scores:
-    """What a function returned, as scores. Raises `UserError` for the first that is none."""
+    """Returns a function's result as scores. Raises `UserError` for the first that is no number."""
     for given, completion in zip(returned, step["completions"], strict=True):
         if not is_score(given):
             text = json.dumps(completion, ensure_ascii=False)

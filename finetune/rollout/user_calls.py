@@ -58,7 +58,7 @@ def is_score(given: Any) -> bool:
 
 
 def describe_score(given: Any) -> str:
-    """What a function gave in place of a score, in a few words."""
+    """Describes a function's result that is no score, in a few words."""
     is_plain = isinstance(given, str | bytes | int | float)
     return repr(given)[:100] if is_plain else type(given).__name__
 

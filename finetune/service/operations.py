@@ -253,7 +253,7 @@ class Operations:
     def _sample_here(
         self, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """By the adapter in the model; the ranks divide the requests."""
+        """Samples by the adapter in the model; the ranks divide the requests."""
         session = self.session
         rows = session.recipe.rollout.per_device_generation_batch_size
         engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
@@ -267,7 +267,7 @@ class Operations:
     def _sample_there(
         self, state: str | None, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """By the vLLM server; for rank 0."""
+        """Samples by the vLLM server, for rank 0."""
         assert self._served is not None
         return [each.as_json() for each in self._served.sample(state, asked, how, stop_ids)]
 
@@ -292,7 +292,7 @@ class Operations:
         return {"loss": loss, "log_probabilities": self._gather(scored, count)}
 
     def _gather(self, scored: Mapping[int, list[float]], count: int) -> list[list[float]]:
-        """Of all ranks, in the order of the datums."""
+        """Gathers the results of all ranks, in the order of the datums."""
         every: dict[int, list[float]] = {}
         for of_rank in self.session.world.gather([*scored.items()]):
             every |= dict(of_rank)

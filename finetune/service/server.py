@@ -127,7 +127,9 @@ async def _unknown(request: Request, _: Exception) -> Response:
 
 
 def _decode(body: bytes, request: Request) -> dict[str, Any]:
-    """What was sent. Raises `UserError` for what is neither JSON nor a protocol buffer."""
+    """Decodes the body of a request. Raises `UserError` for what is neither JSON nor a protocol
+    buffer.
+    """
     if request.headers.get("content-type", "").startswith(PROTOBUF):
         return read_forward_backward(body)
     try:

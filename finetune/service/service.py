@@ -29,7 +29,7 @@ Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 class Service:
-    """What rank 0 knows: the ledger, and the facts about the model that clients ask for."""
+    """The state of rank 0: the ledger, and the facts about the model that clients ask for."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Sample:
     log_probabilities: tuple[float, ...] = ()
 
     def texts(self) -> dict[str, str]:
-        """What samples.jsonl keeps of it."""
+        """The sample's texts, for samples.jsonl."""
         return {"prompt": self.prompt, "answer": self.answer, "expected": self.expected}
 
     @property

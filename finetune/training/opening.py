@@ -41,7 +41,7 @@ class OpenedRun:
 
     @property
     def scores(self) -> Scores:
-        """What the output head computes."""
+        """The head that computes scores, if the recipe has one, and the id that pads its rows."""
         return self.recipe.score_head, find_pad_id(self.tokenizer)
 
     @property

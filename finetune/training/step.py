@@ -41,7 +41,7 @@ SHOWN_IDS = 16  # ids of examples named for each rank
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """What is checked of a step before its update, on this rank."""
+    """The numbers of a step that are checked before its update, on this rank."""
 
     step: int  # 0-based
     example_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class StepCheck:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     The tensors are 0-dim, on the device: to read one is to wait for it.
     """

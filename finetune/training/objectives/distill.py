@@ -77,7 +77,7 @@ PARTS = ("examples", "ids", "scores")
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """What a teacher has said of the trained tokens of all examples, in memory-mapped files."""
+    """The teacher's answers about the trained tokens of all examples, in memory-mapped files."""
 
     # ids and scores, of each rank that has computed
     pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
@@ -116,7 +116,8 @@ def find_stored_teacher(
     world: World,
     load: Callable[[], Teacher],
 ) -> dict[str, StoredTeacher]:
-    """What the teacher says of the training and held-out data. All ranks call it.
+    """Finds or computes the teacher's answers about the training and held-out data. All ranks call
+    it.
 
     It is loaded, asked and freed where the files are missing or damaged. `inputs`: of
     `fingerprint_inputs`.
@@ -157,7 +158,7 @@ def find_stored_teacher(
 
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """What `_store` has kept in `folder` of all examples; None where it is not there, or
+    """Opens what `_store` wrote about all examples into `folder`; None where it is missing or
     damaged.
     """
     arrays: list[tuple[NDArray[Any], ...]] = []
