@@ -54,7 +54,7 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every folder that has a checkpoint's name, in order of step.
+    """Returns (step, folder) of every folder that has a checkpoint's name, in order of step.
 
     Not verified.
     """

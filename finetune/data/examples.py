@@ -267,8 +267,8 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of
-    rows.
+    """Returns (examples to train on, held-out ones), of which `size` is a share (below 1) or a
+    count of rows.
 
     All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError`
     if one is empty.

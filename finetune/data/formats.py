@@ -102,7 +102,7 @@ class TokenRow:
     trained: tuple[bool, ...]  # [ids]
 
     def runs(self) -> Iterator[tuple[bool, list[int]]]:
-        """(whether it is trained on, its ids) of each stretch that is so alike."""
+        """Yields (whether it is trained on, its ids) of each stretch that is so alike."""
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 

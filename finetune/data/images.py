@@ -418,8 +418,8 @@ class ImageProcessor:
         return self.make_inputs([_make_blank()])
 
     def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
-        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's
-        arguments for it).
+        """Returns (the tokens of a document that holds a small image alone, int64[1, tokens]; the
+        model's arguments for it).
         """
         ids = self._process([_make_blank()])["input_ids"]
         return ids, self.blank_inputs
@@ -459,8 +459,8 @@ def _find_processor_class(name: str) -> Any:
 def place_images(
     text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str
 ) -> Any:
-    """(the text with what the processor has `written` for each `token`; its trained spans, without
-    images).
+    """Returns (the text with what the processor has `written` for each `token`; its trained spans,
+    without images).
 
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))

@@ -57,7 +57,7 @@ class BadRow(Exception):
 def parse_messages(
     turns: Sequence[Any], images: Sequence[Any] = ()
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
-    """(the messages as chat templates read them, whether each is trained on, their images).
+    """Returns (the messages as chat templates read them, whether each is trained on, their images).
 
     Raises `BadRow`.
 
@@ -231,7 +231,8 @@ def list_columns(columns: Collection[str]) -> str:
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
-    """(a turn as chat templates read it, whether it is trained on); adds its images to `images`.
+    """Returns (a turn as chat templates read it, whether it is trained on); adds its images to
+    `images`.
 
     Raises `BadRow`.
     """
@@ -264,7 +265,7 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
-    """(the content of a turn, its calls): of keys of their own, or in place of the content.
+    """Returns (the content of a turn, its calls): of keys of their own, or in place of the content.
 
     Raises `BadRow`.
 

@@ -394,8 +394,8 @@ def _is_swapped(columns: Columns, is_turned: bool) -> bool:
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
-    """(the row's rating of its chosen answer, that of its rejected one), for each kind of rating
-    that it has.
+    """Yields (the row's rating of its chosen answer, that of its rejected one), for each kind of
+    rating that it has.
     """
     for name in columns.row:
         if name.endswith("_w"):
@@ -526,7 +526,7 @@ def _train_last(conversation: Conversation) -> Conversation:
 
 
 def _split(conversation: Conversation) -> tuple[Turns, Turns]:
-    """(the turns before the first that is trained on, the others), each with whether it is."""
+    """Returns (the turns before the first that is trained on, the others), each with whether it is."""
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
     first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]

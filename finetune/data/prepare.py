@@ -221,7 +221,7 @@ class StreamedBatches:
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
-        """(the block that step `step` is in, its first step, examples before it)."""
+        """Returns (the block that step `step` is in, its first step, examples before it)."""
         block = first = examples = 0
         while True:
             note = self._read_note(block)
@@ -429,7 +429,7 @@ def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> 
 def _read_stored(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
-    """(training, held-out, report) of data that is read before training."""
+    """Returns (training, held-out, report) of data that is read before training."""
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
@@ -457,7 +457,7 @@ def _read_stored(
 def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
-    """(the examples of all sources, a report of each); None where there is no source."""
+    """Returns (the examples of all sources, a report of each); None where there is no source."""
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
     stores = (

@@ -485,7 +485,7 @@ LIST = object()  # the beginning of a list, or of another value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """(key, LIST) for each key of one object, and (key, value) for its list's values.
+    """Yields (key, LIST) for each key of one object, and (key, value) for its list's values.
 
     Raises `ValueError`.
     """

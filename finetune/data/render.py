@@ -445,7 +445,7 @@ def _as_text(value: Any) -> str:
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
-    """(the first token of `text` that differs, the token that `expected` has there)."""
+    """Returns (the first token of `text` that differs, the token that `expected` has there)."""
     tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
     ids = zip_longest(*(each.ids for each in tokens))
     first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)

@@ -166,7 +166,7 @@ def _render_batch(
     stats: SourceStats,
     reader: GroupReader,
 ) -> tuple[list[RenderedText], Places]:
-    """(documents, their places) of the usable rows.
+    """Returns (documents, their places) of the usable rows.
 
     Raises `UserError` for others if `on_bad_row` is error.
     """
@@ -202,7 +202,7 @@ def _render_batch(
 def _render_row(
     parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
 ) -> tuple[list[RenderedText], list[str]]:
-    """(the texts of a row, the findings in it, each once).
+    """Returns (the texts of a row, the findings in it, each once).
 
     Raises `BadRow` where it cannot be used.
     """

@@ -240,7 +240,8 @@ def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, Asked
 def find_turns(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
-    """(the text of the whole conversation, message index -> what is trained on of each turn).
+    """Returns (the text of the whole conversation, message index -> what is trained on of each
+    turn).
 
     Raises `BadRow`.
     """

@@ -608,7 +608,7 @@ def _rejected(messages: list[Message], error: Exception) -> BadRow:
 def apply_marked_template(
     renderer: Renderer, messages: list[Message], tools: Tools
 ) -> tuple[str, list[Span]]:
-    """(text, what stands between {% generation %} markers).
+    """Returns (text, what stands between {% generation %} markers).
 
     Raises `BadRow` if the template rejects it.
     """

@@ -237,7 +237,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _write_results(
     renderer: Renderer, results: Sequence[Message], tools: Tools, stops: re.Pattern[str]
 ) -> tuple[str, re.Match[str]]:
-    """(a conversation that ends with `results`, where the turn before them ends in it).
+    """Returns (a conversation that ends with `results`, where the turn before them ends in it).
 
     Raises `BadRow`.
     """

@@ -282,7 +282,7 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
 
 
 def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
-    """(step, value) of the lines up to `last_step` that have a number under `key`."""
+    """Returns (step, value) of the lines up to `last_step` that have a number under `key`."""
     last = last_step if isinstance(last_step, int) else math.inf
     points = [(line.get("step"), line.get(key)) for line in lines]
     return [

@@ -205,8 +205,8 @@ class Value:
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32 (but at
-    least a row).
+    """Returns (start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32
+    (but at least a row).
 
     >>> list(row_blocks((3, 2**19)))
     [(0, 2), (2, 3)]

@@ -108,8 +108,8 @@ class Archive:
             ) from None
 
     def record_at(self, address: int) -> tuple[int | None, int]:
-        """(where the record of values whose first byte is at `address` begins, its bytes); (None,
-        0): there is none.
+        """Returns (where the record of values whose first byte is at `address` begins, its bytes);
+        (None, 0): there is none.
         """
         begin = address - self._storage.data_ptr()
         if begin in self._records:

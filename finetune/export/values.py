@@ -175,7 +175,7 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
 
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
-    """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
+    """Returns (scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
     included.
     """
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
@@ -410,7 +410,7 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
 def _find_of_base(
     source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Of a checkpoint of ours what its base's files hold beside the language model, where the
+    """Finds the tensors beside the language model in the files of a checkpoint's base, where the
     values are the same.
     """
     if not (

@@ -280,7 +280,8 @@ def send(
 
 
 def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes]:
-    """(the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at `deadline`.
+    """Returns (the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at
+    `deadline`.
 
     The timeout of a socket is that of each piece: a server that sends a byte now and then would
     never meet it.

@@ -132,7 +132,7 @@ def load_inference_model(
 
 
 def load_whole(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
-    """(the model of a folder without its head, its tokenizer), to compute states with.
+    """Returns (the model of a folder without its head, its tokenizer), to compute states with.
 
     Raises `UserError` where it cannot be loaded.
     """

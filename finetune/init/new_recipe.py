@@ -68,7 +68,8 @@ class DataSummary:
 
 
 def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
-    """(the first rows of `source` that can be read, the place of each, how many were taken).
+    """Returns (the first rows of `source` that can be read, the place of each, how many were
+    taken).
 
     Raises `UserError` where there are none.
     """
@@ -214,8 +215,8 @@ def name_flags(text: str) -> str:
 
 
 def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
-    """(the tokens of each document from the shortest on, whether the tokenizer in the folder
-    `model` has counted them).
+    """Returns (the tokens of each document from the shortest on, whether the tokenizer in the
+    folder `model` has counted them).
 
     Without one they are guessed from the characters. What a chat template adds is not counted.
     """

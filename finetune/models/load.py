@@ -598,8 +598,8 @@ def _quantize(
 def build_teacher(
     recipe: Recipe, world: World
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
-    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that
-    the files hold quantized).
+    """Returns (the recipe's teacher on meta, its dtype, how it is quantized, its values, its
+    weights that the files hold quantized).
 
     Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
     """

@@ -291,8 +291,8 @@ def _compute_chunk(
     chunks: ChunkOptions,
     gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of
-    one chunk.
+    """Returns (the three sums, the gradient of the loss to the student's logits [tokens,
+    vocabulary]) of one chunk.
 
     of_teacher: its log-probabilities [tokens, rows] beside the student's, over the `rows` that both
     have.

@@ -263,7 +263,7 @@ def _read_plain(parts: Parts, rows: slice) -> Tensor:
 
 
 def _fp4(codes_end: str, read_scales: ReadRows) -> tuple[FindShape, ReadRows]:
-    """(find_shape, read_rows) of two numbers a byte, the first in its lower half."""
+    """Returns (find_shape, read_rows) of two numbers a byte, the first in its lower half."""
 
     def find_shape(parts: Parts) -> tuple[int, int]:
         outputs, half = parts.shape(codes_end)

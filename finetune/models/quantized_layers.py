@@ -500,7 +500,7 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """(this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
+    """Returns (this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
 
     Zeroes the padding.
     """

@@ -88,9 +88,9 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any
-    shape, in row-major order and with a shorter block at the end of the weight only; at 8 bits of
-    whole rows.
+    """Returns (codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4
+    bits of any shape, in row-major order and with a shorter block at the end of the weight only; at
+    8 bits of whole rows.
     """
     from bitsandbytes import functional
 
@@ -267,8 +267,8 @@ def quantize_whole(
 def split_quantized(
     stored: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """(every weight under its name and with its own shape, the quantized ones of them) of the
-    tensors in a folder.
+    """Returns (every weight under its name and with its own shape, the quantized ones of them) of
+    the tensors in a folder.
 
     Those in FP8 or MXFP4 are plain weights, dequantized as they are read.
 
@@ -504,7 +504,7 @@ def _from_fp8(
 def _fit_blocks(
     weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
 ) -> tuple[int, int]:
-    """(rows, columns) of a block: `sizes`, or what the number of scales says.
+    """Returns (rows, columns) of a block: `sizes`, or what the number of scales says.
 
     Raises `UserError` where the scales fit the weight in neither way.
     """

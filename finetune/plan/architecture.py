@@ -257,7 +257,7 @@ class Architecture:
         return self.layers
 
     def trace(self, run: "Computation") -> "Trace | None":
-        """What the decoder layers hold, by their own code; None where the formulas of
+        """The tensors of the decoder layers, traced in their own code; None where the formulas of
         activations.py know them.
         """
         return None
@@ -373,7 +373,7 @@ class Architecture:
         return (*self.linears(layer), *experts)
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
-        """(out, in) of one expert's part of `weights`."""
+        """Returns (out, in) of one expert's part of `weights`."""
         first, second = weights.shape[1:]
         if self.mixture is not None and self.mixture.keys.has_biases:
             return (second, first)

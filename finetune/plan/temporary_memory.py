@@ -191,7 +191,7 @@ def teachers_tail(spec: RunSpec) -> int:
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """What FSDP gathers of it in its forward, and of its tail.
+    """Returns the bytes that FSDP gathers of it in its forward, and of its tail.
 
     A tied tail holds the embedding, and stays gathered.
     """
@@ -265,9 +265,9 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """What the optimizer allocates while it updates these `tensors`, and what their norm does;
-    `at_once`: bytes of the tensors it updates together; foreach AdamW allocates the roots of their
-    second moments.
+    """Returns the bytes that the optimizer allocates while it updates these `tensors`, and those of
+    their norm. `at_once`: bytes of the tensors it updates together. foreach AdamW allocates the
+    roots of their second moments.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)

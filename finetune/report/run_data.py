@@ -117,7 +117,7 @@ class RunRecord:
         return METHODS[self.method].rows
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every line with a number under `key`."""
+        """Returns (step, value) of every line with a number under `key`."""
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
@@ -592,7 +592,9 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
 
 
 def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
-    """(the head of a column, the shares of each range in its steps); none without such shares."""
+    """Returns (the head of a column, the shares of each range in its steps); none without such
+    shares.
+    """
     whole = _read_shares(run, "")
     if not whole:
         return []
@@ -654,7 +656,7 @@ def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, f
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
+    """Returns (step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         by_step.setdefault(line.get("step", 0), []).append(line)

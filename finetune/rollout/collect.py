@@ -263,8 +263,8 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> tuple[list[float], int]:
-        """(what a reward model gives each completion, how many got 0 in place of what is no
-        number), by all ranks.
+        """Returns (a reward model's score of each completion, how many scores that are no number
+        became 0), computed by all ranks.
 
         `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no
         number, unless it is counted, and for a conversation that the chat template rejects.
@@ -382,8 +382,8 @@ class Rollouts:
         self._engine.submit(number, requests, sampler.choose_sampling())
 
     def _list_generation(self, first: int) -> Iterator[tuple[int, int]]:
-        """(the step of the prompts, the step that first trains on them) of what is sampled together
-        for the steps from `first` on.
+        """Yields (the step of the prompts, the step that first trains on them) of what is sampled
+        together for the steps from `first` on.
         """
         for step in range(first, self.prompts.steps):
             number, earlier_iterations = self._place_of(step)
@@ -395,8 +395,8 @@ class Rollouts:
         return step % self.sampler.recipe.rollout.updates_per_generation == 0
 
     def _place_of(self, step: int) -> tuple[int, int]:
-        """(the step of the prompts, how often they have been trained on before) of an optimizer
-        step.
+        """Returns (the step of the prompts, how often they have been trained on before) of an
+        optimizer step.
         """
         keys = self.sampler.recipe.rollout
         before, within = divmod(step, keys.updates_per_generation)

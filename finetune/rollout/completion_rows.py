@@ -359,8 +359,8 @@ def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, 
 
 
 def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
-    """(bool[positions], which trained positions have a label; how many of each completion have
-    one).
+    """Returns (bool[positions], which trained positions have a label; how many of each completion
+    have one).
     """
     assert micro_batch.trained_documents is not None
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0

@@ -112,7 +112,7 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """(a reward model on meta, its parameters' values).
+    """Returns (a reward model on meta, its parameters' values).
 
     Raises `UserError` as `load_reward_models`.
     """

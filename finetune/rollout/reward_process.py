@@ -132,8 +132,8 @@ def check_scores(
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """(scores, which failed and got 0): one completion after another where the function raises over
-    all of them.
+    """Returns (scores, which failed and got 0): one completion after another where the function
+    raises over all of them.
 
     What is no list of a score for each completion says nothing about any: all of them fail.
     """
@@ -202,9 +202,9 @@ class Functions:
         self._step: dict[str, Any] = {}
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: `calls` of tools, what environments are to `do`, or the scores of a
-        `function` for the last `step`, or for one `place` of it; or, before the first of these,
-        whether the functions take the `known` columns.
+        """Answers a request: `calls` of tools, what environments are to `do`, or the scores of a
+        `function` for the last `step`, or for one `place` of it; before the first of these, whether
+        the functions take the `known` columns.
 
         Raises `UserError` for what a function does wrong, unless that counts as failed.
         """

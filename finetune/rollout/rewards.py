@@ -166,8 +166,8 @@ class Rewards:
         self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """(what the model reads of the result, whether the call failed) of each call, a name with
-        arguments and the completion's place.
+        """Returns for each call, a name with arguments and the completion's place, (the text that
+        the model reads, whether it failed).
 
         Raises `UserError` where they take too long together, or end their process, and
         `on_bad_reward` is error.

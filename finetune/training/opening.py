@@ -51,7 +51,9 @@ class OpenedRun:
 
     @property
     def blank_document(self) -> BlankDocument | None:
-        """Of a small image, for a model whose rows may hold images; None where none holds one."""
+        """A document of one small image, for a model whose rows may hold images; None where none
+        holds one.
+        """
         if self._holds_no_image:
             return None
         make: BlankDocument | None = self.tokenizer.images.make_blank_document

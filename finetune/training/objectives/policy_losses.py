@@ -108,7 +108,7 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
 
 
 def _epsilons(recipe: Recipe) -> tuple[float, float]:
-    """(epsilon, epsilon_high), the second the first where it is null."""
+    """Returns (epsilon, epsilon_high), the second the first where it is null."""
     keys = recipe.rollout
     return keys.epsilon, keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
 
