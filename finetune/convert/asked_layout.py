@@ -49,7 +49,7 @@ class AskedLayout:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The changes that the file makes to the shipped one, by Accelerate's keys; empty if none."""
+        """The file's changes to the shipped one, by Accelerate's keys; empty if none."""
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}

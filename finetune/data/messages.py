@@ -328,7 +328,7 @@ def _read_train(turn: Message, number: int) -> bool:
 
 
 def role_of(turn: Any) -> Any:
-    """Returns the role that a turn of a row names, which may be anything; None where it names none."""
+    """Returns the role of a row's turn, which may be anything; None where it names none."""
     if isinstance(turn, dict):
         return turn.get("role", turn.get("from"))
     return None

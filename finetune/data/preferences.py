@@ -526,7 +526,7 @@ def _train_last(conversation: Conversation) -> Conversation:
 
 
 def _split(conversation: Conversation) -> tuple[Turns, Turns]:
-    """Returns (the turns before the first that is trained on, the others), each with whether it is."""
+    """Returns (the turns before the first trained one, the others), each with whether it is."""
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
     first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]

@@ -102,7 +102,7 @@ def convert_os_errors(path: str) -> Iterator[None]:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a gzip file, up to a bound: a few megabytes of zeros can stand for terabytes."""
+    """The content of a gzip file, up to a bound: a few megabytes can stand for terabytes."""
 
     def __init__(self, packed: gzip.GzipFile, path: str) -> None:
         self._packed = packed

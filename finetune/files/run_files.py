@@ -257,7 +257,7 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
 def losses_of(
     lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None
 ) -> list[tuple[int, float]]:
-    """Returns (step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
+    """Returns (step, loss) of the training lines of metrics.jsonl, up to `last_step`."""
     points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
     return [
         (step, float(loss))

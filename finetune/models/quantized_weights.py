@@ -402,7 +402,7 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
 
 
 def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
-    """Reads bitsandbytes' description of a 4-bit weight. Checked, for a file may come from anyone."""
+    """Reads and checks bitsandbytes' description of a 4-bit weight."""
     try:
         settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
     except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError

@@ -170,7 +170,7 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
 
 
 def _describe_held_out(spec: RunSpec) -> Iterator[str]:
-    """Says that held-out vectors are not counted, where the recipe does not say how many they are."""
+    """Says that held-out vectors are not counted, where their number is not known."""
     if spec.recipe.method_facts.embeds and held_out_groups(spec) is None:
         each = compared_bytes(spec, 1)
         yield (

@@ -455,7 +455,7 @@ def _estimate_reference(
 
 
 def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
-    """Returns (tokens of an epoch, steps of the run), as far as the files' sizes or the recipe say."""
+    """Returns (tokens of an epoch, steps of the run); None for those that are not known."""
     optimization = spec.recipe.optimization
     tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
     steps = optimization.max_steps
