@@ -327,6 +327,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     buffers.
     """
     from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
     auto_class: Any = auto_class_of(config)
     # of scores `set_head` has looked
@@ -336,7 +337,8 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             "another model"
         )
     try:
-        with init_empty_weights(include_buffers=False):
+        # Random numbers on meta are no numbers, and take a second for 80 layers.
+        with init_empty_weights(include_buffers=False), no_init_weights():
             # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs
             # the one that is used.
             model: Any = auto_class.from_config(
