@@ -68,8 +68,8 @@ def describe(node: yaml.Node | None) -> Any:
     if node is None:
         return "nothing"
     line = node.start_mark.line
-    if isinstance(node, yaml.ScalarNode):
-        return node.tag, node.value, line
+    if isinstance(node, yaml.ScalarNode):  # what is not written has no line of its own
+        return node.tag, node.value, line if node.value else None
     if isinstance(node, yaml.SequenceNode):
         return node.tag, [describe(each) for each in node.value], line
     return node.tag, [(describe(key), describe(value)) for key, value in node.value], line
