@@ -41,7 +41,7 @@ from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
 from finetune.files.phases import Phases
 from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model
-from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.log_probabilities import choose_head
 from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
@@ -461,13 +461,15 @@ class Session:
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
         """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this
-        rank.
+        rank; those of its `targets` where it has some.
 
         Runs without dropout or gradients.
         """
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
-            return [self.model(**one.inputs, head_function=head_log_probabilities) for one in each]
+            return [
+                self.model(**one.inputs, head_function=choose_head(one.targets)) for one in each
+            ]
 
     def optim_step(self, learning_rate: float | None = None) -> Update:
         """Clips the gradients, updates the parameters, and sets the gradients to zero.

@@ -46,6 +46,9 @@ class MicroBatch:
     # None: of none.
     continued: tuple[int | None, ...] | None = None
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
+    # int64[len(trained_positions), targets]: several ids to score at each position in place of its
+    # label, or IGNORE_INDEX; None: the label alone
+    targets: Tensor | None = None
     # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in
     # `example_ids`) each of them belongs to; 0 for those without a label. None where documents are
     # not compared.

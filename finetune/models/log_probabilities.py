@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
 from finetune.distributed.tensor_parallel import find_local_head
@@ -28,6 +29,7 @@ from finetune.models.loss_chunks import (
     HeadLoss,
     LogitTransform,
     backward_in_chunks,
+    choose_chunk_tokens,
     compute_in_chunks,
     cross_entropy_gradient,
     find_needed_gradients,
@@ -144,6 +146,87 @@ class _LinearLogProbabilities(torch.autograd.Function):
             else:
                 grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def choose_head(targets: Tensor | None) -> HeadFunction:
+    """`head_log_probabilities`, or that of several targets for each position.
+
+    targets: Of a micro-batch: int64[trained positions, targets], or IGNORE_INDEX; None: its labels.
+    """
+    if targets is None:
+        return head_log_probabilities
+    ids = targets
+
+    def score(
+        head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
+    ) -> Tensor:
+        weight, bias, shard = find_local_head(head.weight, head.bias)
+        assert shard is None and positions is not None
+        chunks = ChunkOptions(head.logits)
+        return target_log_probabilities(hidden[positions], weight, ids, chunks, bias=bias)
+
+    return score
+
+
+def target_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunks: ChunkOptions = PLAIN,
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """log softmax(hidden @ weight.T + bias) of several ids at each position.
+
+    The backward computes each chunk's logits a second time: its gradient is one of all targets, and
+    cannot be prepared in the forward.
+
+    Args:
+        hidden: [positions, hidden].
+        weight: [vocabulary, hidden].
+        targets: int64[positions, targets]; IGNORE_INDEX gets 0 and no gradient.
+        chunks: without label smoothing, of a whole vocabulary.
+        bias: [vocabulary] or None.
+    Returns:
+        fp32[positions, targets]. Under autocast the products run in its type.
+    """
+    device = hidden.device.type
+    dtype = product_dtype(weight)
+    rows = weight.to(dtype)
+    own_bias = None if bias is None else bias.to(dtype)
+
+    def score(states: Tensor, ids: Tensor) -> Tensor:
+        with torch.autocast(device, enabled=False):
+            transformed, _ = chunks.logits.forward(F.linear(states, rows, own_bias))
+            every = _log_softmax(transformed, 1.0)
+        return every.gather(1, ids.clamp(min=0)).masked_fill(ids == IGNORE_INDEX, 0.0)
+
+    size = chunks.tokens or choose_chunk_tokens(weight, None, device)
+    pairs = zip(torch.split(hidden.to(dtype), size), torch.split(targets, size), strict=True)
+    parts = [
+        checkpoint(score, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs
+    ]
+    return torch.cat(parts)
+
+
+def head_top(k: int) -> HeadFunction:
+    """A head function: fp32[trained positions, k, 2], each position's likeliest ids beside their
+    log-probabilities, the likeliest first. In fp32 an id below 2**24 is exact.
+    """
+
+    def find(
+        head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
+    ) -> Tensor:
+        weight, bias, shard = find_local_head(head.weight, head.bias)
+        assert shard is None and positions is not None
+        dtype = product_dtype(weight)
+        own_bias = None if bias is None else bias.to(dtype)
+        states = hidden[positions].to(dtype)
+        scores = TeacherScores(states, weight.to(dtype), own_bias, head.logits)
+        ids, values = find_top(scores, len(weight), k, 1.0)
+        return torch.stack((ids.float(), values[:, :-1]), -1)
+
+    return find
 
 
 class DivergenceOptions(NamedTuple):

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.config.schema import Recipe
+from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Example
 from finetune.data.packing import deal_rows, make_filler, pack, pack_documents, pad_documents
@@ -66,26 +68,65 @@ def _check_datum(datum: Mapping[str, Any], place: str, loss: str, limits: Limits
             f"{place}.loss_fn_inputs: {loss} reads {', '.join(sorted(expected))}; given were "
             f"{', '.join(sorted(inputs)) or 'none'}"
         )
-    for name, values in inputs.items():
-        if len(values) != len(tokens):
-            raise UserError(
-                f"{place}.loss_fn_inputs: {name} has {len(values)} numbers for {len(tokens)} "
-                "tokens; one for each token is expected"
-            )
-        if not all(map(_is_finite, values)):
-            raise UserError(f"{place}.loss_fn_inputs: {name} holds a value that is no number")
-    check_tokens(inputs["target_tokens"], f"{place}.loss_fn_inputs.target_tokens", limits)
-    if "sequence_ratio_mask" in inputs and not any(inputs["sequence_ratio_mask"]):
+    numbers = {
+        name: _read_numbers(values, f"{place}.loss_fn_inputs: {name}")
+        for name, values in inputs.items()
+    }
+    _check_shapes(numbers, len(tokens), f"{place}.loss_fn_inputs", loss)
+    targets = numbers["target_tokens"]
+    _check_ids(targets.ravel(), f"{place}.loss_fn_inputs.target_tokens", limits)
+    if "sequence_ratio_mask" in inputs and not numbers["sequence_ratio_mask"].any():
         raise UserError(f"{place}.loss_fn_inputs: sequence_ratio_mask marks no token")
+
+
+def _check_shapes(
+    numbers: Mapping[str, NDArray[np.float64]], tokens: int, place: str, loss: str
+) -> None:
+    shape = numbers["target_tokens"].shape
+    if shape[1:] not in ((), (1,)) and not LOSSES[loss].takes_several:
+        several = " and ".join(name for name, known in LOSSES.items() if known.takes_several)
+        raise UserError(f"{place}: {loss} takes one target for each token; {several} takes several")
+    for name, values in numbers.items():
+        if len(values) != tokens:
+            raise UserError(
+                f"{place}: {name} has {len(values)} numbers for {tokens} tokens; one for each "
+                "token is expected"
+            )
+        if values.shape != shape:
+            raise UserError(
+                f"{place}: {name} has the shape {[*values.shape]}, target_tokens {[*shape]}; the "
+                "same is expected"
+            )
+        if not values.size:
+            raise UserError(f"{place}: {name} is a table without columns")
+        if not np.isfinite(values).all():
+            raise UserError(f"{place}: {name} holds a value that is no number")
 
 
 def check_tokens(tokens: Sequence[Any], place: str, limits: Limits) -> None:
     """Raises `UserError` for a text that is empty, too long or holds an id that is none."""
     if not tokens or len(tokens) > limits.tokens:
         raise UserError(f"{place}: {len(tokens)} tokens, where 1 to {limits.tokens} are expected")
-    wrong = [token for token in tokens if token != int(token) or not 0 <= token < limits.vocabulary]
-    if wrong:
-        raise UserError(f"{place}: {wrong[0]} is no id below {limits.vocabulary}")
+    _check_ids(_read_numbers(tokens, place), place, limits)
+
+
+def _read_numbers(values: Sequence[Any], place: str) -> NDArray[np.float64]:
+    try:
+        return np.array(values, np.float64, ndmin=1)
+    except (TypeError, ValueError):
+        raise UserError(f"{place} holds a value that is no number") from None
+
+
+def _check_ids(ids: NDArray[np.float64], place: str, limits: Limits) -> None:
+    wrong = ids[(ids != np.floor(ids)) | (ids < 0) | (ids >= limits.vocabulary)]
+    if wrong.size:
+        raise UserError(f"{place}: {wrong[0]:.12g} is no id below {limits.vocabulary}")
+
+
+def width_of(datum: Mapping[str, Any]) -> int | None:
+    """How many targets each token of a datum has, in a row; None: one, which is a number."""
+    first = datum["inputs"]["target_tokens"][0]
+    return len(first) if isinstance(first, list) else None
 
 
 def _is_finite(value: object) -> bool:
@@ -93,15 +134,14 @@ def _is_finite(value: object) -> bool:
 
 
 def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) -> StepBatch:
-    """This rank's share of the datums, each of whose positions has a label; their other inputs are
-    columns.
+    """This rank's share of the datums, each of whose positions has a label, the first of its
+    targets; their other inputs are columns.
 
     All ranks give the same. A loss over it is divided by nothing.
     """
     examples = [
         Example(
-            np.array(datum["tokens"], np.int32),
-            np.array(datum["inputs"]["target_tokens"], np.int32),
+            np.array(datum["tokens"], np.int32), _read_input(datum, "target_tokens", np.int32)[:, 0]
         )
         for datum in data
     ]
@@ -136,26 +176,64 @@ def _collate(
     chosen = [examples[index] for index in ids]
     micro_batch = pack_documents(chosen) if is_packed else pad_documents(chosen, 0)
     micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist())).with_documents()
-    names = data[ids[0]]["inputs"].keys() - {"target_tokens"}
-    columns = {name: _spread(micro_batch, data, name) for name in names}
-    return replace(micro_batch, columns=columns)
+    own = [data[index] for index in ids]
+    names = own[0]["inputs"].keys() - {"target_tokens"}
+    if all(width_of(datum) is None for datum in own):
+        columns = {name: _spread(micro_batch, own, name, 0.0)[:, 0] for name in names}
+        return replace(micro_batch, columns=columns)
+    columns = {name: _spread(micro_batch, own, name, 0.0) for name in names}
+    targets = _spread(micro_batch, own, "target_tokens", IGNORE_INDEX)
+    return replace(micro_batch, columns=columns, targets=targets.long())
 
 
-def _spread(micro_batch: MicroBatch, data: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    """fp32[positions]: an input's number at each token, 0 where there is no label."""
+def _read_input(datum: Mapping[str, Any], name: str, dtype: type = np.float32) -> NDArray[Any]:
+    """[tokens, targets]."""
+    values: NDArray[Any] = np.array(datum["inputs"][name], dtype)
+    return values.reshape(len(values), -1)
+
+
+def _spread(
+    micro_batch: MicroBatch, data: Sequence[Mapping[str, Any]], name: str, missing: float
+) -> Tensor:
+    """An input's numbers at each position.
+
+    Args:
+        micro_batch: Of these datums, in their order.
+        data: The datums.
+        name: Of the input.
+        missing: Where there is no label, and where another datum has more targets.
+
+    Returns:
+        fp32[positions, targets], in which an id below 2**24 is exact.
+    """
     has_label, documents, places = micro_batch.find_labeled()
-    values = [np.array(data[i]["inputs"][name], np.float32) for i in micro_batch.example_ids]
+    values = [_read_input(datum, name) for datum in data]
     starts = torch.tensor([0, *accumulate(len(each) for each in values)])
-    joined = torch.from_numpy(np.concatenate(values))
-    column = torch.zeros(len(has_label))
+    width = max(each.shape[1] for each in values)
+    joined = torch.full((int(starts[-1]), width), missing)
+    for start, each in zip(starts[:-1].tolist(), values, strict=True):
+        joined[start : start + len(each), : each.shape[1]] = torch.from_numpy(each)
+    column = torch.full((len(has_label), width), missing)
     column[has_label] = joined[(starts[documents] + places)[has_label]]
     return column
 
 
-def by_datum(micro_batch: MicroBatch, values: Tensor) -> dict[int, list[float]]:
-    """The values at the tokens of each datum, in order, by the datum's place among all."""
+def by_datum(
+    micro_batch: MicroBatch, values: Tensor, data: Sequence[Mapping[str, Any]]
+) -> dict[int, list[Any]]:
+    """The values at the tokens of each datum, in order, by the datum's place among all.
+
+    Args:
+        micro_batch: Of some of the datums.
+        values: [positions, ...]; where the micro-batch has targets, one for each of them.
+        data: All datums, which say how many targets are theirs.
+    """
     has_label, documents, _ = micro_batch.find_labeled()
-    return {
-        example: values[has_label & (documents == index)].tolist()
-        for index, example in enumerate(micro_batch.example_ids)
-    }
+    own: dict[int, list[Any]] = {}
+    for index, example in enumerate(micro_batch.example_ids):
+        of_datum = values[has_label & (documents == index)]
+        if micro_batch.targets is not None:
+            width = width_of(data[example])
+            of_datum = of_datum[:, 0] if width is None else of_datum[:, :width]
+        own[example] = of_datum.tolist()
+    return own

@@ -23,6 +23,7 @@ Sent = Mapping[str, Any]
 Body = dict[str, Any]
 Handler = Callable[[Service, Sent], Body]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_TOP = 1024  # likeliest tokens of each of a prompt's
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -151,7 +152,7 @@ class SampleBody(BaseModel):
     prompt: PromptBody
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Literal[0] = 0
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MOST_TOP)
     topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
@@ -466,9 +467,11 @@ def sample(service: Service, sent: Sent) -> Body:
     check_tokens(prompt, "prompt", limits)
     how = asked.sampling_params
     name = f"{asked.sampling_session_id}:{asked.seq_id}"
-    stop = [how.stop] if isinstance(how.stop, str) else how.stop
-    texts = [each for each in stop or [] if isinstance(each, str)]
-    ids = None if stop is None or texts else stop
+    ids, texts = _read_stop(how.stop)
+    if how.seed is None:
+        seed = service.seed_of(name.partition(":")[2])
+    else:
+        seed = how.seed & 2**63 - 1
     room = service.limits.tokens - len(prompt)
     arguments = {
         "sampler": asked.sampling_session_id,
@@ -478,14 +481,24 @@ def sample(service: Service, sent: Sent) -> Body:
         "temperature": how.temperature,
         "stop_ids": ids,
         "stop_texts": texts,
-        "seed": service.seed_of(name.partition(":")[2])
-        if how.seed is None
-        else how.seed & 2**63 - 1,
+        "seed": seed,
         "scores_prompt": bool(asked.prompt_logprobs),
+        "top_prompt": min(asked.topk_prompt_logprobs, service.limits.vocabulary),
     }
     service.ledger.accept(name, name, 0, "sample", arguments)
     ids_of_samples = [f"{name}:{number}" for number in range(asked.num_samples)]
     return {"request_id": name, "sample_sequence_ids": ids_of_samples}
+
+
+def _read_stop(stop: str | list[str] | list[int] | None) -> tuple[list[int] | None, list[str]]:
+    """The ids and the texts at which a completion ends; None: at the ids that end a turn."""
+    if stop is None:
+        return None, []
+    listed = [stop] if isinstance(stop, str) else stop
+    texts = [each for each in listed if isinstance(each, str)]
+    if texts:
+        return None, texts
+    return [each for each in listed if isinstance(each, int)], []
 
 
 def weights_info(service: Service, sent: Sent) -> Body:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Given = Mapping[str, Tensor]  # by the name of an input of the loss: fp32[positions]
+# by the name of an input of the loss: as the log-probabilities, fp32[positions], or where there are
+# several targets fp32[positions, targets]
+Given = Mapping[str, Tensor]
 Options = Mapping[str, float]
 
 # The defaults of Tinker's pages (tutorial 202 of its cookbook); None where they give none, and a
@@ -29,6 +31,7 @@ class TokenLoss:
     inputs: tuple[str, ...]  # of a datum, beside its target_tokens: a number for each token
     # and what they are where a client gives none; None: it has to
     options: Mapping[str, float | None] = field(default_factory=dict)
+    takes_several: bool = False  # targets for each token
 
 
 def _cross_entropy(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
@@ -75,7 +78,7 @@ def _gspo(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
 
 SAMPLED = ("logprobs", "advantages")
 LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": TokenLoss(_cross_entropy, ("weights",)),
+    "cross_entropy": TokenLoss(_cross_entropy, ("weights",), takes_several=True),
     "importance_sampling": TokenLoss(_importance_sampling, SAMPLED),
     "ppo": TokenLoss(_ppo, SAMPLED, CLIPPED),
     "cispo": TokenLoss(_cispo, SAMPLED, CAPPED),

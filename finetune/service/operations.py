@@ -16,7 +16,8 @@ from finetune.distributed.gradients import without_gradient_sync
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup
 from finetune.errors import AgreedError
-from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.cross_entropy import HeadFunction
+from finetune.models.log_probabilities import choose_head, head_log_probabilities, head_top
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
@@ -27,9 +28,10 @@ from finetune.service.stack import AdapterStack, can_stack
 from finetune.session import Gradients, Session
 from finetune.training.objectives.objective import Measured
 from finetune.training.objectives.user_loss import LossFunction
+from finetune.training.reference import evaluating
 
 Answer = dict[str, Any]
-# (log-probabilities fp32[positions], their micro-batch) -> fp32[positions]
+# (log-probabilities fp32[positions] or [positions, targets], their micro-batch) -> fp32[positions]
 TokenMeasure = Callable[[Tensor, MicroBatch], Tensor]
 
 
@@ -91,9 +93,9 @@ class Operations:
         self._adapters.activate(state, form)
         session = self.session
         batch = make_batch(data, session.recipe, session.world)
-        scored: dict[int, list[float]] = {}
+        scored: dict[int, list[Any]] = {}
         total = torch.zeros((), device=session.world.device)
-        measure = _recorded(loss, options, scored)
+        measure = _recorded(loss, options, data, scored)
         for micro_batch, values in zip(
             batch.micro_batches, session.log_probabilities(batch), strict=True
         ):
@@ -116,8 +118,9 @@ class Operations:
         if before is not None:
             session.give_gradients(before)
         batch = make_batch(data, session.recipe, session.world)
-        scored: dict[int, list[float]] = {}
-        measured = session.forward_backward(batch, _summed(_recorded(loss, options, scored)))
+        scored: dict[int, list[Any]] = {}
+        measure = _recorded(loss, options, data, scored)
+        measured = session.forward_backward(batch, _summed(measure))
         self._gradients[model] = session.take_gradients()
         return self._describe(measured.loss, scored, len(data))
 
@@ -134,8 +137,8 @@ class Operations:
         data = [datum for part in parts for datum in part["data"]]
         owners = [number for number, part in enumerate(parts) for _ in part["data"]]
         batch = make_batch(data, session.recipe, world)
-        scored: dict[int, list[float]] = {}
-        measure = _recorded(loss, options, scored)
+        scored: dict[int, list[Any]] = {}
+        measure = _recorded(loss, options, data, scored)
         losses = self._pass(stack, batch, owners, measure)
         gradients = stack.gather_gradients(world)
         for part, loss_sum, own in zip(parts, losses, gradients, strict=True):
@@ -170,7 +173,8 @@ class Operations:
             for micro_batch in batch.micro_batches:
                 stack.deal(micro_batch, owners)
                 on_device = micro_batch.to(device)
-                scores = session.model(**on_device.inputs, head_function=head_log_probabilities)
+                head = choose_head(on_device.targets)
+                scores = session.model(**on_device.inputs, head_function=head)
                 of_tokens = measure(scores, on_device)
                 session.world.accelerator.backward(of_tokens.sum())
                 losses += _sum_by_owner(of_tokens.detach(), on_device, owners, stack.size)
@@ -228,7 +232,7 @@ class Operations:
         stop_ids: Sequence[int] | None,
     ) -> Answer:
         """Completions of all requests together, each of which has its own numbers, and the
-        log-probabilities of the prompts that ask for them.
+        log-probabilities and likeliest tokens of the prompts that ask for them.
         """
         session = self.session
         if stop_ids is None:
@@ -240,7 +244,9 @@ class Operations:
         ]
         how = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
         scored = [each["prompt"] for each in requests if each["scores_prompt"]]
-        if self._samples_here or scored:
+        widths = [each["top_prompt"] for each in requests if each["top_prompt"]]
+        topped = [each["prompt"] for each in requests if each["top_prompt"]]
+        if self._samples_here or scored or topped:
             self._adapters.activate(state, form)
         if self._samples_here:
             every = self._sample_here(asked, how, stop_ids)
@@ -248,7 +254,11 @@ class Operations:
             every = RankGroup(session.world).on_main(
                 lambda: self._sample_there(state, asked, how, stop_ids)
             )
-        return {"sampled": every, "prompts": self._score(scored)}
+        return {
+            "sampled": every,
+            "prompts": self._score(scored, head_log_probabilities),
+            "tops": self._find_top(topped, widths),
+        }
 
     def _sample_here(
         self, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
@@ -271,29 +281,38 @@ class Operations:
         assert self._served is not None
         return [each.as_json() for each in self._served.sample(state, asked, how, stop_ids)]
 
-    def _score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of each prompt's tokens after the first, by the adapter that is in
-        the model.
+    def _find_top(
+        self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
+    ) -> list[list[list[list[float]]]]:
+        """Of each prompt, at each token after the first, the likeliest ids with their
+        log-probabilities, as many as its width.
+        """
+        every = self._score(prompts, head_top(max(widths, default=1)))
+        return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
+
+    def _score(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
+        """What `head` finds at each prompt's tokens after the first, by the adapter that is in the
+        model.
         """
         data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
         if not data:
             return [[] for _ in prompts]
         session = self.session
-        batch = make_batch(data, session.recipe, session.world)
-        scored: dict[int, list[float]] = {}
-        for micro_batch, values in zip(
-            batch.micro_batches, session.log_probabilities(batch), strict=True
-        ):
-            scored |= by_datum(micro_batch, values.cpu())
+        scored: dict[int, list[Any]] = {}
+        with evaluating(session.model), session.computing():
+            for micro_batch in make_batch(data, session.recipe, session.world).micro_batches:
+                inputs = micro_batch.to(session.world.device).inputs
+                values = session.model(**inputs, head_function=head)
+                scored |= by_datum(micro_batch, values.cpu(), data)
         scores = iter(self._gather(scored, len(data)))
         return [next(scores) if len(prompt) > 1 else [] for prompt in prompts]
 
-    def _describe(self, loss: float, scored: Mapping[int, list[float]], count: int) -> Answer:
+    def _describe(self, loss: float, scored: Mapping[int, list[Any]], count: int) -> Answer:
         return {"loss": loss, "log_probabilities": self._gather(scored, count)}
 
-    def _gather(self, scored: Mapping[int, list[float]], count: int) -> list[list[float]]:
+    def _gather(self, scored: Mapping[int, list[Any]], count: int) -> list[list[Any]]:
         """Gathers the results of all ranks, in the order of the datums."""
-        every: dict[int, list[float]] = {}
+        every: dict[int, list[Any]] = {}
         for of_rank in self.session.world.gather([*scored.items()]):
             every |= dict(of_rank)
         return [every[place] for place in range(count)]
@@ -318,10 +337,13 @@ def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(
-    loss: str, options: Mapping[str, float], scored: dict[int, list[float]]
+    loss: str,
+    options: Mapping[str, float],
+    data: Sequence[Mapping[str, Any]],
+    scored: dict[int, list[Any]],
 ) -> TokenMeasure:
-    """The loss of each position, which notes the log-probabilities in `scored`; zeros for a filler,
-    so that its backward takes part in the ranks' collectives.
+    """The loss of each position, which notes the log-probabilities of the datums in `scored`; zeros
+    for a filler, so that its backward takes part in the ranks' collectives.
     """
     known = LOSSES[loss]
     usual = {name: value for name, value in known.options.items() if value is not None}
@@ -332,8 +354,9 @@ def _recorded(
             return log_probabilities * 0.0
         documents = micro_batch.trained_documents
         assert micro_batch.columns is not None and documents is not None
-        scored.update(by_datum(micro_batch, log_probabilities.detach()))
-        return known.compute(log_probabilities, micro_batch.columns, chosen, documents)
+        scored.update(by_datum(micro_batch, log_probabilities.detach(), data))
+        losses = known.compute(log_probabilities, micro_batch.columns, chosen, documents)
+        return losses if micro_batch.targets is None else losses.sum(1)
 
     return measure
 

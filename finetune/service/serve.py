@@ -150,7 +150,7 @@ def _listen() -> list[int]:
     return asked
 
 
-def _tell(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
+def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
     """Names an operation to the other ranks."""
     world.gather([operation, arguments])
 
@@ -185,7 +185,7 @@ def _lead(
 
     def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         with sharing_failure(world):
-            _tell(world, operation, arguments)
+            _announce(world, operation, arguments)
             return operations.run(operation, arguments)
 
     service = Service(
@@ -203,13 +203,13 @@ def _lead(
     print(f"serving {service.model_name} at {url}")
     shown_key = "tml-any" if key is None else f"${KEY}"
     print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
-    nothing = partial(_tell, world, NOTHING)
+    nothing = partial(_announce, world, NOTHING)
     while not stopping:
         if not service.work(TURN_SECONDS):
             nothing()
     server.should_exit = True
     service.ledger.close()
-    _tell(world, STOP)
+    _announce(world, STOP)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,17 @@ from finetune.errors import UserError
 from finetune.service.endpoints import ENDPOINTS, Handler
 from finetune.service.ledger import Result
 from finetune.service.service import Service
-from finetune.service.wire import PROTOBUF, read_forward_backward
+from finetune.service.wire import read_forward_backward
 
 API = "/api/v1/"
 LONGEST_WAIT_SECONDS = 20.0  # for a result, before a client is to ask again
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+Act = Callable[[Mapping[str, Any]], Awaitable[Response]]
+Decode = Callable[[bytes], dict[str, Any]]
+# By path, where it is not JSON.
+DECODERS: Mapping[str, Decode] = {"forward_backward": read_forward_backward}
 
 
 class Border:
@@ -40,19 +46,21 @@ class Border:
 
     def make_app(self) -> Starlette:
         """The application."""
+        acts: dict[tuple[str, str], Act] = {
+            key: partial(self._call, handler) for key, handler in ENDPOINTS.items()
+        }
+        acts["POST", "retrieve_future"] = self._retrieve
         routes = [
-            Route(API + path, partial(self._serve, partial(self._call, handler)), methods=[method])
-            for (method, path), handler in ENDPOINTS.items()
+            Route(API + path, partial(self._serve, act, DECODERS.get(path, _decode)), methods=[how])
+            for (how, path), act in acts.items()
         ]
-        retrieve = partial(self._serve, self._retrieve)
-        routes.append(Route(f"{API}retrieve_future", retrieve, methods=["POST"]))
         return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
 
-    async def _serve(self, act: Any, request: Request) -> Response:
+    async def _serve(self, act: Act, decode: Decode, request: Request) -> Response:
         try:
             self._check_sender(request)
             body = await self._read_body(request)
-            answer: Response = await act({**_decode(body, request), **request.path_params})
+            answer = await act({**decode(body), **request.path_params})
         except UserError as error:
             return _refuse(404 if "is not known here" in str(error) else 422, str(error))
         except PermissionError as error:
@@ -126,12 +134,8 @@ async def _unknown(request: Request, _: Exception) -> Response:
     return _refuse(404, f"{request.method} {request.url.path}: is not served")
 
 
-def _decode(body: bytes, request: Request) -> dict[str, Any]:
-    """Decodes the body of a request. Raises `UserError` for what is neither JSON nor a protocol
-    buffer.
-    """
-    if request.headers.get("content-type", "").startswith(PROTOBUF):
-        return read_forward_backward(body)
+def _decode(body: bytes) -> dict[str, Any]:
+    """Decodes the body of a request. Raises `UserError` for what is no JSON object."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError):

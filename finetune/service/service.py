@@ -16,14 +16,14 @@ from finetune.rollout.engine import Sampled
 from finetune.service.adapters import AdapterForm
 from finetune.service.ledger import Asked, Ledger, Result
 from finetune.service.operations import Operations, cut_at
-from finetune.service.wire import PROTOBUF, write_forward_backward, write_samples
+from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, write_samples
 from finetune.units import disk_size
 
 JSON = "application/json"
 SAMPLERS_KEPT = 32  # of a model, those that have no name
 MOST_WAITING = 10_000
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")
-SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt")
+SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
 Records = dict[tuple[str, str], Mapping[str, Any]]
 Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
@@ -229,12 +229,15 @@ class Service:
         answer = self._run("sample", own)
         sampled = iter(answer["sampled"])
         prompts = iter(answer["prompts"])
+        tops = iter(answer["tops"])
         for each in asked:
             texts = each.arguments["stop_texts"]
             every = [Sampled.of_json(next(sampled)) for _ in range(each.arguments["samples"])]
             cut = [cut_at(one, texts, self._tokenizer.decode) for one in every]
             prompt = next(prompts) if each.arguments["scores_prompt"] else None
-            self.ledger.finish(each, Result(PROTOBUF, write_samples(cut, prompt)), {})
+            width = each.arguments["top_prompt"]
+            top = TopTokens(next(tops), width) if width else None
+            self.ledger.finish(each, Result(PROTOBUF, write_samples(cut, prompt, top)), {})
 
     def _refuse_full_disk(self) -> None:
         """Raises `UserError` where the states are as large as is allowed."""
@@ -250,28 +253,33 @@ class Service:
         """Removes the states that no model, sampler or checkpoint names, and records that are
         over.
         """
+        self._forget_old_samplers()
+        self._forget_expired()
         ledger = self.ledger
-        open_ones = {
-            name for name, each in ledger.records("session").items() if not each["finished"]
-        }
-        samplers = ledger.records("sampler")
-        by_model: dict[str, list[str]] = {}
-        for name, each in sorted(samplers.items(), key=lambda one: one[1].get("at", 0)):
-            if each.get("model"):
-                by_model.setdefault(each["model"], []).append(name)
-        old = {name for names in by_model.values() for name in names[:-SAMPLERS_KEPT]}
-        for name in old:
-            ledger.remove("sampler", name)
-        now = time.time()
-        for path, each in ledger.records("checkpoint").items():
-            if each["expires"] is not None and each["expires"] < now:
-                ledger.remove("checkpoint", path)
         living = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-        used = {each["state"] for each in living if each["session"] in open_ones}
+        sessions = ledger.records("session")  # read last, as HTTP's threads add to all of them
+        used = {each["state"] for each in living if not sessions[each["session"]]["finished"]}
         used |= {each["state"] for each in ledger.records("checkpoint").values()}
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
+
+    def _forget_old_samplers(self) -> None:
+        """Of each model, the samplers without a name that are not the latest."""
+        by_model: dict[str, list[str]] = {}
+        samplers = self.ledger.records("sampler").items()
+        for name, each in sorted(samplers, key=lambda one: one[1].get("at", 0)):
+            if each.get("model"):
+                by_model.setdefault(each["model"], []).append(name)
+        for names in by_model.values():
+            for name in names[:-SAMPLERS_KEPT]:
+                self.ledger.remove("sampler", name)
+
+    def _forget_expired(self) -> None:
+        now = time.time()
+        for path, each in self.ledger.records("checkpoint").items():
+            if each["expires"] is not None and each["expires"] < now:
+                self.ledger.remove("checkpoint", path)
 
 
 def _find_name(model: str) -> str:

@@ -6,10 +6,12 @@ read and written by Google's library.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, groupby
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Sampled
@@ -18,7 +20,7 @@ PROTOBUF = "application/x-protobuf"
 
 # Of each message its fields, "number name type"; "*": several, "map": by a name.
 MESSAGES: Mapping[str, Sequence[str]] = {
-    "SparseCsr": ("1 values bytes",),
+    "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
     "Tensor": ("1 dense bytes", "2 sparse_csr SparseCsr", "3 dtype int32", "4 shape int64*"),
     "BatchedTensor": (
         "1 data bytes",
@@ -33,7 +35,12 @@ MESSAGES: Mapping[str, Sequence[str]] = {
         "3 metrics double map",
     ),
     "SampledSequence": ("1 stop_reason int32", "2 tokens bytes", "3 logprobs bytes"),
-    "SampleResponse": ("1 sequences SampledSequence*", "2 prompt_logprobs bytes"),
+    "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
+    "SampleResponse": (
+        "1 sequences SampledSequence*",
+        "2 prompt_logprobs bytes",
+        "3 topk_prompt_logprobs TopkLogprobs",
+    ),
     "EncodedTextChunk": ("1 tokens bytes",),
     "Chunk": ("1 encoded_text EncodedTextChunk",),
     "Datum": ("1 model_input Chunk*", "2 loss_fn_inputs Tensor map"),
@@ -49,6 +56,15 @@ MESSAGES: Mapping[str, Sequence[str]] = {
 }
 DTYPES: Mapping[int, "np.dtype[Any]"] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
+MOST_SPARSE_NUMBERS = 2**24  # of a request's sparse tensors, zeros included: as in 64 MiB of dense
+NO_TOKEN = (0.0, -99999.0)  # id and log-probability where nothing was computed
+
+
+class TopTokens(NamedTuple):
+    """A prompt's likeliest tokens."""
+
+    rows: Sequence[Sequence[Sequence[float]]]  # of each token after the first: ids and scores
+    width: int  # of a row
 
 
 @cache
@@ -102,6 +118,7 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
     data = []
     problem = None
     try:
+        _refuse_large_sparse(message.data)
         data = [_read_datum(datum, index) for index, datum in enumerate(message.data)]
     except UserError as error:
         problem = str(error)
@@ -118,51 +135,111 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
     }
 
 
+def _refuse_large_sparse(data: Sequence[Any]) -> None:
+    tensors = (tensor for datum in data for tensor in datum.loss_fn_inputs.values())
+    numbers = sum(abs(prod(each.shape)) for each in tensors if each.HasField("sparse_csr"))
+    if numbers > MOST_SPARSE_NUMBERS:
+        raise UserError(
+            f"data: the sparse tensors have {numbers} numbers, zeros included, where "
+            f"{MOST_SPARSE_NUMBERS} are served; send fewer datums at once"
+        )
+
+
 def _read_datum(datum: Any, index: int) -> dict[str, Any]:
     chunks = [chunk.encoded_text for chunk in datum.model_input if chunk.HasField("encoded_text")]
     if len(chunks) != len(datum.model_input):
         raise UserError(f"data[{index}].model_input: images and sounds are not served; give tokens")
-    tokens = [token for chunk in chunks for token in _numbers(chunk.tokens, np.dtype("<i4"))]
+    tokens = [token for chunk in chunks for token in _numbers(chunk.tokens, DTYPES[3]).tolist()]
     inputs = {name: _read_tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
     return {"tokens": tokens, "inputs": inputs}
 
 
-def _read_tensor(tensor: Any, name: str) -> list[float]:
-    is_row = len(tensor.shape) <= 1 or list(tensor.shape[1:]) == [1]
-    if tensor.HasField("sparse_csr") or tensor.dtype not in DTYPES or not is_row:
+def _read_tensor(tensor: Any, name: str) -> list[Any]:
+    """A number for each token, or a row of several."""
+    if tensor.dtype not in DTYPES or len(tensor.shape) > 2:
         raise UserError(
-            f"loss_fn_inputs: {name}: one number for each token is served, as a dense tensor of "
-            "float32 or int64; several targets for a token are not"
+            f"loss_fn_inputs: {name}: a number for each token, or a row of several, is served, of "
+            "float32 or int64"
         )
-    return _numbers(tensor.dense, DTYPES[tensor.dtype])
+    if tensor.HasField("sparse_csr"):
+        numbers = _read_sparse(tensor, name)
+    else:
+        numbers = _numbers(tensor.dense, DTYPES[tensor.dtype])
+    if len(tensor.shape) == 2:
+        try:
+            numbers = numbers.reshape(tensor.shape)
+        except ValueError:
+            raise UserError(
+                f"loss_fn_inputs: {name}: {numbers.size} numbers do not have the shape "
+                f"{[*tensor.shape]}"
+            ) from None
+    listed: list[Any] = numbers.tolist()
+    return listed
 
 
-def _numbers(raw: bytes, dtype: "np.dtype[Any]") -> list[Any]:
+def _read_sparse(tensor: Any, name: str) -> NDArray[Any]:
+    """A tensor of compressed rows (CSR), 0 where it lists nothing."""
+    values = _numbers(tensor.sparse_csr.values, DTYPES[tensor.dtype])
+    starts = _numbers(tensor.sparse_csr.crow_indices, DTYPES[2])
+    places = _numbers(tensor.sparse_csr.col_indices, DTYPES[2])
+    rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+    is_valid = (
+        0 < rows == len(starts) - 1
+        and starts[0] == 0
+        and bool((np.diff(starts) >= 0).all())
+        and starts[-1] == len(places) == len(values)
+        and bool(((places >= 0) & (places < columns)).all())
+    )
+    if not is_valid:
+        raise UserError(f"loss_fn_inputs: {name}: is no sparse tensor of compressed rows")
+    dense = np.zeros((rows, columns), values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(starts)), places] = values
+    return dense
+
+
+def _numbers(raw: bytes, dtype: "np.dtype[Any]") -> NDArray[Any]:
     if len(raw) % dtype.itemsize:
         raise UserError(f"{len(raw)} bytes are no whole number of {dtype.name}")
-    numbers: list[Any] = np.frombuffer(raw, dtype).tolist()
-    return numbers
+    return np.frombuffer(raw, dtype)
 
 
-def write_forward_backward(log_probabilities: Sequence[Sequence[float]], loss: float) -> bytes:
-    """A ForwardBackwardOutput."""
+def write_forward_backward(log_probabilities: Sequence[Sequence[Any]], loss: float) -> bytes:
+    """A ForwardBackwardOutput.
+
+    log_probabilities: Of each datum, [tokens] or [tokens, targets]; datums of another shape begin
+    another record.
+    """
     values = [np.array(each, np.float32) for each in log_probabilities]
-    offsets = np.array([0, *accumulate(each.nbytes for each in values)], np.int64)
-    tensor = _classes()["BatchedTensor"](
-        data=b"".join(each.tobytes() for each in values), offsets=offsets.tobytes(), dtype=FLOAT32
-    )
-    record = _classes()["ArrayRecord"](
-        type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(values)
-    )
+    records = [_make_record([*own]) for _, own in groupby(values, lambda each: each.shape[1:])]
     message = _classes()["ForwardBackwardOutput"](
-        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": loss}
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics={"loss:sum": loss}
     )
     raw: bytes = message.SerializeToString()
     return raw
 
 
-def write_samples(sampled: Sequence[Sampled], prompt: Sequence[float] | None) -> bytes:
-    """A SampleResponse. `prompt`: the log-probabilities of its tokens after the first."""
+def _make_record(values: Sequence[NDArray[np.float32]]) -> Any:
+    """An ArrayRecord of datums that have as many targets for each token."""
+    offsets = np.array([0, *accumulate(each.nbytes for each in values)], np.int64)
+    tensor = _classes()["BatchedTensor"](
+        data=b"".join(each.tobytes() for each in values),
+        offsets=offsets.tobytes(),
+        dtype=FLOAT32,
+        trailing_shape=values[0].shape[1:],
+    )
+    return _classes()["ArrayRecord"](
+        type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(values)
+    )
+
+
+def write_samples(
+    sampled: Sequence[Sampled], prompt: Sequence[float] | None, top: TopTokens | None = None
+) -> bytes:
+    """A SampleResponse.
+
+    prompt: The log-probabilities of its tokens after the first.
+    top: The likeliest tokens at these.
+    """
     sequence = _classes()["SampledSequence"]
     message = _classes()["SampleResponse"](
         sequences=[
@@ -176,5 +253,11 @@ def write_samples(sampled: Sequence[Sampled], prompt: Sequence[float] | None) ->
     )
     if prompt is not None:
         message.prompt_logprobs = np.array([np.nan, *prompt], np.float32).tobytes()
+    if top is not None:
+        table = np.array([[NO_TOKEN] * top.width, *top.rows])
+        message.topk_prompt_logprobs.token_ids = table[..., 0].astype(np.int32).tobytes()
+        message.topk_prompt_logprobs.logprobs = table[..., 1].astype(np.float32).tobytes()
+        message.topk_prompt_logprobs.k = top.width
+        message.topk_prompt_logprobs.length = len(table)
     raw: bytes = message.SerializeToString()
     return raw

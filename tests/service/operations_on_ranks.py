@@ -17,6 +17,9 @@ from tests.ranks import open_stores
 from tests.service.served import datum, recipe
 
 DATA = [datum([1, 403, 407, 261, 378, 383][: 3 + n % 4], weights=0.5 + n) for n in range(5)]
+# two datums with several targets for a token, beside those with one
+DATA[1]["inputs"] = {"target_tokens": [[5, 9], [7, 7], [8, 1]], "weights": [[1.0, 0.5]] * 3}
+DATA[4]["inputs"] = {"target_tokens": [[5, 9, 12]] * 2, "weights": [[0.25, 0.5, 1.0]] * 2}
 FORMS = [{"rank": 4, "seed": 1}, {"rank": 8, "seed": 2, "train_mlp": False}]
 PARAMS = {
     "learning_rate": 1e-3,
@@ -58,7 +61,8 @@ def main() -> None:
                     )
                 )
         asked = [
-            {"prompt": [1, 403, n], "samples": 1, "max_tokens": 6, "seed": n, "scores_prompt": True}
+            {"prompt": [1, 403, n], "samples": 1, "max_tokens": 6, "seed": n}
+            | {"scores_prompt": True, "top_prompt": n}
             for n in range(3)
         ]
         own = {

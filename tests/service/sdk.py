@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -73,7 +74,7 @@ def server(home: Path, port: int, *more: str) -> Iterator[subprocess.Popen[bytes
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while b"serving" not in log.read_bytes():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
@@ -84,7 +85,7 @@ def server(home: Path, port: int, *more: str) -> Iterator[subprocess.Popen[bytes
             process.wait()
 
 
-def run_script(home: Path, *command: str, seconds: float = 280) -> str:
+def run_script(home: Path, *command: str, seconds: float = 900) -> str:
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=home,
@@ -95,3 +96,11 @@ def run_script(home: Path, *command: str, seconds: float = 280) -> str:
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     return finished.stdout
+
+
+def state_of(home: Path, run: str, path: str) -> Path:
+    """The PEFT folder of a checkpoint."""
+    with sqlite3.connect(home / run / "service" / "ledger.sqlite") as ledger:
+        query = "SELECT body FROM record WHERE kind = 'checkpoint' AND id = ?"
+        (body,) = ledger.execute(query, [path]).fetchone()
+    return home / run / "service" / "states" / json.loads(body)["state"]

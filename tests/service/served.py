@@ -78,7 +78,8 @@ class Model:
 
 def sample(client: Client, sampler: str, seq: int, prompt: list[int], **how: Any) -> dict[str, Any]:
     """The promise of samples."""
-    more = {name: how.pop(name) for name in ("num_samples", "prompt_logprobs") if name in how}
+    names = ("num_samples", "prompt_logprobs", "topk_prompt_logprobs")
+    more = {name: how.pop(name) for name in names if name in how}
     chunks = [{"type": "encoded_text", "tokens": prompt}]
     asked = {
         "sampling_session_id": sampler,
@@ -104,13 +105,16 @@ def serving(
             service.ledger.close()
 
 
-def read_outputs(answer: Mapping[str, Any]) -> tuple[float, list[list[float]]]:
+def read_outputs(answer: Mapping[str, Any]) -> tuple[float, list[list[Any]]]:
     """The loss and the log-probabilities of each datum that a forward_backward has answered."""
     message = wire._classes()["ForwardBackwardOutput"].FromString(answer["raw"])
-    tensor = message.loss_fn_outputs[0].fields["logprobs"]
-    ends = np.frombuffer(tensor.offsets, np.int64) // 4
-    values = np.frombuffer(tensor.data, np.float32)
-    rows = [values[a:b].tolist() for a, b in pairwise(ends)]
+    rows = []
+    for record in message.loss_fn_outputs:
+        tensor = record.fields["logprobs"]
+        ends = np.frombuffer(tensor.offsets, np.int64) // 4
+        values = np.frombuffer(tensor.data, np.float32)
+        shape = (-1, *tensor.trailing_shape)
+        rows += [values[a:b].reshape(shape).tolist() for a, b in pairwise(ends)]
     return message.metrics["loss:sum"], rows
 
 
@@ -127,6 +131,14 @@ def read_samples(
         for each in message.sequences
     ]
     return every, np.frombuffer(message.prompt_logprobs, np.float32).tolist()
+
+
+def read_top(answer: Mapping[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
+    """The likeliest ids at each of a prompt's tokens, and their log-probabilities."""
+    top = wire._classes()["SampleResponse"].FromString(answer["raw"]).topk_prompt_logprobs
+    shape = (top.length, top.k)
+    ids = np.frombuffer(top.token_ids, np.int32).reshape(shape).tolist()
+    return ids, np.frombuffer(top.logprobs, np.float32).reshape(shape).tolist()
 
 
 def datum(ids: Sequence[int], **inputs: float | Sequence[float]) -> dict[str, Any]:
@@ -148,7 +160,9 @@ def encode_forward_backward(data: Sequence[Mapping[str, Any]], **own: Any) -> by
         for name, values in each["inputs"].items():
             is_ids = name == "target_tokens"
             tensor = message.loss_fn_inputs[name]
-            tensor.dense = np.array(values, "<i8" if is_ids else "<f4").tobytes()
+            numbers = np.array(values, "<i8" if is_ids else "<f4")
+            tensor.dense = numbers.tobytes()
+            tensor.shape.extend(numbers.shape)
             tensor.dtype = 2 if is_ids else 1
     raw: bytes = request.SerializeToString()
     return raw

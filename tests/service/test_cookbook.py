@@ -2,10 +2,13 @@
 that of a plain loop of torch and PEFT over what they have asked for. Slow, and skipped where the cookbook is not installed.
 """
 
+import asyncio
 import json
 import math
-import sqlite3
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import free_port
-from tests.service.sdk import NAME, make_home, run_script, server
+from tests.service.sdk import NAME, make_home, run_script, server, state_of
 
 pytestmark = pytest.mark.slow
 MAIN = "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
+WIKI = "Salesforce/wikitext/train.jsonl"
 PLAIN_CHAT = "renderer_name=role_colon"  # of whose words the tiny tokenizer needs no special tokens
 START = """
 import tinker
@@ -31,21 +35,18 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def say(asked: str, answer: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
 @pytest.fixture
 def home(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the model, and small data under the names of those that recipes load."""
     for name in ("tinker_cookbook", "pylatexenc", "sympy", "math_verify"):
         pytest.importorskip(name)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    chat = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is {n % 90} + 1?"},
-                {"role": "assistant", "content": str(n % 90 + 1)},
-            ]
-        }
-        for n in range(256)
-    ]
+    chat = [say(f"What is {n % 90} + 1?", str(n % 90 + 1)) for n in range(256)]
     pairs = [
         {
             "chosen": f"\n\nHuman: What is {n}?\n\nAssistant: It is {n}.",
@@ -75,10 +76,13 @@ def home(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ],
         "hicai-zju/SciKnowEval/test.jsonl": science,
         "open-thoughts/OpenThoughts3-1.2M/train.jsonl": sayings,
+        WIKI: [{"text": f"Tom ran {WORDS[n % 2]} the dog, and Lily sat."} for n in range(200)],
     }
     for name, rows in files.items():
         write_rows(tmp_path / name, rows)
     (tmp_path / "openai/gsm8k/README.md").write_text(MAIN)
+    named = MAIN.replace("main", "wikitext-103-raw-v1")
+    (tmp_path / WIKI).with_name("README.md").write_text(named)
     return make_home(tmp_path, shared, length=2048)
 
 
@@ -94,14 +98,6 @@ def last_checkpoint(home: Path, log: str, kind: str) -> str:
     lines = (home / log / "checkpoints.jsonl").read_text().splitlines()
     path: str = json.loads(lines[-1])[kind]
     return path
-
-
-def state_of(home: Path, run: str, path: str) -> Path:
-    """The PEFT folder of a checkpoint."""
-    with sqlite3.connect(home / run / "service" / "ledger.sqlite") as ledger:
-        query = "SELECT body FROM record WHERE kind = 'checkpoint' AND id = ?"
-        (body,) = ledger.execute(query, [path]).fetchone()
-    return home / run / "service" / "states" / json.loads(body)["state"]
 
 
 def train_plainly(
@@ -120,8 +116,9 @@ def train_plainly(
         for datum in line.get("data", ()):
             inputs = {name: torch.tensor(each) for name, each in datum["inputs"].items()}
             logits = model(torch.tensor([datum["tokens"]])).logits[0]
-            targets = inputs["target_tokens"][:, None]
-            scores = logits.log_softmax(-1).gather(1, targets)[:, 0]
+            targets = inputs["target_tokens"]
+            every = logits.log_softmax(-1)
+            scores = every.gather(1, targets.view(len(targets), -1)).view_as(targets)
             if line["loss"] == "cross_entropy":
                 loss = -(scores * inputs["weights"]).sum()
             else:
@@ -160,25 +157,34 @@ def check_against_plain_loop(
     assert reported == pytest.approx(norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_recipes_train_what_a_plain_loop_trains(
-    home: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def serving_recipes(home: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The server, which recipes find by their environment; the folder of an adapter's start."""
     port = free_port()
     monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{port}")
     (home / "start.py").write_text(START.format(name=NAME))
     more = ["--config", "two.yaml", "--num-processes", "2"] if ranks == 2 else []
-    rows = ("batch_size=8", "max_length=512", "max_steps=2")
-    sampled = ("max_tokens=8", "max_steps=2", "eval_every=0")
     with server(home, port, *more):
-        start = state_of(home, "run", run_script(home, "start.py").strip())
+        yield state_of(home, "run", run_script(home, "start.py").strip())
 
-        def run(log: str, recipe: str, *keys: str) -> list[dict[str, Any]]:
-            """The metrics of a recipe that has trained what a plain loop trains."""
-            metrics = run_recipe(home, log, recipe, *keys)
-            check_against_plain_loop(home, start, log, metrics)
-            return metrics
 
+def run_checked(home: Path, start: Path, log: str, recipe: str, *keys: str) -> list[dict[str, Any]]:
+    """The metrics of a recipe that has trained what a plain loop trains."""
+    metrics = run_recipe(home, log, recipe, *keys)
+    check_against_plain_loop(home, start, log, metrics)
+    return metrics
+
+
+SAMPLED = ("max_tokens=8", "max_steps=2", "eval_every=0")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recipes_train_what_a_plain_loop_trains(
+    home: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ("batch_size=8", "max_length=512", "max_steps=2")
+    with serving_recipes(home, ranks, monkeypatch) as start:
+        run = partial(run_checked, home, start)
         run("chat", "chat_sl.train", "dataset=chat.jsonl", *rows)
         run(
             "prompt",
@@ -189,13 +195,13 @@ def test_recipes_train_what_a_plain_loop_trains(
         )
         streamed = ("max_prompts=16", "buffer_size=16", "lora_rank=32", "learning_rate=1e-4")
         run("thoughts", "distillation.off_policy_reasoning", PLAIN_CHAT, *streamed, *rows)
-        groups = (PLAIN_CHAT, "batch_size=4", "group_size=4", *sampled)
+        groups = (PLAIN_CHAT, "batch_size=4", "group_size=4", *SAMPLED)
         shorter = run("shorter", "preference.shorter.train", *groups)
         taught = last_checkpoint(home, "chat", "sampler_path")
         teacher = (f"teacher_model={NAME}", f"teacher_checkpoint={taught}")
-        pairs = ("groups_per_batch=4", "group_size=2", "lora_rank=32", *sampled)
+        pairs = ("groups_per_batch=4", "group_size=2", "lora_rank=32", *SAMPLED)
         distilled = run("kl", "distillation.on_policy_distillation", *teacher, *pairs)
-        games = (PLAIN_CHAT, "batch_size=2", "group_size=2", *sampled)
+        games = (PLAIN_CHAT, "batch_size=2", "group_size=2", *SAMPLED)
         guesses = run_recipe(home, "guess", "multiplayer_rl.guess_number.train", *games)
         faster = ("batch_size=4", "max_length=512", "max_steps=4", "learning_rate=1e-3")
         preferred = run_recipe(home, "dpo", "preference.dpo.train", *faster)
@@ -207,3 +213,79 @@ def test_recipes_train_what_a_plain_loop_trains(
     losses = [line["dpo_loss"] for line in preferred if "dpo_loss" in line]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < losses[0] / 2
     assert basic[1]["train_mean_nll"] < basic[0]["train_mean_nll"]
+
+
+def test_distillation_by_the_likeliest_tokens_trains_what_a_plain_loop_trains(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving_recipes(home, 1, monkeypatch) as start:
+        keys = ("groups_per_batch=4", "lora_rank=32", "topk=20", "learning_rate=1e-3")
+        science = (*keys, "max_tokens=16", "max_steps=3", "eval_every=0")
+        forward = run_checked(home, start, "sdft", "sdft.train", *science)
+        reverse = run_recipe(home, "sdft-reverse", "sdft.train", *science, "reverse=true")
+    for metrics in (forward, reverse):
+        assert [line["sdft/topk"] for line in metrics if "sdft/topk" in line] == [20.0] * 3
+    divergences = [line["sdft/reverse_kl_mean"] for line in reverse if "sdft/topk" in line]
+    assert all(each > 0 for each in divergences)
+
+
+CALL = '<tool_call>\n{"name": "read_page", "arguments": {"page": 1}}\n</tool_call>'
+WORDS = ("before", "after")
+
+
+def teach_tool(home: Path) -> None:
+    """Makes the tiny model one that calls the tool of `rl_numerics_check`, or answers: each of
+    these is one token of its own.
+    """
+    from tinker_cookbook.recipes.rl_numerics_check import env as counting
+    from tinker_cookbook.renderers import get_renderer
+    from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
+
+    folder = home / NAME
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = [f"Answer: {count}" for count in range(3)]
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in (CALL, *answers)])
+    marks = [AddedToken(each, normalized=False) for each in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    model.resize_token_embeddings(len(tokenizer))
+    renderer = get_renderer("qwen3_instruct", tokenizer)
+    task = counting.CountingTaskConfig(num_pages_min=1, num_pages_max=2, page_chars=80, words=WORDS)
+    corpus = "\n".join(json.loads(line)["text"] for line in (home / WIKI).open())
+    draw = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    called, *answered = tokenizer.convert_tokens_to_ids([CALL, *answers])
+    end = renderer.get_stop_sequences()[0]
+    for step in range(60):
+        problem = counting.sample_problem(draw, corpus, task)
+        env = counting.build_env(problem, renderer, task, None, None)
+        seen, _ = asyncio.run(env.initial_observation())
+        said = [draw.choice([called, draw.choice(answered)]), end]
+        if step % 2:
+            seen = asyncio.run(env.step([called, end])).next_observation
+            said[0] = draw.choice(answered)
+        ids = seen.to_ints()
+        labels = torch.tensor([[-100] * len(ids) + said])
+        model(torch.tensor([ids + said]), labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for path in folder.iterdir():
+        path.unlink()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_tool_environment_trains_what_a_plain_loop_trains(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teach_tool(home)
+    pages = ("task.num_pages_min=1", "task.num_pages_max=2", "task.page_chars=80")
+    task = (*pages, f"task.words={','.join(WORDS)}", "task.reward_tolerance=1.0")
+    sizes = ("groups_per_batch=4", "group_size=4", "max_tokens=4", "max_steps=2", "save_every=0")
+    with serving_recipes(home, 1, monkeypatch) as start:
+        recipe = "rl_numerics_check.train"
+        own = ("renderer_name=qwen3_instruct", *task, *sizes)
+        metrics = run_checked(home, start, "tool", recipe, *own)
+    for line in metrics[:2]:
+        assert line["env/all/pages_read"] > 0
+        assert line["env/all/turns_per_episode"] > 1.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT, free_port
-from tests.service.sdk import NAME, environment, make_home, run_script, server
+from tests.service.sdk import NAME, environment, make_home, run_script, server, state_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,16 @@ for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
     client.forward_backward([datum(logprobs=-1.0, advantages=1.0, **more)], loss, numbers).result()
 own = client.forward_backward_custom(data, lambda data, scores: (-sum(s.sum() for s in scores), {"mine": 2.0})).result().metrics
 assert abs(own["loss:sum"] - trained) < 1e-3 and own["mine"] == 2.0
+count = len(ids) - 1
+six = torch.tensor([[token, 5, 0, 0, 0, 0] for token in ids[1:]])
+shares = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]] * count)
+soft = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": six, "weights": shares})
+assert soft.loss_fn_inputs["weights"].sparse_crow_indices is not None
+mixed = client.forward_backward([soft, data[0]], "cross_entropy").result()
+assert [each["logprobs"].shape for each in mixed.loss_fn_outputs] == [[count, 6], [count]]
+assert abs(mixed.metrics["loss:sum"] - trained) < 1e-3
+own = client.forward_backward_custom([soft], lambda data, scores: (-(scores[0] * shares).sum(), {})).result()
+assert abs(own.metrics["loss:sum"] - trained / 2) < 1e-3
 client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result()
 path = client.save_state("here").result().path
 sampler_path = client.save_weights_for_sampler("there").result().path
@@ -66,6 +76,11 @@ assert len(answer.sequences) == 3 and answer.prompt_logprobs[0] is None and len(
 again = sampler.sample(prompt, 3, types.SamplingParams(max_tokens=8, seed=5, temperature=1.0)).result()
 assert [s.tokens for s in again.sequences] == [s.tokens for s in answer.sequences]
 scored = sampler.compute_logprobs(prompt).result()
+top = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=4).result().topk_prompt_logprobs
+assert top[0] is None and [len(row) for row in top[1:]] == [4] * 4
+assert all(row[0][1] >= score - 1e-4 for row, score in zip(top[1:], scored[1:], strict=True))
+named = [(dict(row).get(token), score) for row, token, score in zip(top[1:], ids[1:5], scored[1:], strict=True)]
+assert all(found is None or abs(found - score) < 1e-4 for found, score in named)
 assert service.create_sampling_client(model_path=sampler_path).result().compute_logprobs(prompt).result() == scored
 assert service.create_sampling_client(base_model=MODEL).result().compute_logprobs(prompt).result() != scored
 other = service.create_training_client_from_state_with_optimizer(path).result()
@@ -113,35 +128,54 @@ for step in range(25):
     passed = [client.forward_backward([data] * n, "cross_entropy") for n in (1, 2)]
     stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
     print(step, *[each.result().metrics["loss:sum"] for each in passed], stepped.result().metrics["grad_norm:mean"], flush=True)
+print(client.save_state("end").result().path)
 """
+KILLS = 3  # of each seed
 
 
-def test_a_client_goes_on_with_the_same_weights_after_kills_at_any_place(home: Path) -> None:
+def count_lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n")
+
+
+def end_of(home: Path, run: str, printed: str) -> tuple[list[str], list[bytes]]:
+    """The numbers that STEPS has printed, and the weights and optimizer that it has saved."""
+    *steps, path = printed.splitlines()
+    state = state_of(home, run, path)
+    names = ("adapter_model.safetensors", "optimizer.safetensors")
+    return steps, [(state / name).read_bytes() for name in names]
+
+
+def test_a_client_goes_on_with_the_same_weights_after_kills_at_random_places(home: Path) -> None:
     (home / "steps.py").write_text(STEPS)
     port = free_port()
     arguments = ("steps.py", NAME, f"http://127.0.0.1:{port}")
     with server(home, port, "output_dir=calm"):
-        calm = run_script(home, *arguments)
-    draw = random.Random(0)
-    with (home / "steps.log").open("wb") as output:
+        calm = end_of(home, "calm", run_script(home, *arguments))
+    assert len(calm[0]) == 25
+    killed_in: list[int] = []
+    for seed in range(2):
+        draw = random.Random(seed)
+        log = home / f"steps{seed}.log"
         client: Any = None
-        for kill in range(4):
-            with server(home, port):
+        for kill in range(KILLS + 1):
+            with server(home, port, f"output_dir=run{seed}"), log.open("ab") as output:
                 client = client or subprocess.Popen(
                     [sys.executable, "-W", "ignore", *arguments],
                     cwd=home,
                     env=environment(),
                     stdout=output,
                 )
-                lines = len((home / "steps.log").read_bytes().splitlines())
-                while kill < 3 and len(
-                    (home / "steps.log").read_bytes().splitlines()
-                ) < lines + draw.randint(1, 5):
-                    assert client.poll() is None
-                    time.sleep(draw.random() / 20)
-                if kill == 3:
+                if kill == KILLS:
                     assert client.wait(120) == 0
-    assert (home / "steps.log").read_text() == calm
+                    break
+                lines = count_lines(log) + draw.randint(1, 6)
+                while count_lines(log) < lines:
+                    assert client.poll() is None
+                    time.sleep(0.01)
+                time.sleep(draw.random() / 5)  # of a step, which takes about as long
+                killed_in.append(count_lines(log))
+        assert end_of(home, f"run{seed}", log.read_text()) == calm
+    assert len(killed_in) == 2 * KILLS and max(killed_in) < 25
 
 
 def cookbook(home: Path, port: int, log_path: str) -> dict[str, list[dict[str, Any]]]:

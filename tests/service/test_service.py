@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -13,9 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
-from tests.service.served import Client, Model, datum, read_outputs, read_samples, sample, serving
+from tests.service.served import (
+    Client,
+    Model,
+    datum,
+    read_outputs,
+    read_samples,
+    read_top,
+    sample,
+    serving,
+)
 
 TEXTS = (
     "Once upon a time there was a little dog.",
@@ -52,7 +63,8 @@ def plain_step(
     for each in data:
         logits = model(torch.tensor([each["tokens"]])).logits[0].float()
         targets = torch.tensor(each["inputs"]["target_tokens"])
-        new = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        every = torch.log_softmax(logits, -1)
+        new = every.gather(1, targets.view(len(targets), -1)).view_as(targets)
         given = {
             name: torch.tensor(values, dtype=torch.float32)
             for name, values in each["inputs"].items()
@@ -70,12 +82,40 @@ def plain_step(
     return total.item(), scored
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
+def with_targets(ids: list[int], count: int, draw: random.Random) -> dict[str, Any]:
+    """A datum with so many targets for each token, of its own tokens."""
+    rows = range(len(ids) - 1)
+    inputs = {
+        "target_tokens": [draw.choices(ids, k=count) for _ in rows],
+        "weights": [[draw.random() for _ in range(count)] for _ in rows],
+    }
+    return {"tokens": ids[:-1], "inputs": inputs}
+
+
+def draw_data(kind: str, rows: list[list[int]], draw: random.Random) -> list[dict[str, Any]]:
+    if kind == "cross_entropy":
+        return weighted(rows, draw)
+    if kind == "several targets":
+        counts = (3, 1, 5)
+        every = [with_targets(ids, n, draw) for ids, n in zip(rows, counts, strict=True)]
+        return [*every[:2], *weighted(rows[:1], draw), *every[2:]]
+    return [
+        datum(
+            ids,
+            logprobs=[-draw.random() * 4 for _ in ids[1:]],
+            advantages=[draw.uniform(-1, 1) for _ in ids[1:]],
+        )
+        for ids in rows
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "several targets", "importance_sampling"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(
-    base: Path, rows: list[list[int]], tmp_path: Path, loss: str, packing: bool
+    base: Path, rows: list[list[int]], tmp_path: Path, kind: str, packing: bool
 ) -> None:
-    draw = random.Random(loss)
+    draw = random.Random(kind)
+    loss = "cross_entropy" if kind == "several targets" else kind
     # An eps well above a gradient's rounding, which Adam would else blow up to a whole step.
     params = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 0.5}
     with serving(tmp_path / "run", base, packing=packing) as service:
@@ -90,17 +130,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(
             trained, lr=0.02, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.1
         )
         for _ in range(4):
-            if loss == "cross_entropy":
-                data = weighted(rows, draw)
-            else:
-                data = [
-                    datum(
-                        ids,
-                        logprobs=[-draw.random() * 4 for _ in ids[1:]],
-                        advantages=[draw.uniform(-1, 1) for _ in ids[1:]],
-                    )
-                    for ids in rows
-                ]
+            data = draw_data(kind, rows, draw)
             passed = model.pass_data(data, loss)
             stepped = model.step(0.02, **params)
             found, scored = read_outputs(client.result(passed))
@@ -188,6 +218,36 @@ def test_eight_adapters_have_the_losses_of_eight_runs_alone(
         assert {name: done.count(name) for name in expected} == expected
         for rank in RANKS:
             assert losses[rank] == pytest.approx(alone[rank], abs=1e-6 * max(alone[rank])), rank
+
+
+def test_several_targets_share_a_pass_with_one_and_have_the_losses_of_a_run_alone(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    draw = random.Random(2)
+    data = [draw_data("several targets", rows, draw), weighted(rows, draw)]
+    data.append([with_targets(ids, 20, draw) for ids in rows])
+    found: dict[int, list[tuple[float, list[Any]]]] = {}
+    norms: dict[int, list[float]] = {}
+    for most_stacked in (1, 8):
+        keys = {"most_stacked": most_stacked, "max_length": 512}
+        with serving(tmp_path / str(most_stacked), base, **keys) as service:
+            done = watch_operations(service)
+            client = Client(service)
+            models = [client.model(4, seed=number) for number in range(3)]
+            promised = [model.pass_data(own) for model, own in zip(models, data, strict=True)]
+            steps = [model.step() for model in models]
+            found[most_stacked] = [read_outputs(client.result(each)) for each in promised]
+            norms[most_stacked] = [
+                client.result(each)["metrics"]["grad_norm:mean"] for each in steps
+            ]
+        assert done.count("forward_backward_together") == int(most_stacked == 8)
+    assert norms[8] == pytest.approx(norms[1], rel=1e-5)
+    for alone, beside in zip(found[1], found[8], strict=True):
+        assert beside[0] == pytest.approx(alone[0], rel=1e-6)
+        assert [np.shape(row) for row in beside[1]] == [np.shape(row) for row in alone[1]]
+        for one, other in zip(beside[1], alone[1], strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+    assert [np.shape(row)[1:] for row in found[8][0][1]] == [(3,), (1,), (), (5,)]
 
 
 def test_one_models_fault_is_not_that_of_those_beside_it(
@@ -334,6 +394,18 @@ def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
         every = logits[:-1].gather(1, torch.tensor((prompt + greedy)[1:])[:, None])[:, 0].tolist()
         assert found[1] == pytest.approx(every[5:], abs=5e-5)
         assert scores[1:] == pytest.approx(every[:5], abs=5e-5)
+        widths = (3, 512, 0)
+        promises = [
+            sample(client, sampler, 20 + n, prompt, max_tokens=1, topk_prompt_logprobs=n)
+            for n in widths
+        ]
+        assert read_top(client.result(promises[2])) == ([], [])
+        for width, promise in zip(widths[:2], promises[:2], strict=True):
+            values, likeliest = logits[:5].topk(width)
+            top_ids, top_scores = read_top(client.result(promise))
+            assert (top_ids[0], top_scores[0]) == ([0] * width, [-99999.0] * width)
+            torch.testing.assert_close(torch.tensor(top_scores[1:]), values, rtol=0, atol=5e-5)
+            assert [row[:3] for row in top_ids[1:]] == [row[:3] for row in likeliest.tolist()]
         alone = read_samples(
             client.result(sample(client, sampler, 1, prompt, seed=7, max_tokens=9, num_samples=3))
         )[0]
@@ -391,6 +463,26 @@ def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
         )
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
+    client = Client(service)
+    model = client.model()
+    draw = random.Random(loss)
+    names = LOSSES[loss].inputs
+    row = datum(rows[0], **{name: [draw.uniform(-2, 2) for _ in rows[0][1:]] for name in names})
+    columns = {name: [[each] for each in values] for name, values in row["inputs"].items()}
+    options = dict.fromkeys(LOSSES[loss].options, 0.9)
+    losses = []
+    for datums in ([row], [row | {"inputs": columns}], [row, row | {"inputs": columns}]):
+        promise = model.pass_data(datums, loss, options=options, forward_only=True)
+        total, scored = read_outputs(client.result(promise))
+        losses.append(total / len(datums))
+        shapes = [(len(rows[0]) - 1,), (len(rows[0]) - 1, 1)]
+        expected = [shapes[isinstance(each["inputs"]["target_tokens"][0], list)] for each in datums]
+        assert [np.shape(each) for each in scored] == expected
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+
+
 REFUSED = {
     "no target": (
         {"inputs": {"weights": [1.0, 1.0]}},
@@ -399,6 +491,18 @@ REFUSED = {
     "a number too few": (
         {"inputs": {"target_tokens": [1, 2], "weights": [1.0]}},
         "weights has 1 numbers for 2 tokens",
+    ),
+    "another shape": (
+        {"inputs": {"target_tokens": [[1, 2], [3, 4]], "weights": [1.0, 1.0]}},
+        "weights has the shape [2], target_tokens [2, 2]; the same is expected",
+    ),
+    "no targets": (
+        {"inputs": {"target_tokens": [[], []], "weights": [[], []]}},
+        "target_tokens is a table without columns",
+    ),
+    "no id among several": (
+        {"inputs": {"target_tokens": [[1, 2], [3, -1]], "weights": [[1.0, 1.0]] * 2}},
+        "-1 is no id below 512",
     ),
     "not finite": (
         {"inputs": {"target_tokens": [1, 2], "weights": [1.0, float("nan")]}},
@@ -412,6 +516,15 @@ REFUSED = {
         {"tokens": [1] * 200, "inputs": {"target_tokens": [1], "weights": [1.0]}},
         "200 tokens, where 1 to 128 are expected",
     ),
+    "several targets for another loss": (
+        {
+            "loss": "ppo",
+            "inputs": {
+                name: [[1, 2], [3, 4]] for name in ("target_tokens", "logprobs", "advantages")
+            },
+        },
+        "ppo takes one target for each token; cross_entropy takes several",
+    ),
 }
 
 
@@ -422,15 +535,15 @@ def test_a_datum_that_cannot_be_used_is_refused_and_keeps_its_place(
     client = Client(service)
     model = client.model()
     changed, message = REFUSED[case]
-    wrong = {"tokens": [1, 2], "inputs": {}} | changed
-    refused = send_wrong(client, model, wrong)
+    wrong = {"tokens": [1, 2], "inputs": {}, "loss": "cross_entropy"} | changed
+    refused = send_wrong(client, model, wrong, wrong.pop("loss"))
     right = model.pass_data([datum(rows[0], weights=1.0)])
     answer = client.result(refused)
     assert message in answer["error"] and answer["category"] == "user"
     assert read_outputs(client.result(right))[0] > 0
 
 
-def send_wrong(client: Client, model: Model, wrong: dict[str, Any]) -> dict[str, Any]:
+def send_wrong(client: Client, model: Model, wrong: dict[str, Any], loss: str) -> dict[str, Any]:
     from finetune.service.endpoints import forward_backward
 
     model.seq += 1
@@ -438,7 +551,7 @@ def send_wrong(client: Client, model: Model, wrong: dict[str, Any]) -> dict[str,
         "model_id": model.name,
         "seq_id": model.seq,
         "forward_only": False,
-        "loss_fn": "cross_entropy",
+        "loss_fn": loss,
         "options": {},
     }
     return forward_backward(client.service, {**own, "problem": None, "data": [wrong]})
