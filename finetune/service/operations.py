@@ -284,15 +284,15 @@ class Operations:
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
     ) -> list[list[list[list[float]]]]:
-        """Of each prompt, at each token after the first, the likeliest ids with their
-        log-probabilities, as many as its width.
+        """Finds for each token after a prompt's first the likeliest ids with their
+        log-probabilities, as many as the prompt's width.
         """
         every = self._score(prompts, head_top(max(widths, default=1)))
         return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
 
     def _score(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
-        """What `head` finds at each prompt's tokens after the first, by the adapter that is in the
-        model.
+        """Returns the results of `head` at each prompt's tokens after the first, by the adapter
+        that is in the model.
         """
         data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
         if not data:
