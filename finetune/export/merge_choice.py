@@ -209,7 +209,9 @@ def measure(
         hidden = hidden.reshape(count, is_token.numel(), -1)[:, is_token]
         vocabulary = plain.config.get_text_config().vocab_size
         chunk = max(1, loss_chunk_tokens(vocabulary, "cpu") // count)
-        for some, own_labels in zip(hidden.split(chunk, 1), labels.split(chunk), strict=True):
+        for some, own_labels in zip(
+            torch.split(hidden, chunk, 1), torch.split(labels, chunk), strict=True
+        ):
             logits, _ = factors.logits.forward(head_of(plain)(some).float())
             sums.add(logits, own_labels)
     return sums.average(rows.labeled_tokens)

@@ -573,10 +573,8 @@ def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
 
     stored = {"weight": numbers, "weight_scale_inv": scales}
     converted = Fp8Dequantize(None).convert(stored)["weight"]
-    if isinstance(converted, list):  # of transformers 5.17
-        values: Tensor = converted[0]
-        return values
-    return converted
+    values: Tensor = converted[0] if isinstance(converted, list) else converted  # 5.17: a list
+    return values
 
 
 def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: str) -> StoredTensor:

@@ -336,7 +336,7 @@ def _pad_left(prompts: Sequence[Prompt], pad: int) -> dict[str, Tensor]:
 
 def _read_images(
     transformer: Any, tokenizer: Any, prompts: Sequence[Prompt], input_ids: Tensor
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """The tower's inputs for the images of `prompts`; none where they have none."""
     images = [image for prompt in prompts for image in prompt.images]
     if not images:
