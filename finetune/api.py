@@ -105,7 +105,7 @@ def prepare(recipe: Recipe | str | Path) -> "PreparedData":
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run has left in its folder."""
+    """The files of a finished run."""
 
     folder: Path
 

@@ -254,7 +254,7 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
 
 
 def add_service_options(serve: argparse.ArgumentParser) -> None:
-    """What the server and the script on its ranks both take."""
+    """Adds the options that the server and the script on its ranks both take."""
     _take(
         serve,
         "--host",

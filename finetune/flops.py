@@ -102,8 +102,8 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
 
 
 def count_attention_layers(config: Any) -> int:
-    """Those that compare tokens with each other: neither states nor convolutions do, whose products
-    are small.
+    """Counts the layers that compare tokens with each other. States and convolutions do not; their
+    products are small.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

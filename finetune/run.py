@@ -244,8 +244,8 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
 
 
 def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
-    """(rank, exit code) of the rank that ended the run: one that was preempted or found a user's
-    error, else the first.
+    """Returns (rank, exit code) of the rank that ended the run: one that was preempted or found a
+    user's error, else the first.
 
     `codes`: of the ranks that failed, in the order in which they ended. The launcher ends the
     others by SIGTERM.

@@ -69,8 +69,8 @@ from finetune.training.watch import SignalListener, uninterrupted
 
 
 class Loss:
-    """What `Session.forward_backward` has measured, over all ranks. Reading it waits for the
-    device.
+    """The loss and metrics of `Session.forward_backward`, over all ranks. Reading them waits for
+    the device.
     """
 
     def __init__(self, totals: Totals, count: int, objective: Objective) -> None:
@@ -90,7 +90,7 @@ class Loss:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the recipe's method."""
+        """The metrics of the recipe's method."""
         return self._read[1]
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,7 +101,7 @@ class Loss:
 
 
 class Update(NamedTuple):
-    """What `Session.optim_step` has done."""
+    """The result of `Session.optim_step`."""
 
     step: int  # steps done, this one included
     learning_rate: float
@@ -111,7 +111,7 @@ class Update(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `Session.take_gradients` has taken, on this rank."""
+    """The gradients of `Session.take_gradients`, on this rank."""
 
     tensors: list[Tensor | None]  # in the order of the optimizer's parameters
     backward: list[tuple[StepBatch, Measured]]  # what they are of
@@ -141,7 +141,7 @@ class SampledAnswer(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What is trained, and what is minimized."""
+    """The trained model and its objective."""
 
     model: nn.Module
     size: ModelSize
@@ -296,8 +296,8 @@ class Session:
         return Loaded(model, size, optimizer, objectives)
 
     def check_model(self) -> None:
-        """What loading the model and its teacher would find wrong with files and keys, by the
-        headers of the weights.
+        """Finds problems of the model's and the teacher's files and keys, from the headers of the
+        weights alone.
 
         Nothing is downloaded for it: what is not on this machine is not looked at. Raises
         `UserError`.
@@ -327,7 +327,7 @@ class Session:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What `optim_step` updates with."""
+        """The optimizer of `optim_step`."""
         return self._loaded.optimizer
 
     @cached_property

@@ -54,7 +54,7 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every folder that has a checkpoint's name, in order of step.
+    """Returns (step, folder) of every folder that has a checkpoint's name, in order of step.
 
     Not verified.
     """
@@ -347,7 +347,7 @@ def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
 
 
 def _why_none(run: Path) -> str:
-    """What is wrong with a folder in which no checkpoints are."""
+    """Says what is wrong with a folder in which no checkpoints are."""
     if not run.is_dir():
         return "no such folder; name a run's, such as runs/quickstart"
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():

@@ -243,8 +243,8 @@ def find_damage(
     parts: Collection[str] = PARTS,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
-    """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied
-    on.
+    """Finds what is wrong with a published checkpoint, one sentence each; nothing, where it can be
+    relied on.
 
     `checksums=False` compares names and sizes only. `parts` must be right, beside state.json.
     `advance` counts bytes.

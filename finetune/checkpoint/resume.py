@@ -399,7 +399,7 @@ def list_changes(
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs between two recipes with every key filled in, as `key: then -> now`.
+    """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
     First what decides the course of a run (the schema marks it). A key that `then` does not know
     had its default.

@@ -102,7 +102,7 @@ OTHER_MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file or the environment states, before it is interpreted.
+    """The settings of a file or the environment, before they are interpreted.
 
     Keys of `fsdp` and `mesh` have no prefix.
     """

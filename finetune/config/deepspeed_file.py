@@ -84,7 +84,7 @@ OPTIMIZER_IN_RECIPE = {"lr": "learning_rate", "weight_decay": "weight_decay", "e
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a DeepSpeed section means here."""
+    """A DeepSpeed section in our keys."""
 
     distributed_type: str  # of an Accelerate file
     fsdp: dict[str, Any]  # keys of fsdp_config, without their prefix

@@ -77,7 +77,7 @@ class ExportKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFormat:
-    """What the package knows about a format.
+    """All facts about an export format.
 
     A new one is a row in `EXPORT_FORMATS`, and a file in export/formats/.
     """

@@ -74,7 +74,7 @@ ACTIVATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's config says.
+    """The facts in a model's config.
 
     Returned by `read_model_facts`, for a run and for a plan alike.
     """
@@ -101,7 +101,7 @@ class ModelFacts:
 
     @property
     def family(self) -> Family:
-        """What is known of the family."""
+        """The facts about the model's family."""
         return find_family(self.model_type)
 
     @property
@@ -115,7 +115,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What the machine of a run has.
+    """The facts about a run's machine.
 
     `capability` is the GPU's compute capability; None on a CPU.
     """

@@ -32,7 +32,7 @@ class Judge:
 
     @property
     def title(self) -> str:
-        """What metrics call it."""
+        """The judge's name in metrics."""
         return self.name or self.model.rstrip("/").rpartition("/")[2]
 
     @property
@@ -101,7 +101,7 @@ def read_judge(name: str) -> Judge:
 
 
 def fill_prompt(judge: Judge, prompt: Any, completion: Any, values: Mapping[str, str]) -> str:
-    """What a judge is asked about a completion; `values`: of the row, by column."""
+    """Returns the judge's prompt about a completion. `values`: of the row, by column."""
     own = {"prompt": _show_prompt(prompt), "completion": text_of(completion)}
     return judge.fill({**values, **own})
 

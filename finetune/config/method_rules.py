@@ -108,7 +108,9 @@ def _follows_every_ratio(case: Case) -> bool:
 
 
 def _list_wrong_addresses(case: Case) -> list[str]:
-    """Of `vllm_server_base_url` what is no address: entries, or the list where it is empty."""
+    """Lists the entries of `vllm_server_base_url` that are no addresses; the list itself where it
+    is empty.
+    """
     given = case["vllm_server_base_url"]
     if given is not None and not given:
         return ["[]"]

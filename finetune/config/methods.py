@@ -39,7 +39,7 @@ REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """What distinguishes a loss of sampled completions."""
+    """The facts about a loss of sampled completions."""
 
     paper: str
     # What the loss is averaged over: sequences, each the mean of its tokens; all tokens of the
@@ -78,7 +78,7 @@ DEFAULT_POLICY_LOSS = "dapo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What distinguishes a correction of losses by the ratio of training to sampling."""
+    """The facts about a correction of losses by the ratio of training to sampling."""
 
     paper: str
     # What has a ratio: each token; a completion, as the product of its tokens' or their geometric
@@ -130,8 +130,8 @@ def is_reward_model(name: str) -> bool:
 
 
 def name_of_reward(name: str) -> str:
-    """What metrics call an entry of `rewards`: a function by its name, a model by its folder's, or
-    its run's; a judge as it is named, or as its model is.
+    """Returns the name of an entry of `rewards` in metrics: a function's own, that of a model's
+    folder or run, a judge's own or that of its model.
 
     >>> [
     ...     name_of_reward(name)
@@ -362,7 +362,7 @@ class RolloutKeys:
 
     @property
     def environment_files(self) -> tuple[str, ...]:
-        """Those of `environment` that are of files."""
+        """The entries of `environment` that name files."""
         names = dict.fromkeys(self.environments.values())
         return tuple(name for name in names if not name.startswith(SERVED_ENVIRONMENTS))
 
@@ -378,22 +378,22 @@ class RolloutKeys:
 
     @property
     def reward_models(self) -> tuple[str, ...]:
-        """Those of `rewards` that are models, by folder or hub name."""
+        """The entries of `rewards` that are models, by folder or hub name."""
         return tuple(name for name in self.rewards if is_reward_model(name))
 
     @property
     def reward_functions(self) -> tuple[str, ...]:
-        """Those of `rewards` that the process of rewards asks: functions, and judges."""
+        """The entries of `rewards` that the reward process computes: functions and judges."""
         return tuple(name for name in self.rewards if not is_reward_model(name))
 
     @property
     def judges(self) -> tuple[Judge, ...]:
-        """Those of `rewards` that are behind a server."""
+        """The entries of `rewards` that ask a server."""
         return tuple(read_judge(name) for name in self.rewards if is_judge(name))
 
     @property
     def reward_files(self) -> tuple[str, ...]:
-        """Those of `rewards` that are functions of files."""
+        """The entries of `rewards` that are functions in files."""
         names = self.reward_functions
         return tuple(name for name in names if name not in SHIPPED_REWARDS and not is_judge(name))
 
@@ -421,7 +421,7 @@ RowKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """What data, head and report ask about a kind of rows."""
+    """The facts about a kind of rows that data, head and report need."""
 
     # in a group, which no batch takes apart: chosen and rejected, say; num_negatives come to them
     documents: int = 1
@@ -474,7 +474,7 @@ ROWS: Mapping[RowKind, RowFacts] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFacts:
-    """What data, training, plan and `finetune init` ask about a method."""
+    """The facts about a method that data, training, plan and `finetune init` need."""
 
     says: str  # what the model learns, for the recipe that `finetune init` writes
     rows: RowKind = "answers"  # what it reads of the data
@@ -690,7 +690,9 @@ else:
 # A key: its type and marks, then its help and default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What the model learns from: answers, pairs of answers, rated answers, or another model."""
+    """The keys of the method: whether the model learns from answers, pairs of answers, rated
+    answers, rewards or another model.
+    """
 
     method: Annotated[
         MethodName,

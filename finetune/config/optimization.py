@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """What the rest of the package asks about an optimizer."""
+    """The facts about an optimizer that the rest of the package needs."""
 
     help: str = ""  # a sentence of the help of `optim`, after its name
 

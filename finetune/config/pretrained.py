@@ -70,7 +70,9 @@ def find_config_file(name: str, revision: str | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the recipe's tokens ask of the model. Returned by `data.tokenizer.plan_vocabulary`."""
+    """The changes that the recipe's tokens make to the model's vocabulary. Returned by
+    `data.tokenizer.plan_vocabulary`.
+    """
 
     known: int  # tokens of the tokenizer as it is
     tokens: int  # with those that are added

@@ -98,7 +98,7 @@ def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> 
 
 
 class Hints(Protocol):
-    """What a room above this one knows of other tools; a module with these two functions is one."""
+    """Hints about other tools' keys: a module, of a room above this one, with these functions."""
 
     def find_writer(self, file: Mapping[str, Any], /) -> str | None:
         """Returns the tool that a file was written for; None where it may be a recipe."""

@@ -93,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a rule found: `place` is a file with its line, or the command line."""
+    """A problem that a rule found. `place` is a file with its line, or the command line."""
 
     rule: str
     place: str

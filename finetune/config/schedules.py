@@ -37,7 +37,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFacts:
-    """What the rest of the package asks about a schedule."""
+    """The facts about a schedule that the rest of the package needs."""
 
     # What is left of the rate above `floor`, from 1 to 0, at a step after the warm-up.
     share_left: Callable[[int, Schedule], float]

@@ -47,7 +47,7 @@ from finetune.config.quantization import SchemeName
 
 @dataclass(frozen=True, slots=True)
 class FormatFacts:
-    """What the rest of the package asks about a format."""
+    """The facts about a data format that the rest of the package needs."""
 
     says: str  # what its rows are, in a recipe that `finetune init` writes
     is_chat: bool = False  # a chat template renders its rows
@@ -707,7 +707,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What survives the process."""
+    """The keys about checkpoints and exports."""
 
     save_strategy: Annotated[
         Literal["no", "steps", "epoch"],
@@ -800,7 +800,7 @@ class Recipe:
 
     @property
     def method_facts(self) -> MethodFacts:
-        """What data, training and plan must know of the recipe's method."""
+        """The facts about the recipe's method that data, training and plan need."""
         return METHODS[self.method.method]
 
     @property

@@ -25,7 +25,7 @@ FILES: Mapping[AskedSharding, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AskedLayout:
-    """What a file asks for; `precision` is Accelerate's mixed_precision."""
+    """The layout that a file asks for. `precision` is Accelerate's mixed_precision."""
 
     sharding: AskedSharding
     precision: Precision
@@ -49,9 +49,7 @@ class AskedLayout:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the file asks for beside the shipped file, by Accelerate's keys; empty if
-        nothing.
-        """
+        """The file's changes to the shipped one, by Accelerate's keys; empty if none."""
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}

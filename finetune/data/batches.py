@@ -99,8 +99,8 @@ class MicroBatch:
         return replace(self, trained_documents=_find_trained_documents(self))
 
     def find_labeled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(bool[positions], which of `trained_positions` have a label; int64[positions], which of
-        `example_ids` each belongs to, and its place in that document).
+        """Returns (bool[positions], which of `trained_positions` have a label; int64[positions],
+        which of `example_ids` each belongs to, and its place in that document).
         """
         documents = self.with_documents().trained_documents
         assert documents is not None

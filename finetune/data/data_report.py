@@ -41,7 +41,7 @@ REPEATED_FROM = 10
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What was read of one source, before its weight."""
+    """The counts of one source, before its weight."""
 
     path: str
     formats: tuple[str, ...]  # of its rows
@@ -287,7 +287,7 @@ class DataReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """What the first screen of a run shows: totals, then what is lost and found."""
+        """The lines of a run's first screen: totals, then losses and findings."""
         counts = f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
         counts += counted(self.tokens, "token")
         # Of prompts nothing is trained on: their completions are sampled, and fill the rows.
@@ -401,7 +401,7 @@ class StreamReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found in the rows read so far, and in the held-out data."""
+        """The findings about the rows read so far, and the held-out data."""
         return [
             *self._stream_findings(),
             *(finding for source in self.eval_sources for finding in source.findings),

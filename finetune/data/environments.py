@@ -22,7 +22,7 @@ Environments = Mapping[str, "EnvironmentFacts"]
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFacts:
-    """What prompts and metrics ask about an environment."""
+    """The facts about an environment that prompts and metrics need."""
 
     tools: tuple[Tool, ...]  # with those of the recipe
     reward: str | None  # what metrics call its own reward; None: it gives none

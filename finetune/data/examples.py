@@ -94,8 +94,8 @@ class Examples:
         return values
 
     def answers(self) -> "Examples":
-        """What is worth imitating, each alone: every example, the chosen sides of pairs, or answers
-        rated good.
+        """Returns the answers that are worth imitating, each alone: every example, the chosen sides
+        of pairs, or answers rated good.
         """
         if self.group_size == 1:
             return self
@@ -112,7 +112,7 @@ class Examples:
         return self._store_of(example_id).read_images(int(self.document[example_id]))
 
     def read_row(self, example_id: int) -> Any:
-        """What rewards read of the row that a prompt comes from."""
+        """Reads the row that a prompt comes from, for the rewards."""
         return self._store_of(example_id).read_row(int(self.document[example_id]))
 
     @property
@@ -145,7 +145,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What was done with the documents of more than max_length tokens."""
+    """The documents of more than max_length tokens, by what was done with them."""
 
     truncated: NDArray[np.int64]  # their indexes in the store
     dropped: NDArray[np.int64]
@@ -164,41 +164,55 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
-    size = store.group_size
-    is_group_overlong = np.repeat(overlong.reshape(-1, size).any(1), size)
     if overlength == "error" and overlong.any():
-        worst = int(np.argmax(lengths))
-        places = np.stack([store.files[overlong], store.rows[overlong]])
-        rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
-        raise UserError(
-            f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} "
-            f"tokens (overlength: error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, "
-            f"the longest of {int(lengths[worst])} tokens; raise max_length or set overlength to "
-            f"{'truncate, drop or split' if size == 1 else 'truncate or drop'}"
-        )
+        raise UserError(_say_overlong(store, lengths, max_length))
     _refuse_torn(store, overlong, max_length, overlength)
-    to_drop = is_group_overlong & (overlength == "drop")
+    size = store.group_size
+    to_drop = np.repeat(overlong.reshape(-1, size).any(1), size) & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")
-    kept = np.flatnonzero(~to_drop)
-    parts = np.where(to_split, -(-lengths // max_length), 1)[kept]
-    document = np.repeat(kept, parts)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = store.starts[:-1][document] + part * max_length
-    length = np.minimum(store.starts[1:][document] - start, max_length).astype(np.int32)
-    trained = store.trained[document].astype(np.int32)
-    for i in np.flatnonzero(overlong[document]):
-        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
-    examples = Examples(
-        (store,), np.zeros(len(document), np.int32), document, start, length, trained, size
-    )
+    parts = np.where(to_split, -(-lengths // max_length), 1)
+    parts[to_drop] = 0
+    examples = _cut_into(store, parts, max_length)
+    trained_tokens = examples.trained.sum(dtype=np.int64)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
         split=np.flatnonzero(to_split),
-        tokens_lost=int(lengths.sum() - length.sum(dtype=np.int64)),
-        trained_tokens_lost=int(store.trained.sum(dtype=np.int64) - trained.sum(dtype=np.int64)),
+        tokens_lost=int(lengths.sum() - examples.lengths.sum(dtype=np.int64)),
+        trained_tokens_lost=int(store.trained.sum(dtype=np.int64) - trained_tokens),
     )
     return examples, cuts
+
+
+def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int) -> str:
+    """`lengths`: [documents], in tokens."""
+    overlong = np.flatnonzero(lengths > max_length)
+    places = np.stack([store.files[overlong], store.rows[overlong]])
+    rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
+    ways = "truncate, drop or split" if store.group_size == 1 else "truncate or drop"
+    return (
+        f"{store.where(int(overlong[0]))}: more than max_length = {max_length} tokens (overlength: "
+        f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
+        f"{int(lengths.max())} tokens; raise max_length or set overlength to {ways}"
+    )
+
+
+def _cut_into(store: TokenStore, parts: NDArray[np.int64], max_length: int) -> Examples:
+    """The examples of all documents, each cut into so many `parts` of `max_length` tokens; what is
+    left behind the last part is lost.
+
+    parts: int64[documents]
+    """
+    document = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = store.starts[:-1][document] + part * max_length
+    left = store.starts[1:][document] - start
+    length = np.minimum(left, max_length).astype(np.int32)
+    trained = store.trained[document].astype(np.int32)
+    for i in np.flatnonzero((left > max_length) | (part > 0)):
+        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
+    stores = np.zeros(len(document), np.int32)
+    return Examples((store,), stores, document, start, length, trained, store.group_size)
 
 
 def _refuse_torn(
@@ -253,8 +267,8 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of
-    rows.
+    """Returns (examples to train on, held-out ones), of which `size` is a share (below 1) or a
+    count of rows.
 
     All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError`
     if one is empty.

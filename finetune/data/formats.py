@@ -102,7 +102,7 @@ class TokenRow:
     trained: tuple[bool, ...]  # [ids]
 
     def runs(self) -> Iterator[tuple[bool, list[int]]]:
-        """(whether it is trained on, its ids) of each stretch that is so alike."""
+        """Yields (whether it is trained on, its ids) of each stretch that is so alike."""
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 
@@ -173,7 +173,7 @@ def number_of_label(label: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """What a row holds. Returned by `parse_row`, and by those of preferences and ratings."""
+    """The contents of a row. Returned by `parse_row`, and by those of preferences and ratings."""
 
     groups: tuple[Group, ...]
     format: str  # preference, or a key of PARSERS

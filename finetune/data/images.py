@@ -61,7 +61,7 @@ class EncodedImage:
         return xxhash.xxh3_64_intdigest(self.content)
 
     def stored(self) -> bytes:
-        """What a store keeps of it: where it is, or all of it."""
+        """The image as a store keeps it: its place, or all of it."""
         if self.path is None:
             return IN_STORE + self.content
         return IN_FILE + self.path.encode()
@@ -179,7 +179,7 @@ def open_image(image: EncodedImage) -> Any:
 
 
 def _find_excess(picture: Any, content: bytes) -> str | None:
-    """What would take far more memory or time than the file's size lets expect, in words."""
+    """Says what would take far more memory or time than the file's size lets expect."""
     width, height = picture.size
     most = most_unpacked(len(content))
     if picture.format in ("JPEG", "MPO"):
@@ -338,7 +338,7 @@ class ImageProcessor:
 
     @property
     def token(self) -> str:
-        """What a chat template writes for an image."""
+        """The text that a chat template writes for an image."""
         return str(self._own.image_token)
 
     @cached_property
@@ -348,11 +348,13 @@ class ImageProcessor:
 
     @cached_property
     def reserved(self) -> tuple[str, ...]:
-        """What no text may hold: an image's tokens."""
+        """The texts that no row may hold: an image's tokens."""
         return tuple({self.token, *self._tokenizer.convert_ids_to_tokens(list(self.token_ids))})
 
     def _expand(self, size: tuple[int, int]) -> str:
-        """What the processor writes for an image of `size` (width and height). Raises `BadRow`."""
+        """Returns the text that the processor writes for an image of `size` (width and height).
+        Raises `BadRow`.
+        """
         from PIL import Image
 
         blank = Image.new("RGB", size)
@@ -410,14 +412,14 @@ class ImageProcessor:
 
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:
-        """Those of one small image, for a micro-batch without any: the tower takes part in every
-        rank's collectives.
+        """Returns the inputs of one small image, for a micro-batch without any: the tower takes
+        part in every rank's collectives.
         """
         return self.make_inputs([_make_blank()])
 
     def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
-        """(the tokens of a document that holds a small image alone, int64[1, tokens]; the model's
-        arguments for it).
+        """Returns (the tokens of a document that holds a small image alone, int64[1, tokens]; the
+        model's arguments for it).
         """
         ids = self._process([_make_blank()])["input_ids"]
         return ids, self.blank_inputs
@@ -457,8 +459,8 @@ def _find_processor_class(name: str) -> Any:
 def place_images(
     text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str
 ) -> Any:
-    """(the text with what the processor has `written` for each `token`; its trained spans, without
-    images).
+    """Returns (the text with what the processor has `written` for each `token`; its trained spans,
+    without images).
 
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))

@@ -189,8 +189,8 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
 
 
 def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
-    """What `launch` would report about the recipe's model for data with examples of up to `longest`
-    tokens.
+    """Returns the findings of `launch` about the recipe's model for data with examples of up to
+    `longest` tokens.
 
     A line that begins with `fatal:` would stop it.
     """
@@ -239,7 +239,7 @@ def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequenc
 
 
 def name_side(examples: Examples, example_id: int) -> str:
-    """What an example is in its group; "" where it is alone."""
+    """Names an example's side in its group; "" where it is alone."""
     if examples.group_size == 1:
         return ""
     if _is_pooled(examples, example_id):
@@ -368,12 +368,12 @@ def _name_scores(examples: Examples, example_id: int) -> list[str]:
 
 
 def _label_kind(examples: Examples, example_id: int) -> str:
-    """What the label of an example's scored token says: see `RowFacts`."""
+    """Names the kind of label of an example's scored token; see `RowFacts`."""
     return str(examples.stores[examples.store[example_id]].facts.get("label", "margin"))
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
-    """What is learned of an example: how many of its tokens, or its class."""
+    """Says how many tokens of an example are trained, or its class."""
     names = _name_scores(examples, example_id)
     if _is_pooled(examples, example_id):
         return "embedded by the states of the marked ones"

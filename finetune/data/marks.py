@@ -47,7 +47,7 @@ Marks = tuple[Mark, ...]  # in the order of their places
 
 
 class Rendering:
-    """What the template writes for messages, and where the words of each stand in it.
+    """The text that the template writes for messages, and where the words of each stand in it.
 
     Raises `BadRow` as it does.
     """

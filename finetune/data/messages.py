@@ -57,7 +57,7 @@ class BadRow(Exception):
 def parse_messages(
     turns: Sequence[Any], images: Sequence[Any] = ()
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
-    """(the messages as chat templates read them, whether each is trained on, their images).
+    """Returns (the messages as chat templates read them, whether each is trained on, their images).
 
     Raises `BadRow`.
 
@@ -128,9 +128,7 @@ def _find_images(
 
 
 def read_reasoning(message: Message) -> str:
-    """What the assistant thinks before it answers: from its own key, or from the tags inside the
-    content.
-    """
+    """Returns the assistant's reasoning: from its own key, or from the tags inside the content."""
     own = next(
         (message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), ""
     ).strip()
@@ -233,7 +231,8 @@ def list_columns(columns: Collection[str]) -> str:
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
-    """(a turn as chat templates read it, whether it is trained on); adds its images to `images`.
+    """Returns (a turn as chat templates read it, whether it is trained on); adds its images to
+    `images`.
 
     Raises `BadRow`.
     """
@@ -266,7 +265,7 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
-    """(the content of a turn, its calls): of keys of their own, or in place of the content.
+    """Returns (the content of a turn, its calls): of keys of their own, or in place of the content.
 
     Raises `BadRow`.
 
@@ -329,7 +328,7 @@ def _read_train(turn: Message, number: int) -> bool:
 
 
 def role_of(turn: Any) -> Any:
-    """What a turn of a row names as its role, which may be anything; None where it names none."""
+    """Returns the role of a row's turn, which may be anything; None where it names none."""
     if isinstance(turn, dict):
         return turn.get("role", turn.get("from"))
     return None

@@ -57,7 +57,7 @@ class OpenEnv:
         return self._read(self._client.reset(**seed | columns)) or None
 
     def call(self, name: str, **arguments: Any) -> str:
-        """What the server answers to a call of one of its tools."""
+        """Calls one of the server's tools; returns its answer."""
         if self.is_done:
             raise ValueError("The episode has ended.")
         if self._is_step:

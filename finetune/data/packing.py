@@ -146,7 +146,7 @@ GROUP_STEPS = 64  # steps, among the rows of which unpacked rows are sorted by l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """What decides the order of the data: how examples become rows, and rows steps."""
+    """The keys that decide the order of the data: how examples become rows, and rows steps."""
 
     seed: int
     packing: bool

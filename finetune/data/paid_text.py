@@ -67,8 +67,9 @@ def keys_of_reward(name: str, recipe: Recipe) -> Model:
 def show_rewarded(
     row: Mapping[str, Any], texts: Sequence[RewardText], recipe: Recipe
 ) -> Iterator[tuple[str, str]]:
-    """(what metrics call a reward, what it would read if the completion of this row were its
-    answer) of each reward model and judge; "..." stands for an answer that the row does not have.
+    """Returns for each reward model and judge (its name in metrics, the text that it would read if
+    the completion of this row were its answer). "..." stands for an answer that the row does not
+    have.
 
     `row`: as `Examples.read_row` gives it. Raises `UserError` where a template rejects it.
     """

@@ -394,8 +394,8 @@ def _is_swapped(columns: Columns, is_turned: bool) -> bool:
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
-    """(the row's rating of its chosen answer, that of its rejected one), for each kind of rating
-    that it has.
+    """Yields (the row's rating of its chosen answer, that of its rejected one), for each kind of
+    rating that it has.
     """
     for name in columns.row:
         if name.endswith("_w"):
@@ -526,7 +526,7 @@ def _train_last(conversation: Conversation) -> Conversation:
 
 
 def _split(conversation: Conversation) -> tuple[Turns, Turns]:
-    """(the turns before the first that is trained on, the others), each with whether it is."""
+    """Returns (the turns before the first trained one, the others), each with whether it is."""
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
     first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]
@@ -620,7 +620,7 @@ def _name_prompt(row: Row, source: DatasetSource) -> str:
 
 
 def _find_answer(columns: Columns, source: DatasetSource) -> Any:
-    """What the column holds that the source names; else the row's own answer, where it has one as
+    """Returns the column that the source names; else the row's own answer, where it has one as
     text.
     """
     if source.completion_column is not None:
@@ -632,7 +632,7 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
 
 
 def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
-    """What reward functions get of the row, as JSON; what JSON lacks, such as dates, as text.
+    """Returns the row for the reward functions, as JSON; what JSON lacks, such as dates, as text.
 
     `of_template`: what the chat template reads beside the messages.
     """

@@ -75,7 +75,7 @@ BLOCK_ROWS = 8192  # rows that are shuffled together
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What must be known of a block to skip it."""
+    """The facts of a block that are needed to skip it."""
 
     runs: int  # read before the block, over all sources
     steps: int  # in the block
@@ -221,7 +221,7 @@ class StreamedBatches:
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
-        """(the block that step `step` is in, its first step, examples before it)."""
+        """Returns (the block that step `step` is in, its first step, examples before it)."""
         block = first = examples = 0
         while True:
             note = self._read_note(block)
@@ -304,7 +304,7 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What a run trains on and is measured on."""
+    """The data of a run, for training and evaluation."""
 
     train: StoredBatches | StreamedBatches
     evaluation: StoredBatches | None
@@ -429,7 +429,7 @@ def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> 
 def _read_stored(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
-    """(training, held-out, report) of data that is read before training."""
+    """Returns (training, held-out, report) of data that is read before training."""
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
@@ -472,7 +472,7 @@ def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport
 def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
-    """(the examples of all sources, a report of each); None where there is no source."""
+    """Returns (the examples of all sources, a report of each); None where there is no source."""
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
     stores = (

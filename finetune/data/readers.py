@@ -102,7 +102,7 @@ def convert_os_errors(path: str) -> Iterator[None]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a gzip file holds, up to a bound: a few megabytes of zeros can stand for terabytes."""
+    """The content of a gzip file, up to a bound: a few megabytes can stand for terabytes."""
 
     def __init__(self, packed: gzip.GzipFile, path: str) -> None:
         self._packed = packed
@@ -485,7 +485,7 @@ LIST = object()  # the beginning of a list, or of another value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """(key, LIST) for each key of one object, and (key, value) for its list's values.
+    """Yields (key, LIST) for each key of one object, and (key, value) for its list's values.
 
     Raises `ValueError`.
     """

@@ -445,7 +445,7 @@ def _as_text(value: Any) -> str:
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
-    """(the first token of `text` that differs, the token that `expected` has there)."""
+    """Returns (the first token of `text` that differs, the token that `expected` has there)."""
     tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
     ids = zip_longest(*(each.ids for each in tokens))
     first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
@@ -575,7 +575,7 @@ def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
 
 
 def find_image_token(renderer: Renderer) -> str:
-    """What a chat template writes for an image.
+    """Returns the text that a chat template writes for an image.
 
     Raises `BadRow` or `UserError` where the model takes none.
     """
@@ -725,7 +725,7 @@ def _find_dropped(
 def _find_dropped_answers(
     conversation: Conversation, text: str, answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Of `_find_dropped`, what trained answers say and the text does not."""
+    """Finds the parts of trained answers that the text lacks, as `_find_dropped` does."""
     messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and
     # those with tool calls.

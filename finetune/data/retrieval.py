@@ -93,7 +93,7 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
 
 
 def _take_by_columns(columns: Columns, source: DatasetSource) -> tuple[list[str], list[float]]:
-    """(the document that answers and its negatives, 1 and zeros)."""
+    """Returns (the document that answers and its negatives, 1 and zeros)."""
     name = _find(columns.row, source.chosen_column, POSITIVE, "document", "chosen_column")
     texts = [_take_text(columns, name), *_take_negatives(columns, source)]
     return texts, [1.0] + [0.0] * (len(texts) - 1)

@@ -40,7 +40,7 @@ PREFETCH_BATCHES = 4  # for each thread
 
 @dataclass(slots=True)
 class SourceStats:
-    """What is known about a source beside its tokens.
+    """The counts of a source beside its tokens.
 
     Grows while its rows are read; stored with the tokens as JSON.
     """
@@ -134,7 +134,7 @@ def tokenize_rows(
 
 
 def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
-    """What inspection calls the scores of a document; none where its tokens are predicted."""
+    """Names the scores of a document for inspection; none where its tokens are predicted."""
     if ROWS[kind].head != "scores":
         return ()
     if ROWS[kind].label == "steps":
@@ -166,7 +166,7 @@ def _render_batch(
     stats: SourceStats,
     reader: GroupReader,
 ) -> tuple[list[RenderedText], Places]:
-    """(documents, their places) of the usable rows.
+    """Returns (documents, their places) of the usable rows.
 
     Raises `UserError` for others if `on_bad_row` is error.
     """
@@ -202,7 +202,7 @@ def _render_batch(
 def _render_row(
     parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
 ) -> tuple[list[RenderedText], list[str]]:
-    """(the texts of a row, the findings in it, each once).
+    """Returns (the texts of a row, the findings in it, each once).
 
     Raises `BadRow` where it cannot be used.
     """

@@ -73,8 +73,8 @@ def read_rows(
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and
-    None, without it.
+    """Returns (`max_samples` of a source's rows in their order, the number of all its rows); all
+    rows, and None, without it.
 
     They are the first of a permutation that the seed decides. All rows are read once to count them,
     not tokenized. Raises `UserError` where nothing is at its path, or a file cannot be read.
@@ -96,8 +96,8 @@ def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowB
 def _open_rows(
     source: DatasetSource, streaming: bool = False
 ) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """(file, its numbered rows) for every stretch that `split` names; the hub's or function's name
-    as file.
+    """Yields (file, its numbered rows) for every stretch that `split` names; the hub's or
+    function's name as file.
     """
     if source.function is not None:
         yield (
@@ -181,8 +181,8 @@ def _match_glob(pattern: str) -> tuple[str, ...]:
 
 
 def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
-    """By the `datasets` library's own rules for folders: files or folders named train, test,
-    validation, ...
+    """Finds a folder's splits by the `datasets` library's own rules: files or folders named train,
+    test, validation, ...
     """
     from datasets.data_files import get_data_patterns, resolve_pattern
 
@@ -238,7 +238,7 @@ def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> l
 def _resolve_slices(
     source: DatasetSource, splits: dict[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """(file, first row, row after the last) for every stretch that `split` names."""
+    """Yields (file, first row, row after the last) for every stretch that `split` names."""
     names = _split_names(source, splits)
     if "[" not in source.split:
         yield from ((file, 0, None) for name in names for file in splits[name])
@@ -347,7 +347,7 @@ RUN_ROWS = 64  # rows read from one source before the next is chosen
 def interleave_sources(
     sources: tuple[DatasetSource, ...], skip: int = 0
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
-    """(source, some of its rows, full passes over every source so far), endlessly.
+    """Yields (source, some of its rows, full passes over every source so far), endlessly.
 
     The next is the source whose rows are furthest behind its weight: a run at the end of a file has
     few rows. A source that ends is read again. The first `skip` runs are skipped.

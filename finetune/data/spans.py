@@ -78,7 +78,7 @@ def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a template writes around the messages of a conversation with given roles.
+    """The text that a template writes around the messages of a conversation with given roles.
 
     Returned by `_probe_layout`.
     """
@@ -240,7 +240,8 @@ def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, Asked
 def find_turns(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
-    """(the text of the whole conversation, message index -> what is trained on of each turn).
+    """Returns (the text of the whole conversation, message index -> what is trained on of each
+    turn).
 
     Raises `BadRow`.
     """

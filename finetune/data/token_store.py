@@ -86,7 +86,7 @@ class TokenStore:
     image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def read_row(self, document: int) -> Any:
-        """What rewards read of a prompt's row, which data/preferences.py has kept."""
+        """Reads the prompt's row for the rewards, as data/preferences.py has kept it."""
         return json.loads(
             self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes()
         )

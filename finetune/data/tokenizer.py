@@ -117,7 +117,9 @@ def load_tokenizer(
 
 
 def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
-    """What the tokens of `tokenizer` ask of the model; None where the recipe names none."""
+    """Plans the changes that the tokens of `tokenizer` make to the model; None where the recipe
+    names none.
+    """
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
         return None
@@ -298,7 +300,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What encoding a piece of a text needs to know about a tokenizer.
+    """The facts about a tokenizer that encoding a piece of a text needs.
 
     Returned by `make_encoder`.
     """
@@ -411,7 +413,7 @@ Span = tuple[int, int]  # [start, end) in characters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renderer:
-    """What rendering needs to know about a tokenizer and its chat template.
+    """The facts about a tokenizer and its chat template that rendering needs.
 
     Returned by `make_renderer`.
     """
@@ -629,7 +631,7 @@ def _rejected(messages: list[Message], error: Exception) -> BadRow:
 def apply_marked_template(
     renderer: Renderer, messages: list[Message], tools: Tools
 ) -> tuple[str, list[Span]]:
-    """(text, what stands between {% generation %} markers).
+    """Returns (text, what stands between {% generation %} markers).
 
     Raises `BadRow` if the template rejects it.
     """

@@ -98,7 +98,7 @@ def count_tool_tokens(tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ToolTurns:
-    """What a chat template makes of the turns in which tools are called.
+    """The turns in which tools are called, as a chat template writes them.
 
     Returned by `make_tool_turns`.
     """
@@ -253,7 +253,7 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _write_results(
     renderer: Renderer, results: Sequence[Message], tools: Tools, stops: re.Pattern[str]
 ) -> tuple[str, re.Match[str]]:
-    """(a conversation that ends with `results`, where the turn before them ends in it).
+    """Returns (a conversation that ends with `results`, where the turn before them ends in it).
 
     Raises `BadRow`.
     """

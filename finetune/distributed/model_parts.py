@@ -30,8 +30,8 @@ seed, wherever.
 
 
 def trunk_of(model: Any) -> Any:
-    """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a
-    vision-language one.
+    """Returns the trunk of `model`, a `...ForCausalLM` or a vision-language one: all between the
+    tokens and the output head.
     """
     base = base_of(model)
     part = next(
@@ -72,7 +72,7 @@ def has_other_parts(model: Any) -> bool:
 
 
 def other_parts(model: Any) -> list[nn.Module]:
-    """What is beside the language model: vision tower, projector."""
+    """Returns the parts beside the language model: vision tower, projector."""
     if not has_other_parts(model):
         return []
     trunk = trunk_of(model)

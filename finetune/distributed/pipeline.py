@@ -182,7 +182,7 @@ class Pipeline:
         return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
 
     def cross(self, hidden: Tensor, *, sends: bool, receives: bool) -> Tensor:
-        """What leaves a layer of another rank, where `hidden` enters it."""
+        """Returns the output of another rank's layer, whose input is `hidden`."""
         if self._chunk is not None:
             if receives and self._received is not None:
                 return self._received

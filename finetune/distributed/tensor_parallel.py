@@ -253,8 +253,8 @@ class VocabularyShard(NamedTuple):
 def find_local_head(
     weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """(weight, bias) of a head as this rank has them, and their place in the vocabulary; None if it
-    is all here.
+    """Returns (weight, bias) of a head as this rank has them, and their place in the vocabulary;
+    None if it is all here.
     """
     if not isinstance(weight, DTensor):
         return weight, bias, None

@@ -225,8 +225,8 @@ class RankGroup:
     group: dist.ProcessGroup | None = None  # None: the default group
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returns on each rank (anything JSON can say), in order of rank, on every
-        rank.
+        """Runs `action` on each rank; returns the results (anything JSON can say), in order of
+        rank, on every rank.
 
         Where it raises `OSError` or `UserError` on one rank, every rank raises the same
         `AgreedError`; anything else is a fault of the program, which is raised as it is where it
@@ -257,7 +257,7 @@ class RankGroup:
         return [outcome["result"] for outcome in outcomes]
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns on rank 0, on every rank; the others wait for it."""
+        """Runs `action` on rank 0; returns its result on every rank. The others wait for it."""
         return self.on_all(lambda: action() if self.world.is_main else None)[0]
 
 
@@ -270,8 +270,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _describe_full_disk(error: OSError) -> str:
-    """What to do where a disk, or a user's quota, has no bytes or no files left; empty for other
-    errors.
+    """Says what to do where a disk, or a user's quota, has no bytes or no files left; empty for
+    other errors.
     """
     folder = Path(error.filename or ".").parent
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():

@@ -264,8 +264,8 @@ def _training(source: Source) -> str:
 
 
 def _merge(merge: MergeChoice, quantization: Quantization) -> str:
-    """What the adapter was merged onto, and both possible merges measured beside the model that was
-    trained.
+    """Says what the adapter was merged onto, and compares both possible merges with the trained
+    model.
     """
     text = (
         f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto "
@@ -288,7 +288,7 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
 
 
 def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
-    """(step, value) of the lines up to `last_step` that have a number under `key`."""
+    """Returns (step, value) of the lines up to `last_step` that have a number under `key`."""
     last = last_step if isinstance(last_step, int) else math.inf
     points = [(line.get("step"), line.get(key)) for line in lines]
     return [

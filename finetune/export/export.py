@@ -287,7 +287,7 @@ def _check_output_is_apart(source: Source, output: Path) -> None:
 
 
 def _describe(source: Source, weights: Weights) -> str:
-    """What was exported, for the last line: its size, its dtype, and a missing tokenizer."""
+    """Describes the export for the last line: its size, its dtype, and a missing tokenizer."""
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))

@@ -310,7 +310,7 @@ def _is_plain(model: nn.Module) -> bool:
 
 
 def _text_parts(model: Any) -> list[nn.Module]:
-    """What of `model` works on text: a vision tower stays on meta."""
+    """Returns the parts of `model` that work on text; a vision tower stays on meta."""
     if has_other_parts(model):
         return [trunk_of(model), head_of(model)]
     return [model]

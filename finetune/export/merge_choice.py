@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
@@ -201,38 +200,61 @@ def measure(
     plain: Any = model
     count = len(variants)
     factors = measure_head_factors(plain)
-    chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
-    real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
-    labels = rows.labels.flatten()[real]
-    losses = torch.zeros(count, dtype=torch.float64)
-    differences = torch.zeros(count)
-    divergences = torch.zeros(count, dtype=torch.float64)
+    inputs = {name: ids.repeat(count, 1) for name, ids in _make_inputs(model, rows).items()}
+    is_token = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
+    labels = rows.labels.flatten()[is_token]
+    sums = _Sums(count)
+    with stream(model, variants, round_inputs):
+        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
+        hidden = hidden.reshape(count, is_token.numel(), -1)[:, is_token]
+        vocabulary = plain.config.get_text_config().vocab_size
+        chunk = max(1, loss_chunk_tokens(vocabulary, "cpu") // count)
+        for some, own_labels in zip(
+            torch.split(hidden, chunk, 1), torch.split(labels, chunk), strict=True
+        ):
+            logits, _ = factors.logits.forward(head_of(plain)(some).float())
+            sums.add(logits, own_labels)
+    return sums.average(rows.labeled_tokens)
+
+
+def _make_inputs(model: nn.Module, rows: ComparisonRows) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": rows.input_ids}
     if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
         install_document_rotary(model)
-        inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(
-            rows.lengths[:, None] - 1
-        )
-    with stream(model, variants, round_inputs):
-        inputs = {name: ids.repeat(count, 1) for name, ids in inputs.items()}
-        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
-        hidden = hidden.reshape(count, real.numel(), -1)[:, real]
-        for start in range(0, len(labels), chunk):
-            scores, _ = factors.logits.forward(
-                head_of(plain)(hidden[:, start : start + chunk]).float()
-            )
-            wanted = labels[start : start + chunk].repeat(count)
-            each = functional.cross_entropy(
-                scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none"
-            )
-            losses += each.view(count, -1).double().sum(1)
-            differences = torch.maximum(differences, (scores - scores[:1]).abs().flatten(1).amax(1))
-            scores = scores[:, labels[start : start + chunk] != IGNORE_INDEX].log_softmax(-1)
-            divergences += (scores[:1].exp() * (scores[:1] - scores)).flatten(1).double().sum(1)
-    scored = zip(
-        losses / rows.labeled_tokens, differences, divergences / rows.labeled_tokens, strict=True
-    )
-    return [MergedScore(*(float(number) for number in numbers)) for numbers in scored]
+        places = torch.arange(rows.input_ids.shape[1])
+        inputs["position_ids"] = places.minimum(rows.lengths[:, None] - 1)
+    return inputs
+
+
+class _Sums:
+    """The sums of each variant over tokens: the loss, the largest difference of a logit from the
+    first variant's, and the divergence from the first variant.
+    """
+
+    def __init__(self, variants: int) -> None:
+        self.losses = torch.zeros(variants, dtype=torch.float64)
+        self.differences = torch.zeros(variants)
+        self.divergences = torch.zeros(variants, dtype=torch.float64)
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """`logits`: fp32[variants, tokens, vocabulary]; `labels`: int64[tokens]."""
+        is_labeled = labels != IGNORE_INDEX
+        log_probabilities = logits[:, is_labeled].log_softmax(-1)
+        wanted = labels[is_labeled].expand(len(logits), -1)
+        losses = -log_probabilities.gather(-1, wanted[..., None])
+        self.losses += losses.double().sum((1, 2))
+        differences = (logits - logits[:1]).abs().flatten(1).amax(1)
+        self.differences = torch.maximum(self.differences, differences)
+        first = log_probabilities[:1]
+        divergences = first.exp() * (first - log_probabilities)
+        self.divergences += divergences.flatten(1).double().sum(1)
+
+    def average(self, tokens: int) -> list[MergedScore]:
+        """The means over `tokens` labeled ones."""
+        losses = (self.losses / tokens).tolist()
+        divergences = (self.divergences / tokens).tolist()
+        differences = self.differences.tolist()
+        return [MergedScore(*each) for each in zip(losses, differences, divergences, strict=True)]
 
 
 # In nats. The dequantized base is the one that was trained: the original must be better by more
@@ -293,7 +315,7 @@ def choose_merge(
 
 
 def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
-    """What was measured, for the terminal."""
+    """Describes the measurement for the terminal."""
     if choice.rows is None:
         return []
     kind = "held-out" if choice.rows.held_out else "training"

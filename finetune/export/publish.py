@@ -30,7 +30,7 @@ MergeOnto = Literal["original", "dequantized"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What of a source is exported, and how."""
+    """The options of an export."""
 
     dtype: str | None = None  # None: the base model's
     max_shard_size: str = "5GB"

@@ -175,7 +175,7 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
 
 
 def _find_problems(checkpoint: Path) -> list[str]:
-    """What is wrong with the model in a checkpoint of this project; reads every byte of it."""
+    """Finds what is wrong with a checkpoint's model; reads every byte of it."""
     total_bytes = sum(
         path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file()
     )

@@ -106,7 +106,7 @@ def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
 
 
 def import_transformers() -> None:
-    """What describing a target imports, which takes seconds."""
+    """Imports the libraries that describe a target, which takes seconds."""
     import accelerate  # noqa: F401
     import transformers.conversion_mapping
     import transformers.modeling_utils  # noqa: F401
@@ -205,8 +205,8 @@ class Value:
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32 (but at
-    least a row).
+    """Returns (start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32
+    (but at least a row).
 
     >>> list(row_blocks((3, 2**19)))
     [(0, 2), (2, 3)]

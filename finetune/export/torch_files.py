@@ -79,7 +79,7 @@ class Archive:
         self._records: dict[int, int] = {}
 
     def load(self) -> Any:
-        """What the archive holds, with tensors that are views of the mapped file.
+        """Returns the contents of the archive, with tensors that are views of the mapped file.
 
         No code of the file's is run.
         """
@@ -108,8 +108,8 @@ class Archive:
             ) from None
 
     def record_at(self, address: int) -> tuple[int | None, int]:
-        """(where the record of values whose first byte is at `address` begins, its bytes); (None,
-        0): there is none.
+        """Returns (where the record of values whose first byte is at `address` begins, its bytes);
+        (None, 0): there is none.
         """
         begin = address - self._storage.data_ptr()
         if begin in self._records:

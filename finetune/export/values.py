@@ -44,7 +44,7 @@ BASE_LAYER = ".base_layer."
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
+    """An adapter's change of one tensor of its base, a few rows at a time, in float32."""
 
     # (elements of the base, where they are) -> the same, updated
     apply: Callable[[torch.Tensor, Slices], torch.Tensor]
@@ -96,30 +96,12 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
 
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
-    updates: dict[str, WeightUpdate] = {}
     parameters = find_adapted_parameters(
         target.model, adapter.config.get("target_parameters") or ()
     )
+    updates: dict[str, WeightUpdate] = {}
     for name in sorted(adapter.tensors):
-        module = name.rpartition(".lora_")[0]
-        if name.endswith(".lora_A.weight") and module in parameters:
-            updates[parameters[module].name] = _parameter_update(
-                adapter, module, parameters[module], where
-            )
-        elif name.endswith(".lora_A.weight"):
-            updates[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
-        elif name.endswith(f"{ROTATION}weight"):
-            module = name.partition(ROTATION)[0]
-            rows = target.shapes.get(f"{module}.weight", (0,))[0]
-            updates[f"{module}.weight"] = _rotation_update(adapter, name, rows, where)
-        elif name.endswith(".lora_B.bias"):
-            updates[f"{module}.bias"] = _bias_update(adapter, module, where)
-        elif name.endswith(".lora_embedding_A"):
-            updates[f"{module}.weight"] = _embedding_update(adapter, module, where)
-        elif name in target.shapes or (
-            name in target.tied and not _repeats(adapter, name, target.tied[name])
-        ):
-            updates[name] = _replacement(adapter.tensors[name], name)
+        updates |= _find_update(name, adapter, target, parameters, where)
     used = frozenset(filter(_is_own_base, adapter.tensors))
     used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     used = used.union(*(update.used for update in updates.values()))
@@ -137,10 +119,43 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     return updates
 
 
+def _find_update(
+    name: str,
+    adapter: Adapter,
+    target: TargetModel,
+    parameters: Mapping[str, AdaptedParameter],
+    where: str,
+) -> dict[str, WeightUpdate]:
+    """Base tensor -> the update to which the adapter's tensor `name` leads; empty for a tensor that
+    belongs to another's update, or to none.
+
+    parameters: By module, those that are adapted as such.
+    """
+    if name.endswith(f"{ROTATION}weight"):
+        weight = f"{name.partition(ROTATION)[0]}.weight"
+        rows = target.shapes.get(weight, (0,))[0]
+        return {weight: _rotation_update(adapter, name, rows, where)}
+    module = name.rpartition(".lora_")[0]
+    weight = f"{module}.weight"
+    if name.endswith(".lora_A.weight") and module in parameters:
+        parameter = parameters[module]
+        return {parameter.name: _parameter_update(adapter, module, parameter, where)}
+    if name.endswith(".lora_A.weight"):
+        return {weight: _linear_update(adapter, module, weight, where)}
+    if name.endswith(".lora_B.bias"):
+        return {f"{module}.bias": _bias_update(adapter, module, where)}
+    if name.endswith(".lora_embedding_A"):
+        return {weight: _embedding_update(adapter, module, where)}
+    is_second = name in target.tied and not _repeats(adapter, name, target.tied[name])
+    if name in target.shapes or is_second:
+        return {name: _replacement(adapter.tensors[name], name)}
+    return {}
+
+
 def find_parameter_updates(
     adapter: Adapter, target: TargetModel, where: str
 ) -> dict[str, WeightUpdate]:
-    """Those of `find_updates` that peft's target_parameters name."""
+    """Finds the updates of the parameters that peft's target_parameters name."""
     named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     updates = find_updates(adapter, target, where) if named else {}
     return {
@@ -160,7 +175,7 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
 
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
-    """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
+    """Returns (scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
     included.
     """
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
@@ -374,7 +389,7 @@ ReadDequantized = Callable[[StoredTensor], torch.Tensor]
 
 
 def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
-    """What is stored, by the target's names: the checkpoint's tensors, or the base's under an
+    """Finds the stored tensors by the target's names: the checkpoint's, or the base's under an
     adapter.
 
     Raises `UserError` where they are not those of `target`.
@@ -395,7 +410,7 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
 def _find_of_base(
     source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Of a checkpoint of ours what its base's files hold beside the language model, where the
+    """Finds the tensors beside the language model in the files of a checkpoint's base, where the
     values are the same.
     """
     if not (

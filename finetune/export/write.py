@@ -132,7 +132,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What will be written. Returned by `plan_weights`."""
+    """The weights that will be written. Returned by `plan_weights`."""
 
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None

@@ -241,8 +241,8 @@ def recover_replaced(target: Path, replaced: Path) -> None:
 
 
 def paths_beside(target: Path) -> tuple[Path, Path]:
-    """(where a folder that a user named, an export, is written; what an older one is called while
-    it is replaced).
+    """Returns (where a folder that a user named, an export, is written; what an older one is called
+    while it is replaced).
     """
     return target.parent / f".{target.name}.exporting", target.parent / f".{target.name}.replaced"
 

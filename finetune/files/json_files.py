@@ -71,7 +71,8 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(the header of a safetensors file, where its values begin, the file's size), in bytes.
+    """Returns (the header of a safetensors file, where its values begin, the file's size), in
+    bytes.
 
     Raises `UserError`.
     """

@@ -147,7 +147,7 @@ def hub_error(
 
 
 def _explain_missing_folder(path: Path) -> str:
-    """What to do about a path that does not exist and cannot be a hub's name."""
+    """Says what to do about a path that does not exist and cannot be a hub's name."""
     if path.name == EXPORT:
         run = path.parent
         return (
@@ -211,8 +211,8 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
 
 
 def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | bytes:
-    """What is uploaded of a file: an adapter's config names a base on this machine by the folder's
-    name alone.
+    """Returns the file as it is uploaded: an adapter's config names a base on this machine by the
+    folder's name alone.
     """
     if path.name != ADAPTER_CONFIG:
         return path
@@ -241,7 +241,8 @@ def send(
     seconds: float,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """What a server answers at `url`: to a POST of `body` as JSON, or to a GET where it is None.
+    """Sends a POST of `body` as JSON to `url`, or a GET where it is None; returns the server's
+    answer.
 
     One that says that it is not available (503) is asked again, four times at most.
 
@@ -279,7 +280,8 @@ def send(
 
 
 def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes]:
-    """(the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at `deadline`.
+    """Returns (the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at
+    `deadline`.
 
     The timeout of a socket is that of each piece: a server that sends a byte now and then would
     never meet it.
@@ -333,7 +335,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 def _read_message(content: bytes) -> str:
-    """What an error of the OpenAI protocol says, in a line; else how the content begins.
+    """Reads an error of the OpenAI protocol as a line; else returns how the content begins.
 
     >>> _read_message(b'{"error": {"message": "no such model"}}'), _read_message(b"not found")
     ('no such model', 'not found')

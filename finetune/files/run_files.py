@@ -205,7 +205,7 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Those that hold an object of a step."""
+    """Returns the lines that hold an object of a step."""
     return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
 
 
@@ -257,7 +257,7 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
 def losses_of(
     lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None
 ) -> list[tuple[int, float]]:
-    """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
+    """Returns (step, loss) of the training lines of metrics.jsonl, up to `last_step`."""
     points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
     return [
         (step, float(loss))
@@ -269,8 +269,8 @@ def losses_of(
 
 
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
-    """What diverged in a run with these (step, loss in nats per token); empty if no newest loss is
-    far above the first.
+    """Describes how a run with these (step, loss in nats per token) diverged; empty if no newest
+    loss is far above the first.
 
     The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite
     is far above.

@@ -457,8 +457,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _parse_entry(
     path: Path, name: str, entry: Any
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """(dtype, shape, begin, end) of one entry of a header; the last two in bytes from the header's
-    end.
+    """Returns (dtype, shape, begin, end) of one entry of a header; the last two in bytes from the
+    header's end.
     """
 
     def wrong(what: str) -> NoReturn:

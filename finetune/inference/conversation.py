@@ -49,7 +49,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model has answered. Returned by `answer`."""
+    """A model's answer. Returned by `answer`."""
 
     text: str
     tokens: int
@@ -414,7 +414,9 @@ def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str |
 
 
 def read_turn() -> str | None:
-    """What the user types, without spaces around it; None at its end (Ctrl-D, or Ctrl-C twice)."""
+    """Reads what the user types, without spaces around it; None at its end (Ctrl-D, or Ctrl-C
+    twice).
+    """
     lines: list[str] = []
     interrupted = False
     while True:

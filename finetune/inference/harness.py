@@ -25,7 +25,7 @@ from finetune.models.documents import depends_on_length
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkOptions:
-    """What is measured, and how; the names are lm-eval's."""
+    """The options of a measurement, by lm-eval's names."""
 
     tasks: tuple[str, ...]
     include_path: str | None = None  # a folder with task files of one's own

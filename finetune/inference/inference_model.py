@@ -132,7 +132,7 @@ def load_inference_model(
 
 
 def load_whole(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
-    """(the model of a folder without its head, its tokenizer), to compute states with.
+    """Returns (the model of a folder without its head, its tokenizer), to compute states with.
 
     Raises `UserError` where it cannot be loaded.
     """
@@ -385,7 +385,9 @@ def _describe_failure(name: str, revision: str | None, what: str, error: Excepti
 
 
 def _find_damage(folder: Path) -> UserError | None:
-    """What is wrong with the first damaged weights file in `folder`; None where all are whole."""
+    """Finds what is wrong with the first damaged weights file in `folder`; None where all are
+    whole.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             read_header(file)

@@ -226,7 +226,7 @@ def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> 
 
 
 def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
-    """What a user says, after the images that it is about."""
+    """Returns the user's message, after the images that it is about."""
     parts = [{"type": "image", "path": path} for path in images]
     return {
         "role": "user",

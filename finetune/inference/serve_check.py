@@ -212,7 +212,7 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) ->
 
 
 def _find_served(url: str) -> str:
-    """What the server calls its model. Raises `UserError` where it has several, or none."""
+    """Returns the server's name of its model. Raises `UserError` where it has several, or none."""
     listed = _request(f"{url}/v1/models", None).get("data")
     if isinstance(listed, list):
         names = [str(each.get("id")) for each in listed]
@@ -245,7 +245,7 @@ NEAR_TIE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GreedyAnswer:
-    """What transformers answers, greedily."""
+    """The greedy answer of transformers."""
 
     prompt: str  # as it is sent, without a bos that the server adds
     ids: list[int]  # of the prompt

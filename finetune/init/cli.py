@@ -94,7 +94,7 @@ def ask(question: str, default: str) -> str:
 def require(
     given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]
 ) -> T:
-    """What `read` makes of `given`, or of the answer to `question`, asked again until it reads.
+    """Reads `given`, or the answer to `question`, which is asked again until it reads.
 
     Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be
     asked.
@@ -286,7 +286,7 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
 
 
 def _choose_trained(options: argparse.Namespace) -> Trained | None:
-    """What is trained; None: all parameters, or adapters where these do not fit."""
+    """Chooses what is trained; None: all parameters, or adapters where these do not fit."""
 
     def read(name: str) -> Trained | None:
         if name not in TRAINED:
@@ -311,7 +311,9 @@ def _read_rewards(names: str) -> list[str]:
 
 
 def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
-    """What `finetune inspect` would find in the rows that were read, the most severe first."""
+    """Returns the findings of `finetune inspect` about the rows that were read, the most severe
+    first.
+    """
     from finetune.data.findings import Finding  # below it torch-free too
     from finetune.data.sources import RowBatch
 
@@ -539,8 +541,8 @@ def has_chat_template(model: str) -> bool:
 
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
-    """What the flags say, or the answers; host memory and disk are this machine's where its GPUs
-    are.
+    """Reads the hardware from the flags or the answers; host memory and disk are this machine's
+    where its GPUs are.
     """
     if options.gpus is None or options.gpu_memory is None:
         machine = find_gpus()
@@ -631,8 +633,8 @@ def _write(path: Path, text: str) -> Recipe:
 def _summary(
     output: str, fit: Fit, hardware: Hardware, findings: Sequence[str], template: str | None
 ) -> Iterator[str]:
-    """What was written, what was found, and the commands that come next; none that trains what is
-    fatal.
+    """Lists what was written, what was found, and the commands that come next; none that trains
+    what is fatal.
     """
     what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[
         fit.trained

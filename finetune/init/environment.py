@@ -165,7 +165,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _describe_torch(gpus: list[Gpu]) -> str:
-    """What torch was built for, as a file of it says: an import would take seconds."""
+    """Says what torch was built for, from one of its files: an import would take seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "is not installed; pip install -e . in a clone of the repository"

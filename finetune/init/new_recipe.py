@@ -68,7 +68,8 @@ class DataSummary:
 
 
 def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
-    """(the first rows of `source` that can be read, the place of each, how many were taken).
+    """Returns (the first rows of `source` that can be read, the place of each, how many were
+    taken).
 
     Raises `UserError` where there are none.
     """
@@ -98,7 +99,7 @@ def summarize_data(
     kind: RowKind,
     model: str,
 ) -> DataSummary:
-    """What the first rows of `source` show of it.
+    """Summarizes the first rows of `source`.
 
     Args:
         source: With the columns that a recipe has to name.
@@ -136,8 +137,8 @@ def summarize_data(
 
 
 def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
-    """What a row holds: a pair of answers, a rated answer, a query with its document, a text with
-    its class, or answers.
+    """Returns the kind of a row: a pair of answers, a rated answer, a query with its document, a
+    text with its class, or answers.
 
     Columns that a person names are answers.
     """
@@ -214,8 +215,8 @@ def name_flags(text: str) -> str:
 
 
 def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
-    """(the tokens of each document from the shortest on, whether the tokenizer in the folder
-    `model` has counted them).
+    """Returns (the tokens of each document from the shortest on, whether the tokenizer in the
+    folder `model` has counted them).
 
     Without one they are guessed from the characters. What a chat template adds is not counted.
     """
@@ -289,7 +290,7 @@ ROWS_TRIED = (8, 4, 2)  # of a micro-batch: more rows are faster, where they fit
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the run will have.
+    """The hardware that the run will have.
 
     `memory`: of each GPU, or of the machine where there is none. Sizes as they are written: 80GiB;
     None where they are not known.
@@ -597,7 +598,7 @@ def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterato
 
 
 def _method(fit: Fit) -> Iterator[str]:
-    """What the model learns from, where it is not answers alone."""
+    """Returns the keys of the method, where the model learns from more than answers."""
     method = fit.keys.get("method")
     if method is not None:
         yield _line("method", method, METHODS[method].says)
@@ -681,7 +682,7 @@ def _about_length(data: DataSummary, max_length: int, method: MethodFacts) -> st
 
 
 def _advised(fit: Fit) -> Iterator[str]:
-    """What the plan changed, beside the keys that are written anyway."""
+    """Returns the keys that the plan changed, beside those that are written anyway."""
     for text, cost in fit.changes:
         for change in text.split():
             key = change.partition("=")[0]

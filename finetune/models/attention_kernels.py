@@ -81,7 +81,7 @@ class Continued:
 
 
 class ScoreOptions(NamedTuple):
-    """What attention does with the products of queries and keys."""
+    """The changes that attention makes to the products of queries and keys."""
 
     scale: float | None = None  # None: 1 / sqrt(head size)
     window: int | None = None  # tokens that a query sees, itself included

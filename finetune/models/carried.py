@@ -71,8 +71,8 @@ def hash_tensors(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def describe_carried(tensors: Mapping[str, StoredTensor], class_name: str) -> str:
-    """What is carried over, as the first screen, the export's last lines and the model card say
-    it.
+    """Describes the carried tensors, for the first screen, the export's last lines and the model
+    card.
     """
     patterns = ", ".join(list_patterns(tensors))
     held = counted(len(tensors), "tensor")

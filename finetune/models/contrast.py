@@ -32,7 +32,7 @@ def head_states(
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """What the loss of a step says of its vectors."""
+    """The loss and metrics of a step's vectors."""
 
     losses: Tensor  # fp64[queries]
     gradients: Tensor  # fp64[vectors, hidden]: of the sum of the losses
@@ -95,8 +95,8 @@ def find_places(units: Tensor, group_size: int) -> Tensor:
 
 
 def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(where some of the queries are, where all documents are, which of these is each query's own)
-    for all queries.
+    """Returns (where some of the queries are, where all documents are, which of these is each
+    query's own) for all queries.
     """
     groups = torch.arange(len(units), device=units.device).view(-1, group_size)
     queries = groups[:, 0]

@@ -65,9 +65,7 @@ def override_products(slow: Collection[torch.dtype]) -> None:
 
 
 def describe_products() -> list[str]:
-    """What the first screen of a run says about the products of this process, if they are
-    overridden.
-    """
+    """Describes this process's products for the first screen of a run, if they are overridden."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in find_slow_dtypes())
     line = (
         f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 "

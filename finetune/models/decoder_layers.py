@@ -104,7 +104,7 @@ def address(tensor: Tensor) -> int:
 
 
 class _Layer:
-    """What one forward of a checkpointed layer keeps, and the layer below it."""
+    """The tensors that one forward of a checkpointed layer keeps, and the layer below it."""
 
     def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
         self._below = None if below is None else ref(below)
@@ -114,7 +114,7 @@ class _Layer:
         self._kept: list[ref[_Kept]] = []
 
     def keep(self, tensor: Tensor, storage: int | None = None) -> "_Kept | Tensor":
-        """What autograd saves in place of `tensor`: a copy on the host.
+        """Returns what autograd saves in place of `tensor`: a copy on the host.
 
         A small tensor is saved as it is; so is, if `storage` is given, a tensor that lies
         elsewhere.

@@ -473,7 +473,7 @@ def install_recurrence(model: Any) -> None:
 
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
-    """Those of a model that carry a state from token to token."""
+    """Returns the modules of a model that carry a state from token to token."""
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence
     ends = () if recurrence is None else recurrence.modules

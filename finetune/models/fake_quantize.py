@@ -27,8 +27,8 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a layer's numbers are rounded by. torchao finds the scales in each call: all layers
-    share it.
+    """The rounding of a layer's numbers. torchao finds the scales in each call: all layers share
+    it.
     """
 
     inputs: Callable[[Tensor], Tensor] | None  # None: they are not rounded

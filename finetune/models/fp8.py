@@ -150,8 +150,8 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
 
 
 def count_multiplied(model: nn.Module) -> tuple[int, int]:
-    """(trained, frozen) numbers of the whole weights, over all ranks, that are multiplied in
-    FP8.
+    """Returns (trained, frozen) numbers of the whole weights, over all ranks, that are multiplied
+    in FP8.
     """
     trained = frozen = 0
     for layer in (module for module in model.modules() if isinstance(module, Fp8Linear)):

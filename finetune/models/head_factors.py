@@ -37,8 +37,8 @@ class _TrunkOutputs:
 
 
 class HeadFactors(NamedTuple):
-    """What a class does around its head: `logits` of the head's scores of `before` times what its
-    trunk returns.
+    """The factors of a class around its head: `logits` of the head's scores of `before` times what
+    its trunk returns.
     """
 
     before: float = 1.0

@@ -132,7 +132,7 @@ class ModelSize:
 
     @property
     def carried_bytes(self) -> int:
-        """What the export holds beside the parameters."""
+        """The bytes that the export holds beside the parameters."""
         return sum(tensor.byte_count for tensor in self.carried.values())
 
 
@@ -333,6 +333,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     buffers.
     """
     from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
     auto_class: Any = auto_class_of(config)
     # of scores `set_head` has looked
@@ -342,7 +343,8 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             "another model"
         )
     try:
-        with init_empty_weights(include_buffers=False):
+        # Random numbers on meta are no numbers, and take a second for 80 layers.
+        with init_empty_weights(include_buffers=False), no_init_weights():
             # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs
             # the one that is used.
             model: Any = auto_class.from_config(
@@ -528,7 +530,7 @@ def weights_folder(model: Model) -> Path:
 
 
 def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
-    """What `install_loss` takes; None: of a model that is not trained."""
+    """Reads the arguments of `install_loss`; None for a model that is not trained."""
     if keys is None:
         return 0.0, None
     weighs = keys.token_loss != "cross_entropy"
@@ -579,7 +581,7 @@ class Teacher:
             return find_top(scores, min(rows, scores.rows), k, self.options.temperature)
 
     def _states(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What enters the teacher's head at the trained positions."""
+        """Returns the inputs of the teacher's head at the trained positions."""
         select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
         states: Tensor = self.model(**inputs, head_function=select)
         return states
@@ -604,8 +606,8 @@ def _quantize(
 def build_teacher(
     recipe: Recipe, world: World
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
-    """(the recipe's teacher on meta, its dtype, how it is quantized, its values, its weights that
-    the files hold quantized).
+    """Returns (the recipe's teacher on meta, its dtype, how it is quantized, its values, its
+    weights that the files hold quantized).
 
     Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
     """

@@ -239,7 +239,7 @@ class DivergenceOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """What a teacher's scores are computed from: what enters its head, and the head."""
+    """The head of a teacher, and the head's inputs, from which its scores are computed."""
 
     hidden: Tensor  # [trained tokens, the teacher's hidden]
     weight: Tensor  # [rows of the teacher's vocabulary, its hidden], in hidden's type
@@ -248,7 +248,7 @@ class TeacherScores:
 
     @property
     def rows(self) -> int:
-        """Of the vocabulary."""
+        """The rows of the vocabulary."""
         return len(self.weight)
 
     def beside(self, student: Tensor, chunk: slice, temperature: float) -> Tensor:
@@ -374,8 +374,8 @@ def _compute_chunk(
     chunks: ChunkOptions,
     gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of
-    one chunk.
+    """Returns (the three sums, the gradient of the loss to the student's logits [tokens,
+    vocabulary]) of one chunk.
 
     of_teacher: its log-probabilities [tokens, rows] beside the student's, over the `rows` that both
     have.

@@ -133,7 +133,7 @@ def _find_places(model: nn.Module, lora: Lora) -> set[str]:
 
 
 def _find_task(model: nn.Module) -> str:
-    """What peft calls the class of `model`."""
+    """Returns peft's name of the task of `model`."""
     if not has_scores(model):
         return "CAUSAL_LM"
     return "TOKEN_CLS" if scores_tokens(model.config) else "SEQ_CLS"
@@ -546,7 +546,7 @@ def _fused_class() -> type[nn.Module]:
 
 
 class _LayerForm(NamedTuple):
-    """What `_LoraLinears` has to know of a layer beside its tensors."""
+    """The facts of a layer that `_LoraLinears` needs beside its tensors."""
 
     scale: float
     dtype: torch.dtype  # of the products

@@ -31,7 +31,7 @@ def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_ty
 
 
 class LogitTransform(NamedTuple):
-    """What is done to a head's output before the softmax: softcap * tanh(scale * logits / softcap)
+    """The function of a head's output before the softmax: softcap * tanh(scale * logits / softcap)
     / temperature.
     """
 
@@ -80,7 +80,7 @@ ChunkFunction = Callable[
 
 
 class TokenWeights(NamedTuple):
-    """What the loss of each token is multiplied by, without a gradient of its own."""
+    """The factors of each token's loss, without a gradient of their own."""
 
     kind: Literal["dft", "eaft"]
     alpha: float = 1.0
@@ -123,7 +123,7 @@ PLAIN = ChunkOptions()
 
 
 class Computed(NamedTuple):
-    """What `compute_in_chunks` returns."""
+    """The results of `compute_in_chunks`."""
 
     loss: Tensor  # fp32 scalar: minus the sum of the log-probabilities
     log_probabilities: Tensor  # fp32[tokens]; 0 where the label is IGNORE_INDEX
@@ -421,7 +421,7 @@ def compute_fused_chunk(
     label_smoothing: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `compute_chunk` computes."""
+    """Computes the same as `compute_chunk`, by a fused kernel."""
     transformed, capped = logits.forward(scores)
     transformed = transformed.to(widen(scores.dtype))
     total = torch.logsumexp(transformed, -1)

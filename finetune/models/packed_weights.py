@@ -29,7 +29,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, then the same bel
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the files hold of one weight, by the ends of names, and how wide its codes are."""
+    """The stored tensors of one weight, by the ends of names, and the width of its codes."""
 
     tensors: Mapping[str, StoredTensor]
     bits: int
@@ -42,12 +42,12 @@ class Parts:
         return read(self.tensors[end])
 
     def read_rows(self, end: str, rows: slice) -> Tensor:
-        """Those rows of a tensor [rows, ...]."""
+        """Reads those rows of a tensor [rows, ...]."""
         others = (slice(0, size) for size in self.shape(end)[1:])
         return read_slice(self.tensors[end], (rows, *others))
 
     def read_columns(self, end: str, columns: slice) -> Tensor:
-        """Those columns of a tensor [rows, columns]."""
+        """Reads those columns of a tensor [rows, columns]."""
         return read_slice(self.tensors[end], (slice(0, self.shape(end)[0]), columns))
 
 
@@ -263,7 +263,7 @@ def _read_plain(parts: Parts, rows: slice) -> Tensor:
 
 
 def _fp4(codes_end: str, read_scales: ReadRows) -> tuple[FindShape, ReadRows]:
-    """(find_shape, read_rows) of two numbers a byte, the first in its lower half."""
+    """Returns (find_shape, read_rows) of two numbers a byte, the first in its lower half."""
 
     def find_shape(parts: Parts) -> tuple[int, int]:
         outputs, half = parts.shape(codes_end)

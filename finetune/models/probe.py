@@ -152,7 +152,7 @@ def _compare(
 
 
 def _advise(data: Data, recipe: Model) -> str:
-    """What to do where documents are not kept apart."""
+    """Says what to do where documents are not kept apart."""
     if not data.packing:
         return "name another model"
     if recipe.attn_implementation == "auto":

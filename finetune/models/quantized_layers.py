@@ -265,8 +265,8 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """What a backward needs: (form, codes, scales), or (None, weight in `dtype`, None) if
-        autograd may keep it.
+        """Returns what a backward needs: (form, codes, scales), or (None, weight in `dtype`, None)
+        if autograd may keep it.
         """
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
@@ -500,7 +500,7 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """(this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
+    """Returns (this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
 
     Zeroes the padding.
     """

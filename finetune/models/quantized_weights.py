@@ -9,7 +9,7 @@ is computed from the slices of the files that it needs, by transformers' own con
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,9 +88,9 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any
-    shape, in row-major order and with a shorter block at the end of the weight only; at 8 bits of
-    whole rows.
+    """Returns (codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4
+    bits of any shape, in row-major order and with a shorter block at the end of the weight only; at
+    8 bits of whole rows.
     """
     from bitsandbytes import functional
 
@@ -164,8 +164,8 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic
-    tree).
+    """Returns the values of the 8-bit codes of double-quantized scales, fp32[256] (Dettmers 2016,
+    dynamic tree).
     """
     from bitsandbytes import functional
 
@@ -174,7 +174,7 @@ def nested_values(device: torch.device) -> Tensor:
 
 
 def four_bit_values(quant_type: str) -> Tensor:
-    """What the 16 codes of `nf4` or `fp4` stand for, fp32[16]."""
+    """Returns the values of the 16 codes of `nf4` or `fp4`, fp32[16]."""
     from bitsandbytes import functional
 
     values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
@@ -209,7 +209,7 @@ INT8_PARTS = (".SCB", ".weight_format")  # after NAME
 
 
 class _State(TypedDict):
-    """What is used of a STATE."""
+    """The entries of a STATE that are used."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -267,8 +267,8 @@ def quantize_whole(
 def split_quantized(
     stored: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """(every weight under its name and with its own shape, the quantized ones of them) of the
-    tensors in a folder.
+    """Returns (every weight under its name and with its own shape, the quantized ones of them) of
+    the tensors in a folder.
 
     Those in FP8 or MXFP4 are plain weights, dequantized as they are read.
 
@@ -402,7 +402,7 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
 
 
 def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
-    """What bitsandbytes says of a 4-bit weight. Checked, for a file may come from anyone."""
+    """Reads and checks bitsandbytes' description of a 4-bit weight."""
     try:
         settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
     except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
@@ -496,61 +496,85 @@ def dequantize_published(
 def _from_fp8(
     weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
 ) -> StoredTensor:
-    rows, columns = weight.shape[-2:]
-    if math.prod(scales.shape) > 1:
-        grid = scales.shape[-2:]
-    else:
-        grid = (1, 1)
-    if grid == (1, 1):
-        height = rows
-        width = columns
-    else:  # the last block of a row or column may be short; transformers misreads its size
-        fits = grid == (-(-rows // sizes[0]), -(-columns // sizes[1]))
-        height, width = sizes if fits else (rows // max(1, grid[0]), columns // max(1, grid[1]))
-    if (-(-rows // max(1, height)), -(-columns // max(1, width))) != grid or len(weight.shape) < 2:
+    height, width = _fit_blocks(weight, scales, sizes, where)
+    blocks = Fp8Blocks(weight, scales, height, width)
+    return _computed(weight.name, weight.shape, weight, blocks.read)
+
+
+def _fit_blocks(
+    weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
+) -> tuple[int, int]:
+    """Returns (rows, columns) of a block: `sizes`, or what the number of scales says.
+
+    Raises `UserError` where the scales fit the weight in neither way.
+    """
+    if len(weight.shape) < 2 or math.prod(weight.shape) == 0:
         raise _misfit(where, scales, weight)
+    rows, columns = weight.shape[-2:]
+    if math.prod(scales.shape) == 1:
+        return rows, columns
+    grid = scales.shape[-2:]
+    for height, width in (sizes, (rows // max(1, grid[0]), columns // max(1, grid[-1]))):
+        # The last block of a row or column may be short; transformers misreads its size.
+        if height and width and grid == (-(-rows // height), -(-columns // width)):
+            return height, width
+    raise _misfit(where, scales, weight)
 
-    def read_values(slices: Slices) -> Tensor:
-        # Not above: while a source is opened, another thread imports transformers.
-        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-        *lead, across, along = slices
-        first = across.start // height
-        last = -(-across.stop // height)
-        left = along.start // width
-        right = -(-along.stop // width)
-        blocks = (
-            slice(first * height, min(last * height, rows)),
-            slice(left * width, min(right * width, columns)),
-        )
-        numbers = read_slice(weight, (*lead, *blocks))
-        padded = numbers.new_zeros(
-            (*numbers.shape[:-2], (last - first) * height, (right - left) * width)
-        )
-        padded[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
-        if grid == (1, 1):
-            scale = read_slice(scales, ()).reshape(1, 1)
-        else:
-            scale = read_slice(scales, (*lead, slice(first, last), slice(left, right)))
-        if scale.dtype == torch.uint8:
-            scale = torch.exp2(scale.float() - 127)
-        else:
-            scale = scale.float()
-        converted = Fp8Dequantize(None).convert({"weight": padded, "weight_scale_inv": scale})[
-            "weight"
-        ]
-        # transformers 5.17 returns a list
-        if isinstance(converted, list):
-            values: Tensor = converted[0]
-        else:
-            values = converted
-        top = across.start - blocks[0].start
-        start = along.start - blocks[1].start
-        return values[
-            ..., top : top + across.stop - across.start, start : start + along.stop - along.start
-        ]
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A weight in FP8 with a scale for each block of `height` rows and `width` columns."""
 
-    return _computed(weight.name, weight.shape, weight, read_values)
+    weight: StoredTensor
+    scales: StoredTensor  # [..., blocks down, blocks across], or one number for all
+    height: int
+    width: int
+
+    def read(self, slices: Slices) -> Tensor:
+        """These slices of the weight, dequantized."""
+        *lead, rows, columns = slices
+        down = slice(rows.start // self.height, -(-rows.stop // self.height))
+        across = slice(columns.start // self.width, -(-columns.stop // self.width))
+        numbers = self._read_numbers(lead, down, across)
+        values = _multiply_by_scales(numbers, self._read_scales(lead, down, across))
+        top = rows.start - down.start * self.height
+        left = columns.start - across.start * self.width
+        own_rows = slice(top, top + rows.stop - rows.start)
+        own_columns = slice(left, left + columns.stop - columns.start)
+        return values[..., own_rows, own_columns]
+
+    def _read_numbers(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
+        """These blocks, the short ones filled with zeros."""
+        rows, columns = self.weight.shape[-2:]
+        height = (down.stop - down.start) * self.height
+        width = (across.stop - across.start) * self.width
+        top = down.start * self.height
+        left = across.start * self.width
+        stored = (slice(top, min(top + height, rows)), slice(left, min(left + width, columns)))
+        numbers = read_slice(self.weight, (*lead, *stored))
+        filled = numbers.new_zeros((*numbers.shape[:-2], height, width))
+        filled[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
+        return filled
+
+    def _read_scales(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
+        """fp32[..., blocks down, blocks across]."""
+        if math.prod(self.scales.shape) == 1:
+            scales = read_slice(self.scales, ()).reshape(1, 1)
+        else:
+            scales = read_slice(self.scales, (*lead, down, across))
+        if scales.dtype == torch.uint8:  # exponents
+            return torch.exp2(scales.float() - 127)
+        return scales.float()
+
+
+def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
+    # Not above: while a source is opened, another thread imports transformers.
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    stored = {"weight": numbers, "weight_scale_inv": scales}
+    converted = Fp8Dequantize(None).convert(stored)["weight"]
+    values: Tensor = converted[0] if isinstance(converted, list) else converted  # 5.17: a list
+    return values
 
 
 def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: str) -> StoredTensor:

@@ -61,7 +61,7 @@ def find_routing(model: Any) -> "Routing | None":
 
 
 class Routing:
-    """What the routers of one model choose, and their auxiliary loss."""
+    """The choices of one model's routers, and their auxiliary loss."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Routing:
         self._steps += 1
 
     def take_metrics(self, world: World) -> dict[str, Any]:
-        """What the steps since the last call amount to, over all ranks. All ranks call it.
+        """Returns the metrics of the steps since the last call, over all ranks. All ranks call it.
 
         The largest share of a layer's tokens that one expert received (1 / experts where all are
         alike), and the share of its experts that received none; then the worst layer's share of

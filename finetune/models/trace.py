@@ -77,7 +77,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What one decoder layer holds."""
+    """The tensors that one decoder layer holds."""
 
     saved: Growth  # between its forward and its backward
     working: Growth  # beside that, in its backward
@@ -86,7 +86,7 @@ class LayerTrace:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a model without its head holds. Returned by `trace_model`."""
+    """The tensors that a model without its head holds. Returned by `trace_model`."""
 
     layers: tuple[LayerTrace, ...] = ()
     rest: Growth = Growth()  # saved beside the layers: token ids, rotary embedding, final norm
@@ -97,7 +97,7 @@ class Trace:
         return [max(0, round(getattr(layer, part).per_token(length))) for layer in self.layers]
 
     def largest(self, part: Literal["saved", "working", "forward"], length: int) -> int:
-        """Those of the layer that has the most; 0 where nothing could be counted."""
+        """The bytes of the layer that has the most; 0 where nothing could be counted."""
         return max(self.layer_bytes(part, length), default=0)
 
 
@@ -192,7 +192,7 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
 
 
 def _describe(layer: nn.Module) -> Any:
-    """What a layer is made of: equal ones hold the same."""
+    """Describes a layer's modules: equal ones hold the same."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = set()
     for path, module in layer.named_modules():
@@ -297,7 +297,7 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 @dataclass(slots=True)
 class _Row:
-    """What was held for one row, in bytes; by the place of a layer."""
+    """The bytes that were held for one row, by the place of a layer."""
 
     saved: dict[int, int] = field(default_factory=dict)
     working: dict[int, int] = field(default_factory=dict)
@@ -387,7 +387,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """What names the memory of a tensor, as long as it is there."""
+    """Returns a key of a tensor's memory, valid as long as it is there."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -28,7 +28,7 @@ from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
 def forward_images(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """What enters the output head: [rows, tokens, hidden].
+    """Returns the inputs of the output head: [rows, tokens, hidden].
 
     Args:
         model: An `...ForConditionalGeneration`.
@@ -105,7 +105,7 @@ def _gradients_of_tower(model: Any) -> Any:
 def _read_across(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """What enters the head of a model whose cross attention reads the images of a token's own
+    """Returns the head's inputs of a model whose cross attention reads the images of a token's own
     document (Llama 3.2 Vision).
 
     A token before its document's first image reads all tiles of its images alike, as transformers
@@ -148,7 +148,7 @@ def _find_attended(
     images: Mapping[str, Tensor],
     image_id: int,
 ) -> tuple[Tensor, Tensor]:
-    """(bool[tokens, images, tiles]: the tiles that each token reads, by transformers' own
+    """Returns (bool[tokens, images, tiles]: the tiles that each token reads, by transformers' own
     functions; bool[tokens, images]: the images of its document).
     """
     tiles = images["aspect_ratio_mask"][0].cpu()
@@ -228,8 +228,8 @@ def _arguments_of(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
 def find_prompt_positions(
     model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """(the positions of prompts as the model's forward reads them; int64[rows, 1], that of the
-    token after each prompt).
+    """Returns (the positions of prompts as the model's forward reads them; int64[rows, 1], that of
+    the token after each prompt).
 
     Args:
         model: An `...ForConditionalGeneration`.

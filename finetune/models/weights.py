@@ -47,7 +47,7 @@ class BoxPart:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a conversion makes of named tensors: its shape, and the parts that fill it.
+    """The tensor that a conversion makes: its shape, and the parts that fill it.
 
     Stands in for a tensor in torch's functions, as far as transformers' conversions of weights in
     boxes use them.
@@ -468,8 +468,8 @@ def find_mismatches(
     needed: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> list[str]:
-    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these
-    shapes: a sentence on those that are missing, one on those without a place in it, and one for
+    """Compares the tensors `stored` with those of `model`, which are `needed` with these shapes.
+    Returns a sentence on those that are missing, one on those without a place in it, and one for
     each of another shape.
     """
     may_carry = carries(model)

@@ -512,8 +512,8 @@ def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
 
 
 def _adapters(architecture: Architecture, layer: int, run: Computation) -> int:
-    """What lies between A and B; with dropout also the dropped input and its mask, for each adapted
-    layer.
+    """Lists the tensors between A and B of each adapted layer; with dropout also the dropped input
+    and its mask.
     """
     if run.lora is None:
         return 0

@@ -77,7 +77,7 @@ class Need:
 
 
 def count_need(spec: RunSpec) -> Need:
-    """What the run needs of a GPU, of a node's memory, and of the disk."""
+    """Returns the bytes that the run needs of a GPU, of a node's memory, and of the disk."""
     peak = find_peak(spec).total
     disk = plan_disk(spec)
     return Need(peak, plan_host(spec, peak).total, disk.total, is_on_cpu=spec.device == "cpu")
@@ -95,8 +95,8 @@ def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """What can still be changed, the cheapest first: what costs little time, then time, then what
-    is trained.
+    """Lists the changes that are still possible, the cheapest first: those that cost little time,
+    then time, then trained parameters.
     """
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
@@ -203,7 +203,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
 
 def _list_layouts(spec: RunSpec) -> Iterator[Change]:
-    """What makes a layout gather, or keep, less."""
+    """Lists the changes that make a layout gather, or keep, less."""
     sharding = spec.sharding
     a = spec.architecture
     if not sharding.activation_checkpointing:

@@ -87,7 +87,7 @@ class Mixture:
         )
 
     def router(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
-        """What chooses the experts of a token."""
+        """The layer that chooses the experts of a token."""
         weight = TensorShape(f"{mlp}.{self.keys.router}.weight", (self.experts, hidden))
         bias = TensorShape(f"{mlp}.{self.keys.router}.bias", (self.experts,))
         return (weight, bias) if self.keys.has_biases else (weight,)
@@ -244,7 +244,7 @@ class Architecture:
 
     @property
     def head_rows(self) -> int:
-        """What the output head computes of a token."""
+        """How many numbers the output head computes of a token."""
         return self.scores or self.vocabulary
 
     @property
@@ -258,7 +258,7 @@ class Architecture:
         return self.layers
 
     def trace(self, run: "Computation") -> "Trace | None":
-        """What the decoder layers hold, by their own code; None where the formulas of
+        """The tensors of the decoder layers, traced in their own code; None where the formulas of
         activations.py know them.
         """
         return None
@@ -382,7 +382,7 @@ class Architecture:
         return (*self.linears(layer), *experts)
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
-        """(out, in) of one expert's part of `weights`."""
+        """Returns (out, in) of one expert's part of `weights`."""
         first, second = weights.shape[1:]
         if self.mixture is not None and self.mixture.keys.has_biases:
             return (second, first)

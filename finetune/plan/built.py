@@ -156,8 +156,8 @@ def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_parts(
     config: Mapping[str, Any], where: str
 ) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
-    """Of a vision-language model's config.json: the name of its language model, the tensors of each
-    part beside it, and whether the output head is the embedding.
+    """Reads from a vision-language model's config.json the name of its language model, the tensors
+    of each part beside it, and whether the output head is the embedding.
 
     Raises `UserError` as `read_outline` does.
     """

@@ -194,7 +194,7 @@ def log_probability_backward_bytes(
 
 
 def meeting_bytes(spec: RunSpec, tokens: int) -> int:
-    """What enters its head, and the chunk in which the logits meet."""
+    """Returns the bytes of the head's inputs, and of the chunk in which the logits meet."""
     assert spec.teacher is not None
     teacher = spec.teacher.architecture
     run = spec.computation

@@ -149,9 +149,9 @@ def find_peak(spec: RunSpec) -> Snapshot:
 
 
 def pipeline_bytes(spec: RunSpec) -> int:
-    """What a rank of a pipeline keeps of the micro-batches before the one that it computes, and the
-    buffers of what it gets from its neighbors in a step: the states that enter each of its groups
-    of layers, and their gradients.
+    """Returns the bytes that a rank of a pipeline keeps of the micro-batches before the one that it
+    computes, and of the buffers for its neighbors' messages in a step: the states that enter each
+    of its groups of layers, and their gradients.
     """
     if spec.stages == 1:
         return 0

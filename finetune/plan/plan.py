@@ -62,7 +62,7 @@ TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will need."""
+    """The memory, time and disk that a run will need."""
 
     spec: RunSpec
     phases: tuple[Phase, ...]
@@ -171,7 +171,7 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
 
 
 def _describe_held_out(spec: RunSpec) -> Iterator[str]:
-    """That held-out vectors are not counted, where the recipe does not say how many they are."""
+    """Says that held-out vectors are not counted, where their number is not known."""
     if spec.recipe.method_facts.embeds and held_out_groups(spec) is None:
         each = compared_bytes(spec, 1)
         yield (
@@ -434,7 +434,8 @@ def plan_command(arguments: argparse.Namespace) -> int:
 def read_room(
     gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None
 ) -> Room:
-    """What a machine has, by these flags. A bare number is read as GiB, which is said on stderr.
+    """Reads a machine's memory and disk from these flags. A bare number is read as GiB, which is
+    said on stderr.
 
     Raises `UserError` for what is no size.
     """

@@ -82,7 +82,7 @@ class RunSpec:
     images: str | None = None  # the family of the whole model, where rows hold images
 
     def find_problems(self) -> list[Problem]:
-        """What keeps the run from starting, as far as a plan knows, and notes."""
+        """Finds what keeps the run from starting, as far as a plan knows, and notes."""
         if self.teacher is None:
             teacher = None
         else:
@@ -139,8 +139,8 @@ class RunSpec:
 
     @cached_property
     def part(self) -> Architecture:
-        """What one rank holds of the model, before FSDP shards it: the layers of its stage, and of
-        a layer its share by tensor parallelism.
+        """The part of the model that one rank holds before FSDP shards it: the layers of its stage,
+        and its share of each by tensor parallelism.
 
         All of it where there is neither.
         """
@@ -163,8 +163,8 @@ class RunSpec:
 
     @cached_property
     def divided(self) -> Architecture:
-        """What one rank of a tensor-parallel group holds of the model; all of it where there is
-        none.
+        """The part of the model that one rank of a tensor-parallel group holds; all of it where
+        there is none.
         """
         ranks = self.tensor_ranks
         architecture = self.architecture
@@ -180,8 +180,8 @@ class RunSpec:
 
     @cached_property
     def computed(self) -> Architecture:
-        """What it computes of the model: as `part`, but for the products that transformers' plan
-        gathers.
+        """The part of the model that one rank computes: `part`, but for the products that
+        transformers' plan gathers.
         """
         architecture = self.architecture
         part = self.part
@@ -456,8 +456,8 @@ class RunSpec:
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """Of how many micro-batches a rank keeps the activations of all its layers at once: under
-        1F1B of one for each stage from its own to the last.
+        """How many micro-batches' activations a rank keeps at once: under 1F1B one for each stage
+        from its own to the last.
         """
         behind = self.stages - self.stage
         chunks = self.sharding.pipeline_chunks // self.stages
@@ -580,7 +580,7 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """What all of `export_formats` hold; GGUF has nothing of the base beside the model."""
+    """Returns the bytes of all `export_formats`. GGUF has nothing of the base beside the model."""
     architecture = replace(spec.architecture, has_critic=False)
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware

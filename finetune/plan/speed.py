@@ -7,10 +7,10 @@ adapters under tensor parallelism, and a teacher's units.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from finetune.config.layout import divides_heads
 from finetune.config.methods import RowKind
@@ -54,8 +54,8 @@ class Collective:
     is_awaited: bool = False
 
     def seconds(self, links: Links, ranks_per_node: int) -> float:
-        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what
-        leaves a node shares its network with the node's other groups.
+        """Estimates the time over rings, on which a rank sends (n - 1) / n of the bytes, twice for
+        an all-reduce. What leaves a node shares its network with the node's other groups.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
         >>> (
@@ -366,66 +366,21 @@ def estimate_speed(
 
     `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
     """
-    architecture = spec.architecture
-    embeds = spec.recipe.method_facts.embeds
-    unasked = architecture.head_rows * architecture.hidden if embeds else 0  # the output head
-    flops = flop_per_token(
-        parameters=count_multiplied(architecture) - unasked,
-        layers=architecture.attending_layers,
-        heads=architecture.heads,
-        head_size=architecture.mean_head_size,
-        length=spec.recipe.data.max_length,
-        frozen=_count_frozen(spec) - (0 if architecture.tied else unasked),
-    )
-    # the backward takes twice as many, but for frozen weights
-    forward = (flops + 2 * _count_frozen(spec)) / 3
-    if embeds or spec.reference == "adapters off":
-        again = forward
-    else:
-        again = 0.0
-    flops += again
-    if spec.teacher is None:
-        asked = 0.0
-    else:
-        asked = spec.teacher.flop_per_token(spec.recipe.data.max_length)
-    is_stored = spec.recipe.method.distill_top_k is not None  # asked once, before training
-    if spec.recipe.method_facts.has_critic:
-        # values and reference, once for all updates on the same completions
-        asked = (asked + forward) / spec.recipe.rollout.num_iterations
-    flops += 0.0 if is_stored else asked
+    flops = _count_flops(spec)
+    links = links or Links()
     offload = offload_seconds(spec)
     files = files_seconds(spec)
-    peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
-    rollout = rollout_seconds(spec, mfu, forward)
-    computing = (
-        spec.tokens_per_step
-        * flops
-        / (mfu * peak * spec.ranks)
-        * spec.imbalance
-        / (1 - spec.bubble)
-    )
+    rollout = rollout_seconds(spec, mfu, flops.forward)
+    peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops.step))
+    one_rank = spec.tokens_per_step * flops.step / (mfu * peak * spec.ranks)
+    computing = one_rank * spec.imbalance / (1 - spec.bubble)
     seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     epoch_tokens, steps = read or _estimate_steps(spec)
-    reference_seconds = None
-    once = 0.0
-    if spec.reference == "stored":
-        once = forward
-    elif is_stored:
-        once = asked
-    if once and epoch_tokens is not None:  # a forward of every document; held-out ones aside
-        if steps is None:
-            seen = epoch_tokens
-        else:
-            seen = min(epoch_tokens, steps * spec.tokens_per_step)
-        reference_seconds = seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
     communication = count_communication(spec)
-    seconds = [
-        (each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited)
-        for each in communication
-    ]
+    awaited = [each for each in communication if each.is_awaited]
     return Speed(
-        flop_per_token=flops,
+        flop_per_token=flops.step,
         peak_flops=peak,
         mfu=mfu,
         tokens_per_second=tokens_per_second,
@@ -440,18 +395,70 @@ def estimate_speed(
         files_seconds=files,
         bubble=spec.bubble,
         imbalance=spec.imbalance,
-        links=links or Links(),
+        links=links,
         communication=communication,
-        communication_seconds=sum(taken for taken, _ in seconds),
-        awaited_seconds=sum(taken for taken, is_awaited in seconds if is_awaited),
+        communication_seconds=_sum_seconds(communication, links, spec),
+        awaited_seconds=_sum_seconds(awaited, links, spec),
         rollout_seconds=rollout,
-        reference_share=again / flops,
-        reference_seconds=reference_seconds,
+        reference_share=flops.again / flops.step,
+        reference_seconds=_estimate_reference(spec, flops.once, mfu, epoch_tokens, steps),
     )
 
 
+class _FlopPerToken(NamedTuple):
+    """The floating-point operations of a token."""
+
+    forward: float  # of the trained model
+    again: float  # a second forward: with adapters off, or over text that embeds
+    step: float  # all that a step computes, a teacher's forward included
+    once: float  # a forward before training: of a reference or teacher whose answers are stored
+
+
+def _count_flops(spec: RunSpec) -> _FlopPerToken:
+    architecture = spec.architecture
+    embeds = spec.recipe.method_facts.embeds
+    length = spec.recipe.data.max_length
+    unasked = architecture.head_rows * architecture.hidden if embeds else 0  # the output head
+    trained = flop_per_token(
+        parameters=count_multiplied(architecture) - unasked,
+        layers=architecture.attending_layers,
+        heads=architecture.heads,
+        head_size=architecture.mean_head_size,
+        length=length,
+        frozen=_count_frozen(spec) - (0 if architecture.tied else unasked),
+    )
+    # the backward takes twice as many, but for frozen weights
+    forward = (trained + 2 * _count_frozen(spec)) / 3
+    has_second = embeds or spec.reference == "adapters off"
+    again = forward if has_second else 0.0
+    teacher = spec.teacher.flop_per_token(length) if spec.teacher else 0.0
+    if spec.recipe.method.distill_top_k is not None:
+        return _FlopPerToken(forward, again, trained + again, once=teacher)
+    if spec.recipe.method_facts.has_critic:
+        # values and reference, once for all updates on the same completions
+        teacher = (teacher + forward) / spec.recipe.rollout.num_iterations
+    once = forward if spec.reference == "stored" else 0.0
+    return _FlopPerToken(forward, again, trained + again + teacher, once)
+
+
+def _sum_seconds(collectives: Iterable[Collective], links: Links, spec: RunSpec) -> float:
+    return sum(each.seconds(links, spec.ranks_per_node) for each in collectives)
+
+
+def _estimate_reference(
+    spec: RunSpec, once: float, mfu: float, epoch_tokens: int | None, steps: int | None
+) -> float | None:
+    """Seconds of a forward of every training document before training, `once` a token; None where
+    there is none, or their tokens are not known.
+    """
+    if not once or epoch_tokens is None:
+        return None
+    seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
+    return seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
+
+
 def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
-    """(tokens of an epoch, steps of the run), as far as the files' sizes or the recipe say."""
+    """Returns (tokens of an epoch, steps of the run); None for those that are not known."""
     optimization = spec.recipe.optimization
     tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
     steps = optimization.max_steps
@@ -574,8 +581,8 @@ def _text_share(path: Path, rows: RowKind) -> float:
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """What a row holds once and is read twice: a pair's prompt (unless of whole conversations); a
-    rated row.
+    """Finds the part of a row that is held once and read twice: a pair's prompt (unless of whole
+    conversations), a rated row.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}

@@ -238,8 +238,8 @@ def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape
 def _list_quantized(
     weight: TensorShape, unit: str, itemsize: int, quantization: Quantization, ranks: int = 1
 ) -> Iterator[StateTensor]:
-    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the
-    compute dtype, by each of the `ranks` that divide its experts for its own.
+    """Lists the tensors of a frozen weight that is quantized: its codes and its scales, stored as
+    numbers of the compute dtype. Each of the `ranks` that divide its experts has its own.
     """
     if ranks > 1:
         quantization = divide_quantization(weight.numel // ranks, quantization)
@@ -325,7 +325,7 @@ def count_state(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank holds of a tensor, or of a flat parameter."""
+    """One rank's part of a tensor, or of a flat parameter."""
 
     stored: int  # bytes, padding included
     trained: bool

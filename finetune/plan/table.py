@@ -125,7 +125,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
-    """What a row is of a method that looks at whole documents; nothing of another."""
+    """Describes a row of a method that looks at whole documents; empty for another."""
     if not spec.weighs_documents:
         return []
     facts = spec.recipe.method_facts
@@ -338,7 +338,7 @@ def format_speed(speed: Speed, ranks: int) -> str:
 
 
 def _describe_communication(speed: Speed) -> list[str]:
-    """What ranks send each other in a step, and how long that takes."""
+    """Describes the messages between ranks in a step, and their time."""
     if not speed.communication:
         return []
     calls = Counter[str]()
@@ -448,7 +448,7 @@ def format_advice(
 
 
 def compare_need(need: Need, room: Room) -> str:
-    """What a run needs of each part of a machine, and what that has, where it is known.
+    """Compares the run's need of each part of a machine with what that has, where it is known.
 
     >>> compare_need(Need(20 * GIB, 211 * GIB, 45 * GIB), Room(24 * GIB, 62 * GIB))
     '20.00 of 24.00 GiB on each GPU, 211 of 62.00 GiB of host memory, 45.00 GiB of disk'

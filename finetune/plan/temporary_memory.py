@@ -39,12 +39,12 @@ class Snapshot:
 
     @property
     def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated counts."""
+        """The bytes that torch.cuda.max_memory_allocated counts."""
         return sum(getattr(self, part) for part in ALLOCATED)
 
     @property
     def total(self) -> int:
-        """What the device needs to have."""
+        """The bytes that the device needs to have."""
         return self.allocated + self.slack + self.context
 
 
@@ -191,7 +191,7 @@ def teachers_tail(spec: RunSpec) -> int:
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """What FSDP gathers of it in its forward, and of its tail.
+    """Returns the bytes that FSDP gathers of it in its forward, and of its tail.
 
     A tied tail holds the embedding, and stays gathered.
     """
@@ -219,7 +219,7 @@ class InBackwardMemory:
 
 
 def update_temporaries(spec: RunSpec) -> int:
-    """What norm and update of all gradients allocate at once."""
+    """Returns the bytes that norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
     if spec.sharding.cpu_offload:
         at_once = 0
@@ -233,8 +233,8 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """What an update in the backward holds on the fullest rank: when it updates the head, a layer,
-    and the embedding.
+    """Plans the memory of an update in the backward on the fullest rank: when it updates the head,
+    a layer, and the embedding.
 
     A tied head is updated with the embedding.
     """
@@ -265,9 +265,9 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """What the optimizer allocates while it updates these `tensors`, and what their norm does;
-    `at_once`: bytes of the tensors it updates together; foreach AdamW allocates the roots of their
-    second moments.
+    """Returns the bytes that the optimizer allocates while it updates these `tensors`, and those of
+    their norm. `at_once`: bytes of the tensors it updates together. foreach AdamW allocates the
+    roots of their second moments.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
@@ -319,7 +319,7 @@ class LayoutMemory:
 
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
-    """What the layout of `spec` holds of each unit."""
+    """Plans the memory that the layout of `spec` holds for each unit."""
     if spec.sharding.is_fsdp:
         return _plan_units(spec)
     return _plan_whole(spec)

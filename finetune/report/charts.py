@@ -220,7 +220,7 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
 
 
 def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """What preference training shows beside the loss, by TRL's names; points: held-out."""
+    """Makes the charts of preference training beside the loss, by TRL's names. `points`: held-out."""
     beta = "beta times the log-probability"
     if any(METHODS[run.method].needs_reference for run in runs):
         against = " above the reference's"
@@ -240,7 +240,7 @@ def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
 
 
 def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """What training by rewards shows beside the loss; points: held-out."""
+    """Makes the charts of training by rewards beside the loss. `points`: held-out."""
     whole = "all where the model that samples is the one that learns"
     return [
         _make_chart("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs, "reward")),

@@ -214,7 +214,7 @@ class LivePage:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def current(self) -> tuple[str, bytes]:
-        """(a name for the runs' state, the page)."""
+        """Returns (a name for the runs' state, the page)."""
         with self._lock:
             state = _hash_state(
                 [path for folder in self.folders for path in _reported_files(folder)]

@@ -89,7 +89,7 @@ OF_DATA_REPORT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run's folder holds. Lists are in the order in which they were written."""
+    """The contents of a run's folder. Lists are in the order in which they were written."""
 
     folder: Path
     name: str
@@ -113,11 +113,11 @@ class RunRecord:
 
     @property
     def rows(self) -> RowKind:
-        """What the method reads of the data."""
+        """The kind of rows that the method reads."""
         return METHODS[self.method].rows
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every line with a number under `key`."""
+        """Returns (step, value) of every line with a number under `key`."""
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
@@ -316,7 +316,7 @@ class Tile(NamedTuple):
 def describe_run(
     run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
 ) -> dict[str, Any]:
-    """What the template shows of one run; `columns`: of the table of its sources; `live`: while it
+    """Describes one run for the template. `columns`: of the table of its sources. `live`: while it
     is watched.
     """
     tiles = list(_make_tiles(run, live=live))
@@ -592,7 +592,9 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
 
 
 def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
-    """(the head of a column, the shares of each range in its steps); none without such shares."""
+    """Returns (the head of a column, the shares of each range in its steps); none without such
+    shares.
+    """
     whole = _read_shares(run, "")
     if not whole:
         return []
@@ -654,7 +656,7 @@ def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, f
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
+    """Returns (step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         by_step.setdefault(line.get("step", 0), []).append(line)

@@ -66,13 +66,13 @@ class Sampler:
 
     @property
     def reward_names(self) -> list[str]:
-        """What metrics call each of the recipe's rewards."""
+        """The metrics' names of the recipe's rewards."""
         named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
         return named + self.own_rewards
 
     @property
     def own_rewards(self) -> list[str]:
-        """What metrics call the rewards that environments give themselves."""
+        """The metrics' names of the rewards that environments give themselves."""
         return list_own_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
@@ -94,33 +94,72 @@ class Sampler:
         `taken`: the completions, where they have been sampled.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
-        keys = self.recipe.rollout
-        sampling = self.choose_sampling(greedy=greedy)
         requests = self.make_requests(examples, example_ids, step, generations, first_place)
         completion_ids = np.repeat(example_ids, generations)
-        ranks = RankGroup(self.world)
-        if self.world.is_main:
-            rows = read_rows(examples, completion_ids)
-        else:
-            rows = []
+        rows = read_rows(examples, completion_ids) if self.world.is_main else []
         messages = [list[Message]() for _ in rows]
         episodes = None
-        if keys.environment:
+        if self.recipe.rollout.environment:
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, rows)
-            prompts = ranks.on_main(partial(episodes.begin, requests))
-            requests = [
-                request._replace(prompt_ids=tuple(ids))
-                for request, ids in zip(requests, prompts, strict=True)
-            ]
-        sample = partial(self._sample_requests, sampling)
+            requests = self._begin_episodes(episodes, requests)
         if taken is not None:
             sampled = taken
-        elif self.tools is None:
-            sampled = sample(requests)
         else:
-            talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
-            sampled = take_turns(requests, sample, talks, keys.max_tool_calling_iterations, ranks)
-        scored = ranks.on_main(lambda: asdict(self.score(rows, sampled, messages, step, episodes)))
+            sampled = self._sample(requests, self.choose_sampling(greedy=greedy), rows, messages)
+        scores, failures = self._score_all(rows, sampled, messages, step, episodes)
+        rollout = Rollout(
+            example_ids=completion_ids,
+            prompts=[list(request.prompt_ids) for request in requests],
+            sampled=sampled,
+            scores=scores,
+            rewards=self._weigh(scores),
+            failures=failures,
+            generations=generations,
+            sampled_groups=len(example_ids),
+            flat_groups=0,
+        )
+        return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
+
+    def _begin_episodes(self, episodes: Episodes, requests: Sequence[Request]) -> list[Request]:
+        """Returns the requests with the prompts that their environments begin with."""
+        prompts = RankGroup(self.world).on_main(partial(episodes.begin, requests))
+        return [
+            request._replace(prompt_ids=tuple(ids))
+            for request, ids in zip(requests, prompts, strict=True)
+        ]
+
+    def _sample(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        rows: Sequence[Mapping[str, Any]],
+        messages: list[list[Message]],
+    ) -> list[Sampled]:
+        """Samples a completion of each request, with the turns of its tools if there are any.
+
+        rows, messages: Of each completion, on the main rank; the turns are added to its messages.
+        """
+        sample = partial(self._sample_requests, sampling)
+        if self.tools is None:
+            return sample(requests)
+        talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
+        most = self.recipe.rollout.max_tool_calling_iterations
+        return take_turns(requests, sample, talks, most, RankGroup(self.world))
+
+    def _score_all(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampled: Sequence[Sampled],
+        messages: Sequence[list[Message]],
+        step: int,
+        episodes: Episodes | None,
+    ) -> tuple[NDArray[np.float64], int]:
+        """Returns (fp64[completions, rewards], the scores in the order of `reward_names`; how many
+        scores failed and became 0), on every rank.
+        """
+        scored = RankGroup(self.world).on_main(
+            lambda: asdict(self.score(rows, sampled, messages, step, episodes))
+        )
         scoring = self.rewards.names + self.own_rewards
         by_name = dict(zip(scoring, scored["by_function"], strict=True))
         failures = scored["failures"]
@@ -128,22 +167,16 @@ class Sampler:
             by_name[model.name], failed = self._score_by_model(model, rows, sampled, messages)
             failures += failed
         ordered = [by_name[name] for name in self.reward_names]
-        scores = np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered))
+        return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), failures
+
+    def _weigh(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns fp64[completions]: the weighted sum of each one's scores [completions, rewards];
+        nan where no function has scored it.
+        """
+        keys = self.recipe.rollout
         given = keys.reward_weights or (1.0,) * len(keys.rewards)
         weights = np.array([*given, *(1.0 for _ in self.own_rewards)])
-        weighted = np.nansum(scores * weights, 1)
-        rollout = Rollout(
-            example_ids=completion_ids,
-            prompts=[list(request.prompt_ids) for request in requests],
-            sampled=sampled,
-            scores=scores,
-            rewards=np.where(np.isnan(scores).all(1), np.nan, weighted),  # nan without functions
-            failures=failures,
-            generations=generations,
-            sampled_groups=len(example_ids),
-            flat_groups=0,
-        )
-        return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
+        return np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))
 
     def choose_sampling(self, *, greedy: bool = False) -> Sampling:
         """How the recipe samples, or `greedy`."""
@@ -204,7 +237,7 @@ class Sampler:
         step: int,
         episodes: Episodes | None = None,
     ) -> Scores:
-        """What the functions and the environments give each completion.
+        """Scores each completion by the functions and the environments.
 
         `messages`: of each, where tools were there to be called. `episodes`: their environments.
         """
@@ -254,8 +287,8 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> tuple[list[float], int]:
-        """(what a reward model gives each completion, how many got 0 in place of what is no
-        number), by all ranks.
+        """Returns (a reward model's score of each completion, how many scores that are no number
+        became 0), computed by all ranks.
 
         `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no
         number, unless it is counted, and for a conversation that the chat template rejects.
@@ -373,8 +406,8 @@ class Rollouts:
         self._engine.submit(number, requests, sampler.choose_sampling())
 
     def _list_generation(self, first: int) -> Iterator[tuple[int, int]]:
-        """(the step of the prompts, the step that first trains on them) of what is sampled together
-        for the steps from `first` on.
+        """Yields (the step of the prompts, the step that first trains on them) of what is sampled
+        together for the steps from `first` on.
         """
         for step in range(first, self.prompts.steps):
             number, earlier_iterations = self._place_of(step)
@@ -386,8 +419,8 @@ class Rollouts:
         return step % self.sampler.recipe.rollout.updates_per_generation == 0
 
     def _place_of(self, step: int) -> tuple[int, int]:
-        """(the step of the prompts, how often they have been trained on before) of an optimizer
-        step.
+        """Returns (the step of the prompts, how often they have been trained on before) of an
+        optimizer step.
         """
         keys = self.sampler.recipe.rollout
         before, within = divmod(step, keys.updates_per_generation)
@@ -535,6 +568,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _split(completion: Sampled, tokenizer: Any) -> list[str]:
-    """What the model wrote and what tools answered, in turn."""
+    """Splits a completion into the model's words and the tools' answers, in turn."""
     parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
     return [tokenizer.decode([token for _, token in each]) for _, each in parts]

@@ -68,7 +68,7 @@ class RowOptions:
 
     @property
     def images(self) -> ImageProcessor | None:
-        """Of the prompts; None where they hold none."""
+        """The prompts' images; None where they hold none."""
         return None if self.prompts is None else self.prompts.images
 
 
@@ -366,8 +366,8 @@ def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, 
 
 
 def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
-    """(bool[positions], which trained positions have a label; how many of each completion have
-    one).
+    """Returns (bool[positions], which trained positions have a label; how many of each completion
+    have one).
     """
     assert micro_batch.trained_documents is not None
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0

@@ -184,7 +184,7 @@ class EmbeddedEngine:
         return sampled
 
     def forget(self) -> None:
-        """Nothing: what is sampled follows from the weights."""
+        """Does nothing: what is sampled follows from the weights."""
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         reader = _PromptReader(unwrap(self._model), self._images, self._world.device)
@@ -372,8 +372,8 @@ class _Wave:
         ]
 
     def _list_experts(self) -> Sequence[NDArray[np.int16] | None]:
-        """Of each request the experts of its prompt and its completion, whose last token is not
-        read.
+        """Lists for each request the experts of its prompt and its completion, whose last token is
+        not read.
         """
         lengths = self._lengths.tolist()
         if self._routing is None:
@@ -437,7 +437,7 @@ class _Prompt(NamedTuple):
 
 
 class _PromptReader(NamedTuple):
-    """What reads prompts."""
+    """The part of the engine that reads prompts into a cache."""
 
     transformer: Any
     images: ImageProcessor | None  # None: no prompt holds any
@@ -562,7 +562,7 @@ def _forward(
 
 @functools.cache
 def _name_of_cache(model_class: type) -> str:
-    """What the class's forward calls the cache, which has another name in transformers 5.24."""
+    """Returns the name of the cache in the class's forward, which differs in transformers 5.24."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     return "cache" if "cache" in parameters else "past_key_values"
 

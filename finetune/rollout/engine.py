@@ -87,8 +87,8 @@ class Sampled:
     experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
     def labels(self, *, is_learned: bool) -> list[int]:
-        """What is trained on of its tokens: those that were sampled; of one that is not learned
-        from, nothing.
+        """The tokens that are trained on: those that were sampled; none of a completion that is not
+        learned from.
         """
         if is_learned:
             mask = self.tool_mask or [1] * len(self.token_ids)
@@ -127,7 +127,7 @@ class Sampled:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `of_json` reads."""
+        """The values that `of_json` reads."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"ended": self.ended.value}
         del values["experts"]
@@ -186,7 +186,7 @@ class ServedEngine(Engine, Protocol):
         """Whether completions of the prompts of step `number` have been begun."""
 
     def take(self, number: int) -> list[Sampled]:
-        """Those completions, once all are there, on every rank. All ranks call it."""
+        """Waits for those completions and returns them on every rank. All ranks call it."""
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
         """A line of JSON for each completion that was begun, on the main rank."""
@@ -332,7 +332,7 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _deviation(values: NDArray[np.float64]) -> float:
-    """Of a sample: divided by its size less 1.
+    """Returns the standard deviation of a sample, with its size less 1 as divisor.
 
     >>> _deviation(np.full(3, 0.1)), _deviation(np.array([1.0, 3.0, np.nan])).__round__(3)
     (0.0, 1.414)

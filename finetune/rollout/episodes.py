@@ -21,7 +21,7 @@ Row = dict[str, Any]  # as rewards read it
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """What environments say of their completions at the end."""
+    """The rewards that environments give at the end."""
 
     own: dict[str, list[float | None]]  # by the name of a reward, of each completion
     states: list[str | None]  # for reward functions that read them; None: it was lost
@@ -71,7 +71,7 @@ class Episodes:
         return prompts
 
     def end(self) -> Paid:
-        """What the completions are worth to their environments.
+        """Ends the episodes; returns their environments' rewards.
 
         Raises `UserError` as `begin` does.
         """
@@ -111,7 +111,7 @@ class Episodes:
 
 
 def list_own_rewards(environments: Environments) -> list[str]:
-    """What metrics call the rewards that environments give themselves, each once."""
+    """Lists the metrics' names of the rewards that environments give themselves, each once."""
     return list(dict.fromkeys(each.reward for each in environments.values() if each.reward))
 
 

@@ -45,7 +45,7 @@ class RewardModel:
 
     @property
     def name(self) -> str:
-        """What metrics call it."""
+        """The reward model's name in metrics."""
         return name_of_reward(self.text.name)
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
 
 
 def check_reward_models(recipe: Recipe) -> None:
-    """What loading them would find wrong with their files, by headers alone. Raises `UserError`."""
+    """Finds problems of the reward models' files, from their headers alone. Raises `UserError`."""
     for name in recipe.rollout.reward_models:
         keys = keys_of_reward(name, recipe)
         if is_here(keys):
@@ -112,7 +112,7 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """(a reward model on meta, its parameters' values).
+    """Returns (a reward model on meta, its parameters' values).
 
     Raises `UserError` as `load_reward_models`.
     """

@@ -50,13 +50,13 @@ FILES = 512  # it is one of so many
 
 
 class NoScores(UserError):
-    """What a function returned is not a score for each completion."""
+    """A function's result is not a score for each completion."""
 
 
 def score(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> list[Any]:
-    """What a function returned for each completion, whatever it is.
+    """Calls a function; returns its result, whatever it is.
 
     Raises:
         NoScores: It did not return one value for each completion.
@@ -120,7 +120,7 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
 def check_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> Scores:
-    """What a function returned, as scores. Raises `UserError` for the first that is none."""
+    """Returns a function's result as scores. Raises `UserError` for the first that is no number."""
     for given, completion in zip(returned, step["completions"], strict=True):
         if not is_score(given):
             text = json.dumps(completion, ensure_ascii=False)
@@ -132,8 +132,8 @@ def check_scores(
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """(scores, which failed and got 0): one completion after another where the function raises over
-    all of them.
+    """Returns (scores, which failed and got 0): one completion after another where the function
+    raises over all of them.
 
     What is no list of a score for each completion says nothing about any: all of them fail.
     """
@@ -202,9 +202,9 @@ class Functions:
         self._step: dict[str, Any] = {}
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is asked: `calls` of tools, what environments are to `do`, or the scores of a
-        `function` for the last `step`, or for one `place` of it; or, before the first of these,
-        whether the functions take the `known` columns.
+        """Answers a request: `calls` of tools, what environments are to `do`, or the scores of a
+        `function` for the last `step`, or for one `place` of it; before the first of these, whether
+        the functions take the `known` columns.
 
         Raises `UserError` for what a function does wrong, unless that counts as failed.
         """

@@ -30,7 +30,7 @@ STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the reward functions gave."""
+    """The results of the reward functions."""
 
     # [functions][completions]; None: the function gave no score
     by_function: list[list[float | None]]
@@ -166,8 +166,8 @@ class Rewards:
         self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """(what the model reads of the result, whether the call failed) of each call, a name with
-        arguments and the completion's place.
+        """Returns for each call, a name with arguments and the completion's place, (the text that
+        the model reads, whether it failed).
 
         Raises `UserError` where they take too long together, or end their process, and
         `on_bad_reward` is error.
@@ -188,7 +188,7 @@ class Rewards:
         return results
 
     def ask_environments(self, do: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What the environments of completions answer, as `EnvironmentProcesses.ask` does.
+        """Returns the answers of completions' environments, as `EnvironmentProcesses.ask` does.
 
         Raises `UserError` for the first that does something wrong, and `on_bad_reward` is error.
         """

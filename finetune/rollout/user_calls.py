@@ -58,7 +58,7 @@ def is_score(given: Any) -> bool:
 
 
 def describe_score(given: Any) -> str:
-    """What a function gave in place of a score, in a few words."""
+    """Describes a function's result that is no score, in a few words."""
     is_plain = isinstance(given, str | bytes | int | float)
     return repr(given)[:100] if is_plain else type(given).__name__
 
@@ -75,8 +75,8 @@ def call_tools(
     *,
     counts: bool,
 ) -> list[tuple[str, bool]]:
-    """(what the model reads of its result, whether it failed) of each call: of one that raises,
-    what it has raised.
+    """Returns for each call (the text that the model reads, whether it failed): the error's text
+    where it raised.
 
     Raises `UserError` if they take longer than `seconds` together, or one says too much. If that
     `counts` as failed, each may take `seconds`.

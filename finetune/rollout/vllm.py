@@ -177,8 +177,8 @@ class VllmServer:
         return Sampled(ids, logs, -float(sum(logs)), ended)
 
     def check(self, recipe: Recipe, *, any_temperature: bool = False) -> str:
-        """What the server calls its model. Raises `UserError` where it cannot sample for this
-        run.
+        """Returns the server's name of its model. Raises `UserError` where it cannot sample for
+        this run.
 
         any_temperature: Whether requests may have another temperature than the recipe's.
         """
@@ -217,7 +217,7 @@ class VllmServer:
 
 
 def _find_fault(choice: Choice, most: int, stop_ids: Sequence[int], vocabulary: int) -> str | None:
-    """What is wrong with a completion of at most so many tokens; None where nothing is."""
+    """Finds what is wrong with a completion of at most so many tokens; None where nothing is."""
     ids = choice.token_ids
     ended = ENDS[choice.finish_reason]
     scores = len(choice.logprobs.token_logprobs)
@@ -245,7 +245,9 @@ def list_servers(recipe: Recipe) -> list[VllmServer]:
 
 
 def check_servers(recipe: Recipe) -> list[str]:
-    """What each server calls its model. Raises `UserError` where one cannot sample for this run."""
+    """Returns each server's name of its model. Raises `UserError` where one cannot sample for this
+    run.
+    """
     return [server.check(recipe) for server in list_servers(recipe)]
 
 
@@ -301,7 +303,9 @@ class VllmEngine:
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def _open_servers(self) -> list[str]:
-        """What each server calls its model. Resumes one that a killed run has left paused."""
+        """Returns each server's name of its model. Resumes a server that a killed run has left
+        paused.
+        """
         names = check_servers(self._recipe)
         if self._recipe.rollout.max_staleness:
             for server in self._servers:
@@ -499,7 +503,9 @@ class VllmEngine:
         return [known[name] for name in said]
 
     def _read_answers(self, weights: str) -> dict[str, Sampled]:
-        """What was answered under the weights of this name, by the names of requests."""
+        """Reads the answers that were sampled under the weights of this name, by the names of
+        requests.
+        """
         known: dict[str, Sampled] = {}
         for path in sorted((self._folder / weights).glob("*.jsonl")):
             for line in read_json_lines(path):

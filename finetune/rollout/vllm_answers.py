@@ -29,7 +29,7 @@ class Served(ServerAnswer):
 
 
 class ServedModels(ServerAnswer):
-    """Of /v1/models: the model, then its adapters."""
+    """The answer of /v1/models: the model, then its adapters."""
 
     data: Annotated[tuple[Served, ...], Field(min_length=1, strict=False)]
 
@@ -47,25 +47,25 @@ class ServerSettings(ServerAnswer):
 
 
 class ServerInfo(ServerAnswer):
-    """Of /server_info."""
+    """The answer of /server_info."""
 
     vllm_config: ServerSettings
 
 
 class WeightInfo(ServerAnswer):
-    """Of /weight_info."""
+    """The answer of /weight_info."""
 
     weight_version: str
 
 
 class CacheReset(ServerAnswer):
-    """Of /reset_prefix_cache."""
+    """The answer of /reset_prefix_cache."""
 
     success: bool
 
 
 class LogProbabilities(ServerAnswer):
-    """Of a completion's tokens."""
+    """The log-probabilities of a completion's tokens."""
 
     token_logprobs: list[LogProbability]
 
@@ -79,7 +79,7 @@ class Choice(ServerAnswer):
 
 
 class ServedCompletion(ServerAnswer):
-    """Of /v1/completions."""
+    """A completion in the answer of /v1/completions."""
 
     choices: Annotated[list[Choice], Field(min_length=1)]
 

@@ -35,7 +35,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class AdapterForm:
-    """What a client asks of its adapter."""
+    """The form of adapter that a client asks for."""
 
     rank: int
     seed: int
@@ -104,7 +104,7 @@ class Adapters:
         self._active = (state, form)
 
     def scale_of(self, form: AdapterForm) -> float:
-        """What an adapter's product is multiplied by."""
+        """Returns the factor of an adapter's product."""
         lora = self._session.recipe.lora
         rank = max(1, form.rank)
         return lora.lora_alpha / (rank**0.5 if lora.use_rslora else rank)

@@ -22,7 +22,7 @@ from finetune.service.losses import LOSSES
 
 
 class Limits(NamedTuple):
-    """What a datum's numbers must be below."""
+    """The limits of a datum's numbers."""
 
     vocabulary: int
     tokens: int  # of a datum

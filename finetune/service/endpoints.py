@@ -28,7 +28,7 @@ SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
 class LoraConfig(BaseModel):
-    """Of create_model."""
+    """The adapter in the body of create_model."""
 
     rank: int = Field(ge=1)
     seed: int | None = None
@@ -54,7 +54,7 @@ class CreateModel(BaseModel):
 
 
 class AdamParams(BaseModel):
-    """Of optim_step."""
+    """The optimizer in the body of optim_step."""
 
     learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -120,20 +120,20 @@ class CreateSampler(BaseModel):
 
 
 class Chunk(BaseModel):
-    """Of a prompt."""
+    """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: list[int]
 
 
 class PromptBody(BaseModel):
-    """Of asample."""
+    """The prompt in the body of asample."""
 
     chunks: list[Chunk]
 
 
 class SamplingParams(BaseModel):
-    """Of asample. Tokens are drawn from all of the vocabulary."""
+    """The sampling in the body of asample. Tokens are drawn from all of the vocabulary."""
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
@@ -164,7 +164,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 
 def read(kind: type[Read], sent: Sent) -> Read:
-    """What was sent, read. Raises `UserError` with every mistake."""
+    """Reads and checks the body. Raises `UserError` with every mistake."""
     try:
         return kind.model_validate(sent)
     except ValidationError as error:
@@ -176,7 +176,7 @@ def read(kind: type[Read], sent: Sent) -> Read:
 
 
 def capabilities(service: Service, sent: Sent) -> Body:
-    """What is served."""
+    """Lists the models that are served."""
     model = {
         "model_name": service.model_name,
         "max_context_length": service.limits.tokens,
@@ -297,7 +297,7 @@ def find_model(service: Service, name: object) -> Body:
 
 
 def get_info(service: Service, sent: Sent) -> Body:
-    """What a model is."""
+    """Describes a model."""
     name = sent.get("model_id")
     model = service.ledger.find("model", name)
     return {
@@ -448,7 +448,7 @@ def join_sampler(service: Service, sent: Sent) -> Body:
 
 
 def get_sampler(service: Service, sent: Sent) -> Body:
-    """What a sampler is."""
+    """Describes a sampler."""
     sampler = service.ledger.find("sampler", sent["id"])
     return {
         "sampler_id": sent["id"],
@@ -502,7 +502,7 @@ def _read_stop(stop: str | list[str] | list[int] | None) -> tuple[list[int] | No
 
 
 def weights_info(service: Service, sent: Sent) -> Body:
-    """What a checkpoint is of."""
+    """Describes a checkpoint."""
     form = find_checkpoint(service, sent.get("tinker_path"))["form"]
     return {
         "base_model": service.model_name,

@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of its datums; 0 where it has none."""
+        """The tokens of its datums; 0 where it has none."""
         return sum(len(datum["tokens"]) for datum in self.arguments.get("data", ()))
 
     def goes_beside(self, other: "Asked") -> bool:

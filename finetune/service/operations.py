@@ -263,7 +263,7 @@ class Operations:
     def _sample_here(
         self, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """By the adapter in the model; the ranks divide the requests."""
+        """Samples by the adapter in the model; the ranks divide the requests."""
         session = self.session
         rows = session.recipe.rollout.per_device_generation_batch_size
         engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
@@ -277,22 +277,22 @@ class Operations:
     def _sample_there(
         self, state: str | None, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """By the vLLM server; for rank 0."""
+        """Samples by the vLLM server, for rank 0."""
         assert self._served is not None
         return [each.as_json() for each in self._served.sample(state, asked, how, stop_ids)]
 
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
     ) -> list[list[list[list[float]]]]:
-        """Of each prompt, at each token after the first, the likeliest ids with their
-        log-probabilities, as many as its width.
+        """Finds for each token after a prompt's first the likeliest ids with their
+        log-probabilities, as many as the prompt's width.
         """
         every = self._score(prompts, head_top(max(widths, default=1)))
         return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
 
     def _score(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
-        """What `head` finds at each prompt's tokens after the first, by the adapter that is in the
-        model.
+        """Returns the results of `head` at each prompt's tokens after the first, by the adapter
+        that is in the model.
         """
         data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
         if not data:
@@ -311,7 +311,7 @@ class Operations:
         return {"loss": loss, "log_probabilities": self._gather(scored, count)}
 
     def _gather(self, scored: Mapping[int, list[Any]], count: int) -> list[list[Any]]:
-        """Of all ranks, in the order of the datums."""
+        """Gathers the results of all ranks, in the order of the datums."""
         every: dict[int, list[Any]] = {}
         for of_rank in self.session.world.gather([*scored.items()]):
             every |= dict(of_rank)

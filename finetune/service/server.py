@@ -135,7 +135,7 @@ async def _unknown(request: Request, _: Exception) -> Response:
 
 
 def _decode(body: bytes) -> dict[str, Any]:
-    """What was sent. Raises `UserError` for what is no JSON object."""
+    """Decodes the body of a request. Raises `UserError` for what is no JSON object."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError):

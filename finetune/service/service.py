@@ -29,7 +29,7 @@ Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 class Service:
-    """What rank 0 knows: the ledger, and the facts about the model that clients ask for."""
+    """The state of rank 0: the ledger, and the facts about the model that clients ask for."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class Service:
                 remove_tree(folder, ignore_errors=True)
 
     def _forget_old_samplers(self) -> None:
-        """Of each model, the samplers without a name that are not the latest."""
+        """Forgets each model's samplers without a name that are not the latest."""
         by_model: dict[str, list[str]] = {}
         samplers = self.ledger.records("sampler").items()
         for name, each in sorted(samplers, key=lambda one: one[1].get("at", 0)):

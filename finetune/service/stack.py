@@ -108,7 +108,7 @@ class AdapterStack:
         return product + added.view(product.shape)
 
     def gather_gradients(self, world: World) -> list[dict[str, Tensor]]:
-        """Of each adapter the gradients by parameter name, whole, summed over the ranks."""
+        """Gathers each adapter's gradients by parameter name, whole, summed over the ranks."""
         gradients = [_gradient_of(self._leaves[name]).flatten() for name in self._names]
         summed = world.sum_over_groups(torch.cat(gradients))
         parts = torch.split(summed, [self._leaves[name].numel() for name in self._names])
@@ -136,7 +136,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _count_tokens(micro_batch: MicroBatch) -> Sequence[int]:
-    """Of each example how many positions of the forward it has."""
+    """Counts for each example its positions in the forward."""
     if micro_batch.cu_seq_lens is not None:
         return micro_batch.document_lengths
     return [micro_batch.input_ids.shape[1]] * len(micro_batch.example_ids)

@@ -73,7 +73,7 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep, as values of JSON; rank 0's."""
+        """Returns the state that checkpoints keep, as JSON values of rank 0."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Sample:
     log_probabilities: tuple[float, ...] = ()
 
     def texts(self) -> dict[str, str]:
-        """What samples.jsonl keeps of it."""
+        """The sample's texts, for samples.jsonl."""
         return {"prompt": self.prompt, "answer": self.answer, "expected": self.expected}
 
     @property
@@ -258,7 +258,7 @@ def answer(
     answers = [
         sample
         for batch in batches
-        for sample in _generated(model, batch, tokenizer, world, eot_tokens, how)
+        for sample in _generate(model, batch, tokenizer, world, eot_tokens, how)
     ]
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [
@@ -267,7 +267,7 @@ def answer(
     ]
 
 
-def _generated(
+def _generate(
     model: nn.Module,
     prompts: Sequence[Prompt],
     tokenizer: Any,
@@ -275,35 +275,19 @@ def _generated(
     eot_tokens: tuple[str, ...],
     how: Generation,
 ) -> list[Sample]:
+    """The answers to `prompts`, generated as one batch."""
     transformer: Any = unwrap(model)
-    if tokenizer.pad_token_id is not None:
-        pad = tokenizer.pad_token_id
-    else:
-        pad = tokenizer.eos_token_id or 0
-    longest = max(len(prompt.prompt_ids) for prompt in prompts)
-    input_ids = torch.full((len(prompts), longest), pad)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
-        attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
-    images = [image for prompt in prompts for image in prompt.images]
-    if images:
-        of_images = tokenizer.images.make_generation_inputs(transformer, input_ids, images)
-        of_images = with_read_tiles(transformer, input_ids, of_images)
-    else:
-        of_images = {}
-    expected = [
-        len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer
-    ]
+    pad = _choose_pad(tokenizer)
     stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
+    inputs = _pad_left(prompts, pad)
+    longest = inputs["input_ids"].shape[1]
     # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would
     # run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
-            input_ids=input_ids.to(world.device),
-            attention_mask=attention_mask.to(world.device),
-            **of_images,
-            max_new_tokens=2 * max(expected) + 2 if expected else how.max_new_tokens,
+            **{name: ids.to(world.device) for name, ids in inputs.items()},
+            **_read_images(transformer, tokenizer, prompts, inputs["input_ids"]),
+            max_new_tokens=_count_new_tokens(prompts, tokenizer, how),
             **_choose_tokens(transformer, tokenizer, how),
             use_cache=True,
             eos_token_id=stop_ids,
@@ -312,26 +296,63 @@ def _generated(
             return_dict_in_generate=True,
             output_logits=how.with_log_probabilities,
         )
-    made = generated.sequences[:, longest:]
+    token_ids = generated.sequences[:, longest:]
+    answers = [row[: _length(row, stop_ids, pad)] for row in token_ids.tolist()]
+    scores: list[tuple[float, ...]] = [()] * len(prompts)
     if how.with_log_probabilities:
-        scores = _log_probabilities(generated.logits, made, how.temperature or 1.0)
-    else:
-        scores = None
+        every = _log_probabilities(generated.logits, token_ids, how.temperature or 1.0).tolist()
+        scores = [tuple(row[: len(ids)]) for row, ids in zip(every, answers, strict=True)]
     asked = tokenizer.batch_decode(
         [list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True
     )
-    samples = []
-    for row, (prompt, token_ids) in enumerate(zip(prompts, made.tolist(), strict=True)):
-        length = _length(token_ids, stop_ids, pad)
-        text = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
-        if scores is None:
-            own = ()
-        else:
-            own = tuple(scores[row, :length].tolist())
-        samples.append(
-            Sample(asked[row].strip(), text.strip(), prompt.answer, tuple(token_ids[:length]), own)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return [
+        Sample(question.strip(), text.strip(), prompt.answer, tuple(ids), own)
+        for question, text, prompt, ids, own in zip(
+            asked, texts, prompts, answers, scores, strict=True
         )
-    return samples
+    ]
+
+
+def _choose_pad(tokenizer: Any) -> int:
+    """The id that fills a batch's shorter rows."""
+    if tokenizer.pad_token_id is not None:
+        pad: int = tokenizer.pad_token_id
+        return pad
+    return tokenizer.eos_token_id or 0
+
+
+def _pad_left(prompts: Sequence[Prompt], pad: int) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, int64[prompts, longest prompt]."""
+    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    input_ids = torch.full((len(prompts), longest), pad)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt.prompt_ids)
+        input_ids[row, start:] = torch.as_tensor(prompt.prompt_ids)
+        attention_mask[row, start:] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def _read_images(
+    transformer: Any, tokenizer: Any, prompts: Sequence[Prompt], input_ids: Tensor
+) -> Mapping[str, Any]:
+    """The tower's inputs for the images of `prompts`; none where they have none."""
+    images = [image for prompt in prompts for image in prompt.images]
+    if not images:
+        return {}
+    inputs = tokenizer.images.make_generation_inputs(transformer, input_ids, images)
+    return with_read_tiles(transformer, input_ids, inputs)
+
+
+def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation) -> int:
+    """How many tokens an answer may have: twice the longest expected answer."""
+    expected = [
+        len(tokenizer.encode(prompt.answer, add_special_tokens=False))
+        for prompt in prompts
+        if prompt.answer
+    ]
+    return 2 * max(expected) + 2 if expected else how.max_new_tokens
 
 
 def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:

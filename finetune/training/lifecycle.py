@@ -159,7 +159,7 @@ def make_objectives(
     world: World,
     folder: Path | None = None,
 ) -> Objectives:
-    """What the run minimizes, and what is measured on held-out data. All ranks call it.
+    """Makes the objectives of training and of held-out data. All ranks call it.
 
     `model` still has the weights that training starts with, a method's reference. `inputs`: of
     `fingerprint_inputs`. `folder`: the run's, where it has one.

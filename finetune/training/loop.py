@@ -26,7 +26,7 @@ from finetune.training.watch import Requests, SignalListener
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What is due after one step. The same on every rank."""
+    """The actions that are due after one step. The same on every rank."""
 
     log: bool
     evaluate: bool
@@ -43,8 +43,8 @@ class Due:
 def find_due(
     before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests
 ) -> Due:
-    """What is due once the step between the two progresses is done, by the recipe and by what the
-    ranks ask for.
+    """Returns what is due once the step between the two progresses is done, by the recipe and by
+    the ranks' requests.
 
     There is no evaluation at the last step: the run evaluates once more after training. An epoch
     ends with the first step after which all rows have been read once more.

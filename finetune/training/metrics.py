@@ -328,9 +328,7 @@ def is_missing(path: Path) -> bool:
 
 
 class Display:
-    """What the person sees on stderr: one bar at a terminal, one plain line for each line of
-    metrics anywhere else.
-    """
+    """The progress on stderr: a bar at a terminal, elsewhere a line for each line of metrics."""
 
     def __init__(self, steps: int, start_step: int, losses: Iterable[float] = ()) -> None:
         """`losses`: those of the lines before `start_step`, from which the smoothed loss

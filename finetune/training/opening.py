@@ -47,7 +47,7 @@ class OpenedRun:
 
     @property
     def scores(self) -> Scores:
-        """What the output head computes."""
+        """The head that computes scores, if the recipe has one, and the id that pads its rows."""
         return self.recipe.score_head, find_pad_id(self.tokenizer)
 
     @property
@@ -57,7 +57,9 @@ class OpenedRun:
 
     @property
     def blank_document(self) -> BlankDocument | None:
-        """Of a small image, for a model whose rows may hold images; None where none holds one."""
+        """A document of one small image, for a model whose rows may hold images; None where none
+        holds one.
+        """
         if self._holds_no_image:
             return None
         make: BlankDocument | None = self.tokenizer.images.make_blank_document

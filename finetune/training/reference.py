@@ -139,7 +139,7 @@ class StoredReference:
         self._found = log_probabilities  # fp64[examples]; nan where the run does not come to one
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Those of the micro-batch's documents."""
+        """Returns the numbers of the micro-batch's documents."""
         values = self._found[list(micro_batch.example_ids)]
         return values.to(micro_batch.labels.device, non_blocking=True)
 
@@ -263,7 +263,7 @@ def _compute(
 
 
 def _gather(mine: Tensor, world: World) -> Tensor:
-    """What any rank knows, on every rank.
+    """Joins the numbers of all ranks, on every rank.
 
     `mine`: nan where this one knows nothing; no two know the same.
     """
@@ -293,7 +293,7 @@ def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
 
 
 def documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
-    """Those of all ranks."""
+    """Returns the documents of a step on all ranks."""
     return np.concatenate(batches.rows_of(step))
 
 
@@ -336,7 +336,7 @@ def hash_inputs(
 
 
 def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """What `_write` wrote of tensors `like` these; None where it is missing or damaged."""
+    """Reads tensors `like` these that `_write` wrote; None where they are missing or damaged."""
     try:
         checksum, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):

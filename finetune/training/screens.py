@@ -191,7 +191,7 @@ def count_longest(run: TrainingRun) -> int:
 
 
 def _describe_flop(run: TrainingRun) -> list[str]:
-    """What the MFU is measured by; empty where the device's peak is not known."""
+    """Says what the MFU is measured by; empty where the device's peak is not known."""
     if run.peak_flops is None:
         return []
     if run.fp8_share:
@@ -240,7 +240,7 @@ def describe_groups(world: World) -> list[str]:
 
 
 def describe_trained(recipe: Recipe) -> str:
-    """What is trained, where it is not every parameter."""
+    """Says which parameters are trained, where they are not all."""
     lora = recipe.lora
     keys = ("trainable_modules", "frozen_modules")
     if not lora.use_peft:
@@ -264,9 +264,7 @@ def describe_trained(recipe: Recipe) -> str:
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
-    """What the recipe would train, and which is left as it is since no image reaches it, if
-    anything.
-    """
+    """Names the parameters that the recipe would train but no image reaches, if there are any."""
     if not size.unreached:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
@@ -407,7 +405,7 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
 
 
 def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What quantization-aware training rounds, where the recipe asks for it."""
+    """Says what quantization-aware training rounds, where the recipe asks for it."""
     keys = recipe.quantization_aware
     if keys.quantization_aware_training is None:
         return []
@@ -482,7 +480,7 @@ def _memory_line(folder: Path) -> list[str]:
 
 
 def _teacher_line(folder: Path) -> list[str]:
-    """That a run learned nothing from its teacher, where the two never differed by more than
+    """Says that a run learned nothing from its teacher, where the two never differed by more than
     rounding.
     """
     lines = [

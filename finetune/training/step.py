@@ -25,7 +25,7 @@ from finetune.distributed.gradients import (
     without_gradient_sync,
 )
 from finetune.distributed.model_parts import unwrap
-from finetune.distributed.pipeline import find_pipeline
+from finetune.distributed.pipeline import Pipeline, find_pipeline
 from finetune.distributed.tensor_parallel import sum_partial_gradients
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -41,7 +41,7 @@ SHOWN_IDS = 16  # ids of examples named for each rank
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """What is checked of a step before its update, on this rank."""
+    """The numbers of a step that are checked before its update, on this rank."""
 
     step: int  # 0-based
     example_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class StepCheck:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     The tensors are 0-dim, on the device: to read one is to wait for it.
     """
@@ -146,59 +146,94 @@ def accumulate_gradients(
     noise on embeddings; None: there is none. A mixture of experts may add its routers' auxiliary
     loss, which is one of the whole step as well.
     """
-    total = Measured(torch.zeros((), device=world.device))
-    routing = find_routing(unwrap(model))
-    count = max(1, objective.count(batch))
-    objective = objective.prepare(model, lambda: batch.micro_batches, world)
-
-    def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
-        inputs = micro_batch.to(world.device).inputs
-        if noise_seed is not None:
-            ids = micro_batch.example_ids
-            lengths = micro_batch.document_lengths
-            first = micro_batch.first_token
-            inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
-        return inputs
-
-    each = batch.micro_batches
     pipeline = find_pipeline(unwrap(model))
-    inputs = map(inputs_of, each)
-    is_one = len(each) == 1 and pipeline is None
-    add_auxiliary = auxiliary_loss_of_step(
-        model, routing, inputs, batch.tokens, world, is_one_forward=is_one
-    )
-
-    def measure(micro_batch: MicroBatch) -> torch.Tensor:
-        nonlocal total
-        on_device = micro_batch.to(world.device)
-        measured = objective.measure(model, on_device, inputs_of(on_device), batch)
-        if in_backward is not None:
-            in_backward.check_loss(measured.loss_sum)
-        total += measured.detach()
-        return add_auxiliary(measured.loss_sum * (world.tensor_group_count / count))
-
+    forwards = _Forwards(model, batch, world, objective, noise_seed, in_backward)
     if pipeline is not None:
-        auxiliary = (
-            None if routing is None else lambda: add_auxiliary(torch.zeros((), device=world.device))
-        )
-        sizes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each]
-        pipeline.run(
-            sizes,
-            lambda index: measure(each[index]),
-            lambda index: model(**inputs_of(each[index])),
-            auxiliary,
-        )
-        loss, metrics, maxima = pipeline.share(
-            [{"": total.loss_sum}, total.metrics, total.maxima], type(objective).__name__
-        )
-        total = Measured(loss[""], metrics, maxima)
+        forwards.run_pipeline(pipeline)
     else:
-        for index, micro_batch in enumerate(each):
-            with nullcontext() if index == len(each) - 1 else without_gradient_sync(model):
-                world.accelerator.backward(measure(micro_batch))
-    if routing is not None:
-        routing.end_step()
-    return total
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            with nullcontext() if index == last else without_gradient_sync(model):
+                world.accelerator.backward(forwards.measure(micro_batch))
+    forwards.end()
+    return forwards.total
+
+
+class _Forwards:
+    """The forwards of a step on this rank, and the sums of what was measured in them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: StepBatch,
+        world: World,
+        objective: Objective,
+        noise_seed: int | None,
+        in_backward: UpdateInBackward | None,
+    ) -> None:
+        self.total = Measured(torch.zeros((), device=world.device))
+        self._model = model
+        self._batch = batch
+        self._world = world
+        self._noise_seed = noise_seed
+        self._in_backward = in_backward
+        self._factor = world.tensor_group_count / max(1, objective.count(batch))
+        self._objective = objective.prepare(model, lambda: batch.micro_batches, world)
+        self._routing = find_routing(unwrap(model))
+        has_stages = find_pipeline(unwrap(model)) is not None
+        self._add_auxiliary = auxiliary_loss_of_step(
+            model,
+            self._routing,
+            map(self._inputs_of, batch.micro_batches),
+            batch.tokens,
+            world,
+            is_one_forward=len(batch.micro_batches) == 1 and not has_stages,
+        )
+
+    def measure(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Runs a forward; returns its part of the step's loss, 0-dim."""
+        on_device = micro_batch.to(self._world.device)
+        inputs = self._inputs_of(on_device)
+        measured = self._objective.measure(self._model, on_device, inputs, self._batch)
+        if self._in_backward is not None:
+            self._in_backward.check_loss(measured.loss_sum)
+        self.total += measured.detach()
+        return self._add_auxiliary(measured.loss_sum * self._factor)
+
+    def run_pipeline(self, pipeline: Pipeline) -> None:
+        """All forwards and backwards, by the schedule of the stages; then all of them know what
+        the last one has measured.
+        """
+        each = self._batch.micro_batches
+        nothing = torch.zeros((), device=self._world.device)
+        has_auxiliary = self._routing is not None
+        pipeline.run(
+            [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each],
+            lambda index: self.measure(each[index]),
+            lambda index: self._model(**self._inputs_of(each[index])),
+            (lambda: self._add_auxiliary(nothing)) if has_auxiliary else None,
+        )
+        sums = [{"": self.total.loss_sum}, self.total.metrics, self.total.maxima]
+        loss, metrics, maxima = pipeline.share(sums, type(self._objective).__name__)
+        self.total = Measured(loss[""], metrics, maxima)
+
+    def end(self) -> None:
+        """Ends the step of the routers, too."""
+        if self._routing is not None:
+            self._routing.end_step()
+
+    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The model's keyword arguments."""
+        inputs = micro_batch.to(self._world.device).inputs
+        if self._noise_seed is not None:
+            inputs["noisy_documents"] = NoisyDocuments(
+                self._noise_seed,
+                self._batch.step,
+                micro_batch.example_ids,
+                micro_batch.document_lengths,
+                micro_batch.first_token,
+            )
+        return inputs
 
 
 def clip_and_update(

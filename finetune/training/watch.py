@@ -129,7 +129,7 @@ ECHO_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What all ranks have agreed to do at this step."""
+    """The requests of this step on which all ranks have agreed."""
 
     stop: bool = False
     save: bool = False
@@ -137,8 +137,8 @@ class Requests:
 
 
 class SignalListener:
-    """What signals have asked of this rank; the loop looks once a step and agrees on it with the
-    other ranks.
+    """The signals that this rank has received. The loop looks once a step and agrees with the other
+    ranks.
 
     SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends at
     once.
@@ -170,7 +170,7 @@ class SignalListener:
         self._write.close()  # ends the thread
 
     def agree(self, world: World, has_failed_save: bool = False) -> Requests:
-        """What any rank asks for.
+        """Returns the requests of any rank, on all ranks.
 
         All ranks call it. One small word over gloo; a GPU's queue is left alone.
         """

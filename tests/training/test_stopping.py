@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +120,23 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(
         str(recipe),
     ]
     launcher = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, cwd=ROOT)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not re.search(r"step +1/", text := (tmp_path / "output").read_text()):
-        assert launcher.poll() is None and time.monotonic() < deadline, text
-        time.sleep(0.05)
-    ranks = [
-        process
-        for process in psutil.Process(launcher.pid).children()
-        if "run.py" in " ".join(process.cmdline())
-    ]
-    launcher.kill()
-    launcher.wait()
-    assert len(ranks) == 2
-    assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
+    ranks: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not re.search(r"step +1/", text := (tmp_path / "output").read_text()):
+            assert launcher.poll() is None and time.monotonic() < deadline, text
+            time.sleep(0.05)
+            children = psutil.Process(launcher.pid).children()
+            ranks = [each for each in children if "run.py" in " ".join(each.cmdline())]
+        launcher.kill()
+        launcher.wait()
+        assert len(ranks) == 2
+        assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
+    finally:
+        launcher.kill()
+        for each in ranks:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     [(_, saved)] = folders.list_checkpoints(tmp_path / "run")
     assert manifest.find_damage(saved) == []
     said = (tmp_path / "output").read_text()

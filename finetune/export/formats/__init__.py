@@ -18,11 +18,11 @@ from finetune.export.write import Weights
 
 
 class PlannedFormat(Protocol):
-    """What a format will write: planned, down to its size, before a byte is written."""
+    """The files that a format will write: planned, down to their size, before a byte is written."""
 
     @property
     def byte_count(self) -> int:
-        """What is on disk at once, at most."""
+        """The bytes on disk at once, at most."""
 
     def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
         """Writes into `folder`, and returns a line on each file.

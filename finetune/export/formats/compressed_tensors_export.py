@@ -58,7 +58,7 @@ class Quantizer:
     dtype: torch.dtype | None  # in which scales are found; None: that of the weight
 
     def parts(self, rows: torch.Tensor, written: torch.dtype) -> dict[str, torch.Tensor]:
-        """What the files hold of `rows` [rows, in], by the ends of the names."""
+        """Returns the stored tensors of `rows` [rows, in], by the ends of their names."""
         rows = rows.to(self.dtype or written)
         if self.keys.quantization_aware_training == "mxfp4":
             scale = quantize_to_mxfp4(rows)[0].float()
@@ -102,7 +102,7 @@ class Quantizer:
         return restored.float()
 
     def round_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What a reader multiplies the weight by, by the package."""
+        """Rounds a layer's inputs as a reader does, by the package."""
         args = self.scheme.input_activations
         if args is None:
             return inputs
@@ -251,7 +251,7 @@ class CompressedPlan:
 
 
 def describe_cost(plain: MergedScore, quantized: MergedScore, rows: ComparisonRows) -> str:
-    """What was measured, in a sentence."""
+    """Describes the measured cost in a sentence."""
     kind = "held-out" if rows.held_out else "training"
     return (
         f"On {len(rows)} {kind} rows ({rows.labeled_tokens:,} labeled tokens) its loss is "
@@ -351,7 +351,7 @@ def _choose_scheme(source: Source, options: ExportOptions) -> tuple[Quantization
 
 
 def _split(value: Value, layers: Mapping[str, Any], quantizer: Quantizer) -> list[Value]:
-    """What the files hold of one tensor."""
+    """Splits one tensor into those that the files hold."""
     layer, _, end = value.name.rpartition(".")
     if layer not in layers or end != "weight":
         return [value]

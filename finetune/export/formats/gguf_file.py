@@ -153,8 +153,8 @@ def _bytes_of(values: Any) -> memoryview:
 
 
 def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> list[str]:
-    """What the gguf package reads in a file otherwise than was written, in words; empty where all
-    is the same.
+    """Finds what the gguf package reads in a file otherwise than was written, in words; empty where
+    all is the same.
     """
     expected = {tensor.name: (tensor.shape, kind) for tensor, kind in file.tensors}
     in_file = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -177,7 +177,7 @@ def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> 
 def run_llama_cpp(
     path: Path, prompts: Sequence[Sequence[int]], texts: Sequence[tuple[str, bool]]
 ) -> tuple[list[Any], list[list[int]]]:
-    """What llama.cpp computes of the file `path`, on the CPU, with keys and values in float32.
+    """Runs llama.cpp on the file `path`, on the CPU, with keys and values in float32.
 
     Args:
         prompts: Token ids.

@@ -64,7 +64,7 @@ def find_llama_cpp(model_type: str) -> LlamaCpp:
 
 
 def check_config(config: Any, where: str) -> list[str]:
-    """What llama.cpp computes otherwise than `config` says, beyond some number of tokens, in words.
+    """Names what llama.cpp computes otherwise than `config` says, beyond some number of tokens.
 
     Raises `UserError` where it would compute another model.
     """

@@ -77,7 +77,7 @@ PARTS = ("examples", "ids", "scores")
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """What a teacher has said of the trained tokens of all examples, in memory-mapped files."""
+    """The teacher's answers about the trained tokens of all examples, in memory-mapped files."""
 
     # ids and scores, of each rank that has computed
     pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
@@ -116,7 +116,8 @@ def find_stored_teacher(
     world: World,
     load: Callable[[], Teacher],
 ) -> dict[str, StoredTeacher]:
-    """What the teacher says of the training and held-out data. All ranks call it.
+    """Finds or computes the teacher's answers about the training and held-out data. All ranks call
+    it.
 
     It is loaded, asked and freed where the files are missing or damaged. `inputs`: of
     `fingerprint_inputs`.
@@ -157,7 +158,7 @@ def find_stored_teacher(
 
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """What `_store` has kept in `folder` of all examples; None where it is not there, or
+    """Opens what `_store` wrote about all examples into `folder`; None where it is missing or
     damaged.
     """
     arrays: list[tuple[NDArray[Any], ...]] = []
@@ -202,6 +203,26 @@ def _store(
     k = recipe.method.distill_top_k or 1
     heads: list[Any] = [unwrap(each).get_output_embeddings() for each in (model, teacher.model)]
     rows = min(head.weight.shape[0] for head in heads)
+    arrays = _ask(teacher, batches, rows, k, world)
+    ranks = RankGroup(world)
+    ranks.on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
+    stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
+    ranks.on_all(lambda: _write_piece(folder, stem, rows, arrays))
+    if world.is_main:
+        tokens = int(batches.examples.trained.sum(dtype=np.int64))
+        took = f"{counted(tokens, 'trained token')} in {time.monotonic() - began:.1f} s"
+        print(f"teacher {folder}: the likeliest {k} of each of {took}", file=sys.stderr, flush=True)
+
+
+def _ask(
+    teacher: Teacher, batches: StoredBatches, rows: int, k: int, world: World
+) -> list[NDArray[Any]]:
+    """The arrays of `PARTS`: what the teacher says of this rank's trained tokens.
+
+    Args:
+        rows: Of the vocabulary.
+        k: How many of the likeliest tokens are kept, at most `rows`.
+    """
     said: list[tuple[NDArray[Any], ...]] = [
         (
             np.zeros((0, 2), np.int64),
@@ -220,24 +241,18 @@ def _store(
                 (listed, ids.cpu()[has_label].int().numpy(), scores.cpu()[has_label].numpy())
             )
     reshard(teacher.model)
+    return [np.concatenate(part) for part in zip(*said, strict=True)]
 
-    def write() -> None:
-        stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
-        files = dict[str, object](rows=rows)
-        for part, arrays in zip(PARTS, zip(*said, strict=True), strict=True):
-            content = io.BytesIO()
-            np.save(content, np.concatenate(arrays), allow_pickle=False)
-            files[f"{stem}-{part}.npy"] = write_file(
-                folder / f"{stem}-{part}.npy", [content.getbuffer()]
-            )
-        write_file(folder / f"{stem}.json", [json.dumps(files).encode()])
 
-    RankGroup(world).on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
-    RankGroup(world).on_all(write)
-    if world.is_main:
-        tokens = int(batches.examples.trained.sum(dtype=np.int64))
-        took = f"{counted(tokens, 'trained token')} in {time.monotonic() - began:.1f} s"
-        print(f"teacher {folder}: the likeliest {k} of each of {took}", file=sys.stderr, flush=True)
+def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[Any]]) -> None:
+    """Writes the arrays of `PARTS`, then the file that says what they are."""
+    files = dict[str, object](rows=rows)
+    for part, array in zip(PARTS, arrays, strict=True):
+        content = io.BytesIO()
+        np.save(content, array, allow_pickle=False)
+        name = f"{stem}-{part}.npy"
+        files[name] = write_file(folder / name, [content.getbuffer()])
+    write_file(folder / f"{stem}.json", [json.dumps(files).encode()])
 
 
 def teacher_flop_per_token(objective: Objective, length: float) -> float:

@@ -17,7 +17,7 @@ from finetune.distributed.world import World
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an objective measured in one or more micro-batches of this rank.
+    """The sums that an objective measured in one or more micro-batches of this rank.
 
     Reading a tensor waits for the device.
     """
@@ -80,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What all ranks measured. Reading it waits for the device."""
+    """The sums over all ranks. Reading them waits for the device."""
 
     sums: Tensor  # fp32: the loss, then a sum and what it is divided by of each metric
     metrics: tuple[str, ...]
@@ -121,8 +121,8 @@ class Objective(Protocol):
         return self
 
     def count(self, batch: StepBatch) -> int:
-        """What the step's loss is divided by, over all ranks: its trained tokens, unless a method
-        counts pairs.
+        """Returns the divisor of the step's loss, over all ranks: its trained tokens, unless a
+        method counts pairs.
         """
         return batch.trained_tokens
 
@@ -155,8 +155,8 @@ class Objective(Protocol):
         return {}
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
-        """What the steps after `step` need beside the weights: names in a checkpoint, and their
-        content.
+        """Returns the files that the steps after `step` need beside the weights: name in a
+        checkpoint -> content.
         """
         return {}
 

@@ -93,7 +93,7 @@ def make_policy_objectives(
 def _make_engine(
     model: nn.Module, recipe: Recipe, data: PreparedData, world: World, folder: Path | None
 ) -> Engine:
-    """What samples: the model itself, or a vLLM server.
+    """Makes the engine that samples: the model itself, or a vLLM server.
 
     Raises `UserError` for a server without a run's folder.
     """
@@ -154,8 +154,8 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
 def _make_score(
     model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
 ) -> Score | None:
-    """What asks for log-probabilities in training before the first update, under a critic for its
-    values and the reference too; None where the loss needs none of them.
+    """Makes the function that asks for log-probabilities in training before the first update, under
+    a critic for its values and the reference too; None where the loss needs none of them.
 
     A correction of the sampler needs them once the weights have moved since it sampled.
     """

@@ -85,7 +85,7 @@ class PolicyObjective(Objective):
         return replace(self, other_model=lambda *_: next(answers))
 
     def count(self, batch: StepBatch) -> int:
-        """What `PolicyLoss.average` names."""
+        """Returns the divisor that `PolicyLoss.average` names."""
         average = policy_loss(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens

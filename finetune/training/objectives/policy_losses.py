@@ -17,7 +17,7 @@ from finetune.training.objectives.preference import sum_and_count
 
 
 class Level(Enum):
-    """What has a loss of its own."""
+    """The unit that has a ratio of its own: a token or a sequence."""
 
     TOKEN = "token"  # losses, ratios and advantages are [positions]
     SEQUENCE = "sequence"  # they are [completions]
@@ -108,7 +108,7 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
 
 
 def _epsilons(recipe: Recipe) -> tuple[float, float]:
-    """(epsilon, epsilon_high), the second the first where it is null."""
+    """Returns (epsilon, epsilon_high), the second the first where it is null."""
     keys = recipe.rollout
     return keys.epsilon, keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
 

@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
 
     @property
     def margin(self) -> Tensor:
-        """By how much the chosen is larger."""
+        """How much larger the chosen side's number is."""
         return self.chosen - self.rejected
 
     def divide_by(self, other: "Pairs") -> "Pairs":

@@ -100,8 +100,8 @@ class ClassScores(Objective):
     def describe(
         self, scores: Tensor, labels: Tensor, sequence_group: ProcessGroup | None
     ) -> Measured:
-        """What scores, fp64[documents, classes], lose against labels, int64[documents], of which
-        IGNORE_INDEX is none.
+        """Returns the metrics of scores, fp64[documents, classes], against labels,
+        int64[documents]; IGNORE_INDEX is no label.
 
         sequence_group: The ranks that know the same scores.
         """
@@ -279,7 +279,9 @@ def score_documents(
 
 
 def read_numbers(labels: Tensor) -> Tensor:
-    """What labels of `label_of_number` stand for, fp64 of the shape of `labels`."""
+    """Returns the numbers that labels of `label_of_number` stand for, fp64 of the shape of
+    `labels`.
+    """
     return labels.to(torch.int32).view(torch.float32).double()
 
 

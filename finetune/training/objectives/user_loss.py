@@ -17,7 +17,7 @@ LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 
 
 class AskedColumns(dict[str, Tensor]):
-    """What `Session.batch` was asked for, by name."""
+    """The columns that `Session.batch` was asked for, by name."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
