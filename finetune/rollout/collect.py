@@ -464,7 +464,8 @@ class Rollouts:
         return replace(rollout, **self._score(self.score, rollout))
 
     def _score(self, score: Score, rollout: Rollout) -> dict[str, Any]:
-        """What `score` says of the tokens, [completions][trained tokens] each, on every rank.
+        """Returns the results of `score` by name, [completions][trained tokens] each, on every
+        rank.
 
         By completion: each later step deals the completions to ranks again, and a resumed run may
         have other ranks.

@@ -14,7 +14,7 @@ SMALLEST_VARIANCE = 1e-8  # added to a variance that is divided by, as in TRL
 
 @dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """What the trained tokens of a rollout are to be learned by: [completions][trained tokens]."""
+    """The targets of a rollout's trained tokens: [completions][trained tokens]."""
 
     advantages: list[list[float]]  # of all tokens together, the mean is 0 and the variance 1
     returns: list[list[float]]  # what their values should have been

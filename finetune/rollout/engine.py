@@ -224,7 +224,9 @@ class Rollout:
 
     @property
     def of_tokens(self) -> dict[str, list[list[float]]]:
-        """Those of `OF_TOKENS` by name, [completions][trained tokens] each, or empty."""
+        """The values of each token by the names of `OF_TOKENS`, [completions][trained tokens] each,
+        or empty.
+        """
         return {name: getattr(self, name) for name in OF_TOKENS}
 
     def select(self, groups: NDArray[np.int64]) -> "Rollout":

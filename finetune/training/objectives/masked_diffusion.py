@@ -103,7 +103,7 @@ def _copy(on_host: Tensor, device: torch.device) -> Tensor:
 
 
 def make_answer_objectives(recipe: Recipe, tokenizer: Any) -> Objectives:
-    """What a method minimizes that learns answers and needs nothing but the model.
+    """Makes the objectives of a method that learns answers and needs nothing but the model.
 
     Raises `UserError` where no token stands for a masked one.
     """

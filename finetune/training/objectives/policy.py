@@ -51,7 +51,7 @@ from finetune.training.objectives.preference import sum_and_count
 
 
 def choose_head(recipe: Recipe) -> HeadFunction:
-    """What the model returns of completions: log-probabilities, and with a critic the values."""
+    """Chooses the head function of completions: log-probabilities, and with a critic the values."""
     if recipe.method_facts.has_critic:
         head = head_log_probabilities_and_values
     else:
@@ -139,8 +139,8 @@ class PolicyObjective(Objective):
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities, the critic's values where there is one), [positions] each, of what
-        the head has returned.
+        """Returns (log-probabilities, the critic's values where there is one), [positions] each, of
+        what the head has returned.
         """
         if not self.recipe.method_facts.has_critic:
             return outputs, None

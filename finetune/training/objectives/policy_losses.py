@@ -230,8 +230,8 @@ def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
 def compute_value_losses(
     values: Tensor, old: Tensor, returns: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """(half the squared error of each value, or of the bounded value where that is larger; bool,
-    whether it is), [positions] each.
+    """Returns (half the squared error of each value, or of the bounded value where that is larger;
+    bool, whether it is), [positions] each.
 
     Source: PPO's own code (github.com/openai/baselines, ppo2), as TRL and verl have it.
 
