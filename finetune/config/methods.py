@@ -840,7 +840,7 @@ class Method:
         Gt(0),
         Lt(1),
         SameOnResume,
-        "masked_diffusion: the smallest probability with which the tokens of a document are masked. "
+        "masked_diffusion: the smallest probability with which a document's tokens are masked. "
         "In each step one is drawn for each document, uniform up to 1, and its losses are divided "
         "by it.",
     ] = 1e-3
