@@ -195,7 +195,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (PPO, TP, 4, None, None, "tp_size cannot be combined with method: ppo"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
     # masked tokens
-    (MASKED, SP, 4, None, None, "cp_size (some.yaml): a token and the state that predicts it may be on two ranks"),
+    (MASKED, SP, 4, None, None, "cp_size cannot be combined with method: masked_diffusion: a token and the state that predicts it may be on two ranks"),
     (MASKED, replace(FSDP2, pipeline_parallel_size=2), 2, None, None, "the first stage would read the tokens unmasked"),
     (MASKED, FSDP2, 2, VISION, None, "it reads text alone; name a language model"),
     (MASKED, FSDP2, 2, MIXTURE, None, "the balance of its routers is counted on unmasked tokens"),
