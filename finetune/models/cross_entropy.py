@@ -140,7 +140,7 @@ class CrossEntropyHead(nn.Linear):
         return linear_cross_entropy(*given, bias=bias, trained_positions=trained_positions)
 
     def scale(self, hidden: Tensor) -> Tensor:
-        """The factor of the trunk's output before the head."""
+        """Returns the trunk's output times the factor before the head."""
         return hidden if self.before == 1.0 else hidden * self.before
 
     def chunk_options(self) -> ChunkOptions:

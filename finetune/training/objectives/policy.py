@@ -49,6 +49,10 @@ from finetune.training.objectives.policy_metrics import (
 )
 from finetune.training.objectives.preference import sum_and_count
 
+SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
+# the share of these ratios that are outside the bounds
+SAMPLING_CORRECTED = "importance_sampling/corrected"
+
 
 def choose_head(recipe: Recipe) -> HeadFunction:
     """Chooses the head function of completions: log-probabilities, and with a critic the values."""
@@ -57,11 +61,6 @@ def choose_head(recipe: Recipe) -> HeadFunction:
     else:
         head = head_log_probabilities
     return partial(head, temperature=recipe.method.temperature)
-
-
-SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
-# the share of these ratios that are outside the bounds
-SAMPLING_CORRECTED = "importance_sampling/corrected"
 
 
 @dataclass(frozen=True, slots=True)
