@@ -649,7 +649,7 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
                 "u",
             ),
             ("Which one holds the answer?: ", "v"),
-            ("Learn from what? sft learns the answers; distill learns ", ""),
+            ("Learn from what? sft learns the answers; masked_diffusion learns ", ""),
             (
                 "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora [auto]: ",
                 "full",
