@@ -108,7 +108,7 @@ def test_a_prompt_strategy_gives_axolotls_ids(
     tokenizer = load(vocabulary)
     folder = tmp_path_factory.mktemp("file")
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(WORDS, st.one_of(st.just(""), WORDS), WORDS)
     def check(instruction: str, further: str, answer: str) -> None:
         row = {"instruction": instruction, "input": further, "output": answer}

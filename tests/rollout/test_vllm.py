@@ -154,7 +154,11 @@ def test_adapters_are_loaded_under_a_name_of_their_own(
         assert len(asked) == len(server.loads) == STEPS + 1 and "served" not in asked
 
 
-@pytest.mark.parametrize("keys", [[], [*LORA, "max_staleness=1"]], ids=["full", "lora ahead"])
+@pytest.mark.parametrize(
+    "keys",
+    [[], pytest.param([*LORA, "max_staleness=1"], marks=pytest.mark.slow)],
+    ids=["full", "lora ahead"],
+)
 def test_two_servers_divide_the_prompts(
     keys: list[str], full: tuple[Path, StandInVllm], recipe: Path, model: Path, tmp_path: Path
 ) -> None:
