@@ -16,6 +16,7 @@ from tests.training.layouts import steps_of, write_config
 
 STEPS = 12
 KILLS = ["trainer", "server", "trainer"]
+SHARE_OF_A_RUN = (0.15, 0.33)  # after which a life ends, so that none comes to the end of the run
 PATIENCE = 90.0  # seconds in which a run whose server is gone must have ended by itself
 
 
@@ -68,7 +69,7 @@ def test_a_run_is_killed_at_random_moments(staleness: int, tmp_path: Path) -> No
         runs.finish(truth)
         seconds = time.monotonic() - began
         for victim in KILLS:
-            _live_until_killed(runs, victim, chance.uniform(0.2, 1.0) * seconds)
+            _live_until_killed(runs, victim, chance.uniform(*SHARE_OF_A_RUN) * seconds)
         runs.finish(runs.run)
     finally:
         runs.stop_serving()
@@ -80,10 +81,16 @@ def test_a_run_is_killed_at_random_moments(staleness: int, tmp_path: Path) -> No
     assert [line["prompt"] for line in trained] == [line["prompt"] for line in undisturbed]
     dropped = sum(line.get("in_flight/dropped_tokens", 0) for line in steps)
     assert dropped == 0, "in_flight: keep"
-    if staleness == 2:  # the moment at which a completion is cut depends on time
-        return
-    assert [line["token_ids"] for line in trained] == [line["token_ids"] for line in undisturbed]
-    for line, true in zip(steps, steps_of(truth), strict=True):
+    # What was not answered at a checkpoint is sampled again by its weights, and counted; above a staleness of one the moment of
+    # a change of weights depends on time. Up to there the runs are one.
+    counted = [line["step"] for line in steps if line.get("in_flight/cuts", 0)]
+    last_equal = min(counted, default=STEPS + 1) - 1
+    if staleness == 2:
+        last_equal = min(last_equal, 1)
+    assert staleness or last_equal == STEPS
+    for line, true in zip(trained, undisturbed, strict=True):
+        assert line["token_ids"] == true["token_ids"] or line["step"] > last_equal, last_equal
+    for line, true in zip(steps[:last_equal], steps_of(truth), strict=False):
         assert line["loss"] == pytest.approx(true["loss"], rel=1e-4, abs=1e-6)
 
 
