@@ -555,6 +555,10 @@ def serving_by_vllm(model: Path, room: int, at_once: int = 8) -> Iterator[str]:
             yield url
         finally:
             server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:  # it waits for connections that are still open
+                server.kill()
 
 
 @pytest.mark.slow
