@@ -41,7 +41,7 @@ from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
 from finetune.files.phases import Phases
 from finetune.models.load import ModelSize, build_model, build_teacher, is_here, load_model
-from finetune.models.log_probabilities import choose_head
+from finetune.models.log_probabilities import choose_label_head
 from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
@@ -470,7 +470,8 @@ class Session:
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
-                self.model(**one.inputs, head_function=choose_head(one.targets)) for one in each
+                self.model(**one.inputs, head_function=choose_label_head(one.targets))
+                for one in each
             ]
 
     def optim_step(self, learning_rate: float | None = None) -> Update:

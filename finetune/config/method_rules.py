@@ -108,9 +108,7 @@ def _follows_every_ratio(case: Case) -> bool:
 
 
 def _list_wrong_addresses(case: Case) -> list[str]:
-    """Lists the entries of `vllm_server_base_url` that are no addresses; the list itself where it
-    is empty.
-    """
+    """Lists the entries of `vllm_server_base_url` that are no addresses; `[]` for an empty list."""
     given = case["vllm_server_base_url"]
     if given is not None and not given:
         return ["[]"]

@@ -148,7 +148,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def choose_head(targets: Tensor | None) -> HeadFunction:
+def choose_label_head(targets: Tensor | None) -> HeadFunction:
     """`head_log_probabilities`, or that of several targets for each position.
 
     targets: Of a micro-batch: int64[trained positions, targets], or IGNORE_INDEX; None: its labels.

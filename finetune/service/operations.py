@@ -17,7 +17,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup
 from finetune.errors import AgreedError
 from finetune.models.cross_entropy import HeadFunction
-from finetune.models.log_probabilities import choose_head, head_log_probabilities, head_top
+from finetune.models.log_probabilities import choose_label_head, head_log_probabilities, head_top
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
@@ -173,7 +173,7 @@ class Operations:
             for micro_batch in batch.micro_batches:
                 stack.deal(micro_batch, owners)
                 on_device = micro_batch.to(device)
-                head = choose_head(on_device.targets)
+                head = choose_label_head(on_device.targets)
                 scores = session.model(**on_device.inputs, head_function=head)
                 of_tokens = measure(scores, on_device)
                 session.world.accelerator.backward(of_tokens.sum())

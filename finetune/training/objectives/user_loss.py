@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from finetune.config.user_code import explained, place_of
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.errors import UserError
-from finetune.models.log_probabilities import choose_head
+from finetune.models.log_probabilities import choose_label_head
 from finetune.training.objectives.objective import Measured, Objective
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
@@ -49,7 +49,7 @@ class FunctionObjective(Objective):
 
         A filler's is 0, so that its backward still takes part in the ranks' collectives.
         """
-        outputs = model(**inputs, head_function=choose_head(micro_batch.targets))
+        outputs = model(**inputs, head_function=choose_label_head(micro_batch.targets))
         if not micro_batch.example_ids:
             return Measured(outputs.sum() * 0.0)
         columns = AskedColumns(micro_batch.columns or {})
