@@ -7,11 +7,11 @@ its way while the weights change.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from finetune.errors import UserError
@@ -29,6 +29,25 @@ def start(action: Callable[[], Any]) -> "Future[Any]":
     future: Future[Any] = Future()
     threading.Thread(target=_settle, args=(future, action), daemon=True).start()
     return future
+
+
+def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Future[Any]]":
+    """The results of actions, so many at once, in threads that do not keep the process from
+    ending.
+    """
+    tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), each) for each in actions]
+    waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+    for task in tasks:
+        waiting.put(task)
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                _settle(*waiting.get_nowait())
+
+    for _ in range(min(threads, len(tasks))):
+        threading.Thread(target=work, daemon=True).start()
+    return [future for future, _ in tasks]
 
 
 def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:

@@ -37,7 +37,7 @@ from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
-from finetune.rollout.in_flight import InFlight, read_lines, start, wait_for
+from finetune.rollout.in_flight import InFlight, read_lines, start, start_all, wait_for
 from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
@@ -495,11 +495,13 @@ class VllmEngine:
         asked = {
             name: request for name, request in zip(said, requests, strict=True) if name not in known
         }
-        with ThreadPoolExecutor(self._recipe.rollout.per_device_generation_batch_size) as pool:
-            answers = pool.map(lambda request: self._complete(request, sampling), asked.values())
-            for name, sampled in zip(asked, answers, strict=True):
-                known[name] = sampled
-                self._note(self._folder / self._name, name, sampled)
+        answers = start_all(
+            [partial(self._complete, request, sampling) for request in asked.values()],
+            self._recipe.rollout.per_device_generation_batch_size,
+        )
+        for name, answer in zip(asked, answers, strict=True):
+            known[name] = wait_for(answer, self._require_servers)
+            self._note(self._folder / self._name, name, known[name])
         return [known[name] for name in said]
 
     def _read_answers(self, weights: str) -> dict[str, Sampled]:

@@ -14,6 +14,7 @@ import pytest
 from finetune.checkpoint.folders import list_checkpoints
 from finetune.errors import UserError
 from finetune.report.run_data import _ratio_histogram, read_run
+from finetune.rollout import in_flight
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.rollout.in_flight import LOST, InFlight, read_lines
 from tests.conftest import slow_but
@@ -365,3 +366,32 @@ def test_a_server_that_ends_with_requests_in_flight_is_a_sentence(
         server.changes["/v1/completions"] = (500, {"error": {"message": "it ends"}})
     with pytest.raises(UserError, match=f"{server.url}/(v1/completions|weight_info): "):
         engine.take(1)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_takes_no_more_requests_is_not_waited_for(
+    staleness: int, recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM after a SIGTERM: connections that are open stay open, and nothing more is said in them."""
+    monkeypatch.setattr(in_flight, "SILENT_SECONDS", 0.2)
+    is_over = threading.Event()
+    with serving(model) as server:
+        served = server.answer
+
+        def answer(path: str, body: dict[str, Any]) -> Any:
+            if path != "/v1/completions":
+                return served(path, body)
+            server.shutdown()
+            server.server_close()
+            is_over.wait()
+            return 500, {"error": {"message": "it ends"}}
+
+        keys = [f"vllm_server_base_url={server.url}", f"max_staleness={staleness}"]
+        engine = open_engine(recipe, model, tmp_path, *keys)
+        server.answer = answer  # type: ignore[method-assign]
+        requests = [Request((1, 403), (0, 0, i, 0)) for i in range(6)]
+        try:
+            with pytest.raises(UserError, match=f"{server.url}/v1/models: "):
+                engine.sample(requests, Sampling(max_tokens=12, temperature=1.3))
+        finally:
+            is_over.set()
