@@ -372,7 +372,7 @@ def test_a_server_that_ends_with_requests_in_flight_is_a_sentence(
 def test_a_server_that_takes_no_more_requests_is_not_waited_for(
     staleness: int, recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM after a SIGTERM: connections that are open stay open, and nothing more is said in them."""
+    """As vLLM after a SIGTERM: a connection that is open stays open, and nothing more is said in it."""
     monkeypatch.setattr(in_flight, "SILENT_SECONDS", 0.2)
     is_over = threading.Event()
     with serving(model) as server:
@@ -389,7 +389,8 @@ def test_a_server_that_takes_no_more_requests_is_not_waited_for(
         keys = [f"vllm_server_base_url={server.url}", f"max_staleness={staleness}"]
         engine = open_engine(recipe, model, tmp_path, *keys)
         server.answer = answer  # type: ignore[method-assign]
-        requests = [Request((1, 403), (0, 0, i, 0)) for i in range(6)]
+        # one, since a second could be refused before it is read
+        requests = [Request((1, 403), (0, 0, 0, 0))]
         try:
             with pytest.raises(UserError, match=f"{server.url}/v1/models: "):
                 engine.sample(requests, Sampling(max_tokens=12, temperature=1.3))
