@@ -72,10 +72,10 @@ def expect(
     return prompt_ids + answer_ids, [trains_prompt] * len(prompt_ids) + [True] * len(answer_ids)
 
 
-def make_ours(
-    name: str, row: dict[str, str], tokenizer: Any, folder: Path, *, trains_prompt: bool
-) -> Any:
-    """(ids, trained) of a row by the converted recipe."""
+def convert_strategy(
+    name: str, folder: Path, *, trains_prompt: bool
+) -> tuple[DatasetSource, Data, str | None]:
+    """The source, its data and the template of the converted recipe."""
     file = folder / "theirs.yaml"
     entry = {"path": "rows.jsonl", **STRATEGIES[name]}
     file.write_text(
@@ -84,9 +84,7 @@ def make_ours(
         )
     )
     recipe = convert_file(file).recipe
-    tokenizer.chat_template = (
-        read_template(recipe["chat_template"]) if "chat_template" in recipe else None
-    )
+    template = read_template(recipe["chat_template"]) if "chat_template" in recipe else None
     source = DatasetSource(**recipe["datasets"][0])
     assert source.answers_apart or name != "alpaca"
     data = Data(
@@ -94,6 +92,13 @@ def make_ours(
         assistant_only_loss=recipe.get("assistant_only_loss", True),
         dataset_num_proc=1,
     )
+    return source, data, template
+
+
+def make_ours(
+    row: dict[str, str], source: DatasetSource, data: Data, tokenizer: Any
+) -> tuple[list[int], list[bool]]:
+    """(ids, trained) of a row by the converted recipe."""
     batch = RowBatch("rows.jsonl", (0,), (row,))
     (tokens,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats())
     return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
@@ -106,7 +111,9 @@ def test_a_prompt_strategy_gives_axolotls_ids(
     name: str, vocabulary: str, trains_prompt: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tokenizer = load(vocabulary)
-    folder = tmp_path_factory.mktemp("file")
+    source, data, tokenizer.chat_template = convert_strategy(
+        name, tmp_path_factory.mktemp("file"), trains_prompt=trains_prompt
+    )
 
     @settings(max_examples=15, deadline=None)
     @given(WORDS, st.one_of(st.just(""), WORDS), WORDS)
@@ -116,7 +123,7 @@ def test_a_prompt_strategy_gives_axolotls_ids(
             trains_prompt and name != "columns"
         )  # of two columns the prompt is never trained on, as it says
         ids, trained = expect(name, row, tokenizer, trains_prompt=whole_prompt)
-        ours, ours_trained = make_ours(name, row, tokenizer, folder, trains_prompt=trains_prompt)
+        ours, ours_trained = make_ours(row, source, data, tokenizer)
         assert ours == ids
         assert ours_trained == [False, *trained[1:]]  # nothing predicts the first token
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import slow_but
 from tests.models.families import LENGTHS
 from tests.ranks import run_python
 
@@ -20,17 +21,19 @@ KERNELS = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
 }
 AT_A_TIME = ("jamba", "kimi_linear")
+QUICK = ("qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear")  # one of each kind
 CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    finished = run_python(["-m", "tests.cuda_without_gpu.hybrid_kernels", *KERNELS, *AT_A_TIME])
+def found(slow_too: bool) -> dict[str, Any]:
+    families = [*KERNELS, *AT_A_TIME] if slow_too else QUICK
+    finished = run_python(["-m", "tests.cuda_without_gpu.hybrid_kernels", *families])
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("family", [*KERNELS, *AT_A_TIME])
+@pytest.mark.parametrize("family", slow_but(QUICK, [*KERNELS, *AT_A_TIME]))
 def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     family: str, found: dict[str, Any]
 ) -> None:
@@ -42,7 +45,7 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     assert found[family]["without"] > 100 * CLOSE
 
 
-@pytest.mark.parametrize("family", [*KERNELS, *AT_A_TIME])
+@pytest.mark.parametrize("family", slow_but(QUICK, [*KERNELS, *AT_A_TIME]))
 def test_a_kernel_that_reads_a_weight_gets_the_dequantized_one(
     family: str, found: dict[str, Any]
 ) -> None:
@@ -51,14 +54,14 @@ def test_a_kernel_that_reads_a_weight_gets_the_dequantized_one(
     assert found[family]["quantized"] < CLOSE
 
 
-@pytest.mark.parametrize("family", KERNELS)
+@pytest.mark.parametrize("family", slow_but(QUICK, KERNELS))
 def test_every_call_receives_the_boundaries(family: str, found: dict[str, Any]) -> None:
     assert found[family]["calls"].keys() == KERNELS[family]
     assert found[family]["packed"] == found[family]["calls"]
     assert all(calls < len(LENGTHS) for calls in found[family]["calls"].values())
 
 
-@pytest.mark.parametrize("family", AT_A_TIME)
+@pytest.mark.parametrize("family", slow_but(QUICK, AT_A_TIME))
 def test_modules_that_would_ignore_boundaries_see_one_document(
     family: str, found: dict[str, Any]
 ) -> None:

@@ -71,7 +71,7 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
 }
 
 KINDS = list(RECIPES)
-QUICK = choose_quick(list(RUNS), KINDS, always=("one", "fsdp2"))
+QUICK = choose_quick(list(RUNS), KINDS, always=("one",))
 
 
 def make_rows() -> list[dict[str, Any]]:

@@ -104,17 +104,19 @@ WANTED = [
     ("llama4", "full_shard", 2),
     ("gemma3n", "full_shard", 2),
 ]
-# another family or kind has the same code
+# another family, kind or layout has most of the code
 SLOW = {
     *(
         (family, "single", 1)
         for family in (
             *("qwen3_vl_moe", "glm46v", "llava_next", "pixtral", "qwen3_5_moe", "idefics3"),
+            *("internvl", "qwen3_vl", "glm4v", "mistral3"),
             *("mistral4", "gemma3-padded", "qwen3_5-padded", "qwen3_5_moe-padded"),
         )
     ),
     ("llava", "full_shard", 2),
     ("qwen2_5_vl-few", "full_shard", 2),
+    ("mllama-few", "full_shard", 2),
 }
 # that a family's processor or tower imports
 PACKAGES = {"smolvlm": "num2words", "llama4": "torchvision", "gemma3n": "timm"}

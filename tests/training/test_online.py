@@ -102,7 +102,7 @@ EVERY = [
     ),
     *((1, "single", f"{mode}-apart") for mode in SHARING[1:]),
 ]
-QUICK = EVERY[:8]
+QUICK = EVERY[:7]
 
 
 @pytest.fixture(scope="module")

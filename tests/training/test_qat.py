@@ -40,11 +40,9 @@ KEYS: dict[str, list[str]] = {
     "lora mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32", *LORA],
 }
 ONE_RANK = [("single", name) for name in KEYS]
-TWO_RANKS = [
-    ("full_shard", name)
-    for name in ("int4", "int8-int4", "lora int8-int4", "mxfp4", "nvfp4", "int8-ternary")
-]
+TWO_RANKS = [("full_shard", name) for name in ("int8-int4", "lora int8-int4", "nvfp4")]
 MORE_ON_TWO = [
+    *(("full_shard", name) for name in ("int4", "mxfp4", "int8-ternary")),
     ("FULL_SHARD", "int4"),
     ("ddp", "int4"),
     ("ddp", "lora int4"),
