@@ -36,6 +36,7 @@ def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(
     with path.open("ab") as file:
         file.write(tail)
     assert read_json_lines(path) == [SEPARATED]
+    assert json.loads(path.read_bytes().decode(errors="replace").splitlines()[0]) == SEPARATED
     assert answers_before_and_after(path, 4) == ["  one two three  before: '4'  after: '4'  right"]
     append_json_lines(path, [SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}])
     assert read_json_lines(path) == [

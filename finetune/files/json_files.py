@@ -20,6 +20,8 @@ LIMIT_BYTES = 100_000_000
 MAX_DEPTH = 100
 MAX_DIGITS = 20  # of an integer; 2^64 has as many
 LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
+# Python's str.splitlines ends a line at these too, and so do readers that use it.
+ENDS_OF_LINES = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DAMAGED = "the file is damaged, copy or download it again"
 
 
@@ -127,9 +129,12 @@ def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         _drop_cut_line(file)
         for line in lines:
             # a lone surrogate becomes its JSON escape
-            file.write(
-                json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-            )
+            file.write(write_json_line(line).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def write_json_line(value: Mapping[str, Any]) -> str:
+    """A value as JSON on one line, for readers that split at any end of a line too."""
+    return json.dumps(value, ensure_ascii=False).translate(ENDS_OF_LINES)
 
 
 def _drop_cut_line(file: Any) -> None:

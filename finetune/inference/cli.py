@@ -18,7 +18,7 @@ from finetune.data.formats import Conversation
 from finetune.data.messages import IMAGE, OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, install_command
 from finetune.files.durable import replace_file
-from finetune.files.json_files import parse_json
+from finetune.files.json_files import parse_json, write_json_line
 from finetune.files.run_files import (
     BENCHMARKS,
     BenchmarkResult,
@@ -404,10 +404,7 @@ def _answer_all(
             if answered.is_interrupted:
                 return EXIT_INTERRUPTED
         if as_json:
-            print(
-                json.dumps({"messages": prompt.messages, "answers": answers}, ensure_ascii=False),
-                flush=True,
-            )
+            print(write_json_line({"messages": prompt.messages, "answers": answers}), flush=True)
     return code
 
 

@@ -15,7 +15,7 @@ from finetune.data.retrieval import POSITIVE
 from finetune.data.sources import read_file
 from finetune.errors import UserError, print_styled, printable
 from finetune.export.sentence_transformer import LIMITS, MODULES, POOLING, SETTINGS
-from finetune.files.json_files import load_json
+from finetune.files.json_files import load_json, write_json_line
 from finetune.inference.conversation import read_turn
 from finetune.inference.inference_model import LoadOptions, load_whole
 from finetune.inference.inputs import ModelReference
@@ -135,7 +135,7 @@ def rank_queries(ranking: Ranking, queries: Sequence[str], *, as_json: bool) -> 
                 {"line": line.number, "text": line.text, "cosine": cosine}
                 for line, cosine in ranking.find(query)
             ]
-            print(json.dumps({"query": query, "ranked": ranked}, ensure_ascii=False), flush=True)
+            print(write_json_line({"query": query, "ranked": ranked}), flush=True)
             continue
         if len(queries) > 1:
             print(f"{'' if place == 0 else chr(10)}> {query}")
