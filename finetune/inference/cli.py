@@ -3,7 +3,6 @@ beside it.
 """
 
 import argparse
-import json
 import os
 import re
 import sys

@@ -1,6 +1,5 @@
 """An exported embedder in use: the lines of a file, ranked by their cosine to a query."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -44,8 +44,8 @@ from finetune.rollout.turns import Conversations, take_turns
 from finetune.units import counted
 
 Record = Callable[[list[dict[str, Any]]], None]
-Score = Callable[[StepBatch], list[dict[str, Tensor]]]
-"""A step's batch -> fp32[positions] each of each of its micro-batches, by names of `OF_TOKENS`."""
+MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
+"""A step's batch -> for each micro-batch, fp32[positions] by the names of `OF_TOKENS`."""
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
 
@@ -328,8 +328,9 @@ class Rollouts:
 
     sampler: Sampler
     prompts: StoredBatches
-    score: Score | None = None  # None where the loss does not ask for them before its own forward
-    # step of prompts -> what is still trained on
+    # before the first update; None where the loss asks for nothing before its own forward
+    measure_tokens: MeasureTokens | None = None
+    # by the step of their prompts: what is still trained on
     _held: dict[int, Rollout] = field(default_factory=dict)
 
     def batches(
@@ -346,17 +347,10 @@ class Rollouts:
 
     def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
-        number, iteration = self._place_of(step)
         if self._is_sampled_at(step):
-            self._held.clear()
-            taken = self._take(step) if self._is_ahead else {}
-            for prompts_step, later in self._list_generation(step):
-                rollout = self._sample_step(prompts_step, later, taken.get(prompts_step))
-                if self.sampler.recipe.rollout.vllm_server_base_url is not None:
-                    seconds = self._engine.hand_over_seconds
-                    rollout = replace(rollout, hand_over_seconds=seconds)
-                self._held[prompts_step] = rollout
-        rollout = self._held[number]
+            self._sample_generation(step)
+        prompts_step, iteration = self._find_prompts_step(step)
+        rollout = self._held[prompts_step]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
         if self._is_ahead:  # what is sampled next has the weights after this step
@@ -376,112 +370,144 @@ class Rollouts:
     def _engine(self) -> ServedEngine:
         return cast(ServedEngine, self.sampler.engine)  # rules ask for a server
 
-    def _take(self, step: int) -> dict[int, list[Sampled]]:
-        """The completions of the generation that begins with `step`, by the steps of their prompts;
-        the server begins the next ones before these are rewarded.
+    def _sample_generation(self, step: int) -> None:
+        """Holds the rollouts of all steps that train on what is sampled at `step`."""
+        self._held.clear()
+        taken = self._take_and_submit_next(step) if self._is_ahead else {}
+        for prompts_step, trained_at in self._list_generation(step):
+            rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
+            if self.sampler.recipe.rollout.vllm_server_base_url is not None:
+                rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
+            self._held[prompts_step] = rollout
+
+    def _take_and_submit_next(self, step: int) -> dict[int, list[Sampled]]:
+        """Returns the completions that were sampled ahead for the generation at `step`, by the
+        steps of their prompts, and has the server begin those of the next generations.
+
+        The first generation of a run is submitted here too: nothing was sampled ahead of it.
         """
         engine = self._engine
         engine.version = step
         generation = list(self._list_generation(step))
-        if not engine.is_in_flight(generation[0][0]):  # at the start of a run
+        is_first = not engine.is_in_flight(generation[0][0])
+        if is_first:
             engine.hand_over()
-            for number, later in generation:
-                self._submit(number, later)
-        taken = {number: engine.take(number) for number, _ in generation}
+            self._submit(generation)
+        taken = {prompts_step: engine.take(prompts_step) for prompts_step, _ in generation}
         engine.hand_over()
         keys = self.sampler.recipe.rollout
         every = keys.updates_per_generation
         end = min(step + (keys.max_staleness + 1) * every, self.prompts.steps)
-        for first in range(step + every, end, every):
-            for number, later in self._list_generation(first):
-                if not engine.is_in_flight(number):
-                    self._submit(number, later)
+        for next_step in range(step + every, end, every):
+            self._submit(self._list_generation(next_step))
         return taken
 
-    def _submit(self, number: int, step: int) -> None:
-        sampler = self.sampler
-        example_ids = np.concatenate(self.prompts.rows_of(number))
-        generations = sampler.recipe.rollout.num_generations
-        requests = sampler.make_requests(self.prompts.examples, example_ids, step, generations)
-        self._engine.submit(number, requests, sampler.choose_sampling())
-
-    def _list_generation(self, first: int) -> Iterator[tuple[int, int]]:
-        """Yields (the step of the prompts, the step that first trains on them) of what is sampled
-        together for the steps from `first` on.
+    def _submit(self, generation: Iterable[tuple[int, int]]) -> None:
+        """Asks the server for completions of what `_list_generation` yields, but for those that it
+        has begun.
         """
-        for step in range(first, self.prompts.steps):
-            number, earlier_iterations = self._place_of(step)
-            if earlier_iterations or (step > first and self._is_sampled_at(step)):
+        sampler = self.sampler
+        generations = sampler.recipe.rollout.num_generations
+        for prompts_step, trained_at in generation:
+            if not self._engine.is_in_flight(prompts_step):
+                example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
+                requests = sampler.make_requests(
+                    self.prompts.examples, example_ids, trained_at, generations
+                )
+                self._engine.submit(prompts_step, requests, sampler.choose_sampling())
+
+    def _list_generation(self, sampled_at: int) -> Iterator[tuple[int, int]]:
+        """Yields (the step of the prompts, the step that first trains on them) of all that is
+        sampled together at the step `sampled_at`.
+        """
+        for step in range(sampled_at, self.prompts.steps):
+            prompts_step, earlier_iterations = self._find_prompts_step(step)
+            if earlier_iterations or (step > sampled_at and self._is_sampled_at(step)):
                 break
-            yield number, step
+            yield prompts_step, step
 
     def _is_sampled_at(self, step: int) -> bool:
         return step % self.sampler.recipe.rollout.updates_per_generation == 0
 
-    def _place_of(self, step: int) -> tuple[int, int]:
+    def _find_prompts_step(self, step: int) -> tuple[int, int]:
         """Returns (the step of the prompts, how often they have been trained on before) of an
         optimizer step.
         """
         keys = self.sampler.recipe.rollout
-        before, within = divmod(step, keys.updates_per_generation)
+        generations_before, within = divmod(step, keys.updates_per_generation)
         # at the end there may be fewer
         left = -(-(self.prompts.steps - step + within) // keys.num_iterations)
-        iteration, number = divmod(within, min(keys.steps_per_generation, left))
-        return before * keys.steps_per_generation + number, iteration
+        iteration, own = divmod(within, min(keys.steps_per_generation, left))
+        return generations_before * keys.steps_per_generation + own, iteration
 
-    def _sample_step(self, number: int, step: int, taken: list[Sampled] | None = None) -> Rollout:
-        """Samples completions of the prompts of a step. Groups whose rewards are all equal are
-        replaced by those of other prompts, `max_num_gen_batches` times at most.
+    def _sample_step(
+        self, prompts_step: int, trained_at: int, taken: list[Sampled] | None = None
+    ) -> Rollout:
+        """Samples and rewards completions of the prompts of a step, and measures their tokens where
+        the loss asks for that.
 
         Args:
-            number: The step whose prompts are drawn.
-            step: The step that seeds the completions and trains on them.
+            prompts_step: The step whose prompts are drawn.
+            trained_at: The step that seeds the completions, the first that trains on them.
             taken: The completions, where they have been sampled before the step.
         """
-        recipe = self.sampler.recipe
-        generations = recipe.rollout.num_generations
-        example_ids = np.concatenate(self.prompts.rows_of(number))
+        example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
+        rollout = self.sampler.roll_out(
+            self.prompts.examples,
+            example_ids,
+            trained_at,
+            self.sampler.recipe.rollout.num_generations,
+            taken=taken,
+        )
+        if self.sampler.recipe.rollout.max_num_gen_batches > 1:
+            rollout = self._replace_flat_groups(rollout, example_ids, trained_at)
+        if self.measure_tokens is None:
+            return rollout
+        return replace(rollout, **self._collect_tokens(self.measure_tokens, rollout))
+
+    def _replace_flat_groups(
+        self, rollout: Rollout, example_ids: NDArray[np.int64], step: int
+    ) -> Rollout:
+        """Replaces groups whose rewards are all equal by those of other prompts, which may be flat
+        too, `max_num_gen_batches` times at most. Then drops those that are, unless all are.
+        """
+        keys = self.sampler.recipe.rollout
         examples = self.prompts.examples
-        rollout = self.sampler.roll_out(examples, example_ids, step, generations, taken=taken)
-        drawn = make_generator(recipe.run.seed, "other prompts", step).permutation(len(examples))
+        generator = make_generator(self.sampler.recipe.run.seed, "other prompts", step)
+        drawn = generator.permutation(len(examples))
         others = iter(drawn[~np.isin(drawn, example_ids)])
-        for _ in range(1, recipe.rollout.max_num_gen_batches):
-            is_flat = rollout.deviations() == 0
-            ids = np.fromiter(islice(others, int(is_flat.sum())), np.int64)
+        kept = rollout
+        for _ in range(1, keys.max_num_gen_batches):
+            flat_groups = int((kept.deviations() == 0).sum())
+            ids = np.fromiter(islice(others, flat_groups), np.int64)
             if not len(ids):
                 break
             more = self.sampler.roll_out(
-                examples, ids, step, generations, first_place=rollout.sampled_groups
+                examples, ids, step, keys.num_generations, first_place=kept.sampled_groups
             )
-            rollout = rollout.join(more)
-            # groups with signal first, no more than the step has prompts
-            order = np.argsort(rollout.deviations() == 0, kind="stable")
-            rollout = rollout.select(order[: len(example_ids)])
-        if recipe.rollout.max_num_gen_batches > 1 and (rollout.deviations() > 0).any():
-            rollout = rollout.select((rollout.deviations() > 0).nonzero()[0])
-        if self.score is None:
-            return rollout
-        return replace(rollout, **self._score(self.score, rollout))
+            joined = kept.join(more)
+            flat_last = np.argsort(joined.deviations() == 0, kind="stable")
+            kept = joined.select(flat_last[: len(example_ids)])
+        with_signal = (kept.deviations() > 0).nonzero()[0]
+        return kept.select(with_signal) if len(with_signal) else kept
 
-    def _score(self, score: Score, rollout: Rollout) -> dict[str, Any]:
-        """Returns the results of `score` by name, [completions][trained tokens] each, on every
-        rank.
+    def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
+        """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
 
-        By completion: each later step deals the completions to ranks again, and a resumed run may
-        have other ranks.
+        Each later step deals the completions to ranks anew, and a resumed run may have other ranks:
+        so a number is kept by its completion, not by its place in a micro-batch.
         """
         batch = lay_out(rollout, self._row_options)
-        own: dict[str, list[list[Any]]] = {}
-        for micro_batch, of_tokens in zip(batch.micro_batches, score(batch), strict=True):
+        own: dict[str, dict[int, Any]] = {}
+        for micro_batch, of_tokens in zip(batch.micro_batches, measure(batch), strict=True):
             for name, values in of_tokens.items():
-                by_place = collect_by_completion(micro_batch, values)
-                own.setdefault(name, []).extend(list(item) for item in by_place.items())
-        by_rank = self.sampler.world.gather(own)
-        scored: dict[str, Any] = {}
-        for name in own:
-            by_completion = dict(chain.from_iterable(rank[name] for rank in by_rank))
-            scored[name] = [by_completion[place] for place in range(len(rollout.sampled))]
-        return scored
+                own.setdefault(name, {}).update(collect_by_completion(micro_batch, values))
+        collected: dict[str, Any] = {}
+        for of_rank in self.sampler.world.gather({name: list(own[name].items()) for name in own}):
+            for name, items in of_rank.items():
+                collected.setdefault(name, {}).update(items)
+        completions = range(len(rollout.sampled))
+        return {name: [of[each] for each in completions] for name, of in collected.items()}
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint after `step` steps: the rollouts that later steps are still to
@@ -496,8 +522,8 @@ class Rollouts:
             files[IN_FLIGHT] = _write_lines(self._engine.describe_lines())
         if not self._is_sampled_at(step):
             files[ROLLOUTS] = _write_lines(
-                line | {"prompts_step": number}
-                for number, rollout in self._held.items()
+                line | {"prompts_step": prompts_step}
+                for prompts_step, rollout in self._held.items()
                 for line in rollout.describe_lines(self.sampler.tokenizer)
             )
         return files
@@ -513,21 +539,21 @@ class Rollouts:
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
         if self._is_sampled_at(step) or step >= self.prompts.steps:
             return
-        lines = _read_lines(checkpoint / ROLLOUTS)
         by_step: dict[int, list[dict[str, Any]]] = {}
-        for line in lines:
+        for line in _read_lines(checkpoint / ROLLOUTS):
             by_step.setdefault(line["prompts_step"], []).append(line)
         self._held.update(
-            {number: Rollout.of_lines(own_lines) for number, own_lines in by_step.items()}
+            {prompts_step: Rollout.of_lines(lines) for prompts_step, lines in by_step.items()}
         )
-        every = self.sampler.recipe.rollout.updates_per_generation
-        sampled_at = step // every * every
-        for each in range(step, min(sampled_at + every, self.prompts.steps)):
-            if self._place_of(each)[0] not in self._held:
+        updates = self.sampler.recipe.rollout.updates_per_generation
+        sampled_at = step // updates * updates
+        for trained_at in range(step, min(sampled_at + updates, self.prompts.steps)):
+            prompts_step, _ = self._find_prompts_step(trained_at)
+            if prompts_step not in self._held:
                 raise UserError(
-                    f"{checkpoint}: holds no completions for step {each + 1}, which trains on what "
-                    f"step {sampled_at + 1} sampled; set num_iterations, steps_per_generation and "
-                    "max_steps as they were"
+                    f"{checkpoint}: holds no completions for step {trained_at + 1}, which trains "
+                    f"on what step {sampled_at + 1} sampled; set num_iterations, "
+                    "steps_per_generation and max_steps as they were"
                 )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:

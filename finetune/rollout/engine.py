@@ -179,13 +179,13 @@ class ServedEngine(Engine, Protocol):
     def hand_over(self) -> None:
         """Gives the sampler the weights as they are now, unless it has them. All ranks call it."""
 
-    def submit(self, number: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample completions of the prompts of step `number` from these weights."""
+    def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begins to sample completions of the prompts of `prompts_step` from these weights."""
 
-    def is_in_flight(self, number: int) -> bool:
-        """Whether completions of the prompts of step `number` have been begun."""
+    def is_in_flight(self, prompts_step: int) -> bool:
+        """Whether completions of the prompts of `prompts_step` have been begun."""
 
-    def take(self, number: int) -> list[Sampled]:
+    def take(self, prompts_step: int) -> list[Sampled]:
         """Waits for those completions and returns them on every rank. All ranks call it."""
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:

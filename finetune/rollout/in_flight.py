@@ -126,7 +126,7 @@ class InFlight:
 
     def submit(
         self,
-        number: int,
+        prompts_step: int,
         weights: str,
         requests: Mapping[str, Request],
         sampling: Sampling,
@@ -136,7 +136,7 @@ class InFlight:
         """Asks for completions of `requests`, by their names, except those that are `known`.
 
         Args:
-            number: The step of their prompts.
+            prompts_step: The step of their prompts.
             weights: The name of the weights that the server has.
             requests: In order.
             sampling: Of all of them.
@@ -157,27 +157,27 @@ class InFlight:
             else:
                 self._waiting.put((future, self._make_task(name, request, sampling, before, note)))
             answers.append(future)
-        self.flights[number] = Flight(weights, list(requests), answers)
+        self.flights[prompts_step] = Flight(weights, list(requests), answers)
 
-    def take(self, number: int, is_there: Callable[[], object]) -> list[Sampled]:
-        """The completions of the prompts of step `number`, once all are there.
+    def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
+        """The completions of the prompts of `prompts_step`, once all are there.
 
         `is_there`: of `wait_for`. Raises what went wrong with one of them.
         """
-        flight = self.flights[number]
+        flight = self.flights[prompts_step]
         taken = [wait_for(answer, is_there) for answer in flight.answers]
-        del self.flights[number]
+        del self.flights[prompts_step]
         return taken
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
         """A line for each request: its name, the weights that it was submitted with, and its
         completion, where that is there.
         """
-        for number, flight in self.flights.items():
+        for prompts_step, flight in self.flights.items():
             for name, answer in zip(flight.names, flight.answers, strict=True):
                 is_there = answer.done() and answer.exception() is None
                 yield {
-                    "prompts_step": number,
+                    "prompts_step": prompts_step,
                     "request": name,
                     "weights": flight.weights,
                     "sampled": answer.result().as_json() if is_there else None,

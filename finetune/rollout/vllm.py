@@ -330,7 +330,7 @@ class VllmEngine:
             return samples
         return [replace(each, versions=[self.version] * len(each.token_ids)) for each in samples]
 
-    def submit(self, number: int, requests: Sequence[Request], sampling: Sampling) -> None:
+    def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begins to sample completions of `requests` from the weights handed over last, on the main
         rank.
         """
@@ -339,19 +339,19 @@ class VllmEngine:
         by_name = {_name_request(each, sampling): each for each in requests}
         known = self._recalled | self._read_answers(self._name)
         note = partial(self._note, self._folder / self._name)
-        self._in_flight.submit(number, self._name, by_name, sampling, known, note)
+        self._in_flight.submit(prompts_step, self._name, by_name, sampling, known, note)
 
-    def is_in_flight(self, number: int) -> bool:
-        """Whether completions of the prompts of step `number` have been begun; asked of all
+    def is_in_flight(self, prompts_step: int) -> bool:
+        """Whether completions of the prompts of `prompts_step` have been begun; asked of all
         ranks.
         """
-        return bool(RankGroup(self._world).on_main(lambda: number in self._in_flight.flights))
+        return bool(RankGroup(self._world).on_main(lambda: prompts_step in self._in_flight.flights))
 
-    def take(self, number: int) -> list[Sampled]:
-        """The completions of the prompts of step `number`, on every rank, once all are there."""
+    def take(self, prompts_step: int) -> list[Sampled]:
+        """The completions of the prompts of `prompts_step`, on every rank, once all are there."""
 
         def take() -> list[dict[str, Any]]:
-            taken = self._in_flight.take(number, self._require_servers)
+            taken = self._in_flight.take(prompts_step, self._require_servers)
             self._refuse_stale()
             return [each.as_json() for each in taken]
 

@@ -24,7 +24,7 @@ from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.routing import Routing, find_routing
-from finetune.rollout.collect import Rollouts, Sampler, Score, read_rows
+from finetune.rollout.collect import MeasureTokens, Rollouts, Sampler, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
 from finetune.rollout.episodes import Episodes, list_own_rewards
@@ -83,7 +83,7 @@ def make_policy_objectives(
         paying,
     )
     other_model = _make_other_model(recipe, teacher)
-    rollouts = Rollouts(sampler, data.train, _make_score(model, recipe, world, other_model))
+    rollouts = Rollouts(sampler, data.train, _make_measure(model, recipe, world, other_model))
     if recipe.method_facts.has_critic:
         other_model = None  # it was asked with the values: rewards hold its log-probabilities
     training = PolicyObjective(recipe, rollouts, other_model, teacher)
@@ -151,9 +151,9 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
     return ask_without_adapters if recipe.has_reference else None
 
 
-def _make_score(
+def _make_measure(
     model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
-) -> Score | None:
+) -> MeasureTokens | None:
     """Makes the function that asks for log-probabilities in training before the first update, under
     a critic for its values and the reference too; None where the loss needs none of them.
 
@@ -166,20 +166,20 @@ def _make_score(
         return None
     head = choose_head(recipe)
 
-    def score_one(micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def measure_one(micro_batch: MicroBatch) -> dict[str, Tensor]:
         with evaluating(model):
             outputs = model(**micro_batch.inputs, head_function=head).float().cpu()
         if not has_critic:
             return {"old": outputs}
-        scored = {"old": outputs[0], "values": outputs[1]}
+        measured = {"old": outputs[0], "values": outputs[1]}
         if other_model is not None:
-            scored["reference"] = other_model(model, micro_batch).float().cpu()
-        return scored
+            measured["reference"] = other_model(model, micro_batch).float().cpu()
+        return measured
 
-    def score(batch: StepBatch) -> list[dict[str, Tensor]]:
-        return [score_one(each.to(world.device)) for each in batch.micro_batches]
+    def measure(batch: StepBatch) -> list[dict[str, Tensor]]:
+        return [measure_one(each.to(world.device)) for each in batch.micro_batches]
 
-    return score
+    return measure
 
 
 CHECKED_ROWS = 100  # of the data, whose columns reward functions may take

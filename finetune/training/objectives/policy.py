@@ -107,7 +107,7 @@ class PolicyObjective(Objective):
         else:
             other = self.other_model(model, micro_batch)
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
-        log_probabilities, values = self._split(outputs)
+        log_probabilities, values = self._split_head_outputs(outputs)
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
         if self.recipe.rollout.max_staleness:
             log_ratios = log_probabilities.detach() - rollout["sampled"].double()
@@ -134,10 +134,10 @@ class PolicyObjective(Objective):
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the loss is weighed by the ratio of training to sampling."""
+        """Whether the loss is weighted by the ratio of training to sampling probabilities."""
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
-    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns (log-probabilities, the critic's values where there is one), [positions] each, of
         what the head has returned.
         """
@@ -167,20 +167,8 @@ class PolicyObjective(Objective):
         level = loss_level(recipe)
         sampled = rollout["sampled"].double()
         old = self._choose_old(log_probabilities, sampled, rollout)
-        advantages = rollout["advantages"].double()
-        if recipe.method_facts.has_critic:
-            advantages = rollout["token_advantages"].double()
-        elif level is Level.TOKEN:
-            advantages = completions.repeat(advantages)  # [positions]
-        kl = None
-        if other_log_probabilities is not None and recipe.method_facts.needs_teacher:
-            # log p_student - log p_teacher estimates the reverse KL divergence of a token; the
-            # advantage is its negative (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2)
-            kl = sampled - other_log_probabilities
-            advantages = advantages - kl
-        elif other_log_probabilities is not None:
-            kl = estimate_kl(log_probabilities, other_log_probabilities)
-
+        kl = self._estimate_divergence(log_probabilities, other_log_probabilities, sampled)
+        advantages = self._choose_advantages(completions, rollout, kl)
         ratios = compute_ratios(log_probabilities - old, completions, recipe)
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
         is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
@@ -198,6 +186,36 @@ class PolicyObjective(Objective):
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return losses, metrics
+
+    def _estimate_divergence(
+        self, log_probabilities: Tensor, other_log_probabilities: Tensor | None, sampled: Tensor
+    ) -> Tensor | None:
+        """Estimates each token's KL divergence from the other model, [positions]: from a teacher
+        that of the sampled tokens, from a reference with a gradient. None without another model.
+        """
+        if other_log_probabilities is None:
+            return None
+        if self.recipe.method_facts.needs_teacher:
+            return sampled - other_log_probabilities
+        return estimate_kl(log_probabilities, other_log_probabilities)
+
+    def _choose_advantages(
+        self, completions: Completions, rollout: Mapping[str, Tensor], kl: Tensor | None
+    ) -> Tensor:
+        """Returns the advantages, [completions] or [positions] as `loss_level` says.
+
+        Under a teacher each token has the negative of its `kl` beside that of its completion
+        (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
+        """
+        if self.recipe.method_facts.has_critic:
+            return rollout["token_advantages"].double()
+        of_completions = rollout["advantages"].double()
+        if loss_level(self.recipe) is Level.SEQUENCE:
+            return of_completions
+        of_positions = completions.repeat(of_completions)
+        if kl is None or not self.recipe.method_facts.needs_teacher:
+            return of_positions
+        return of_positions - kl
 
     def _compute_value_losses(
         self, values: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
@@ -239,7 +257,7 @@ class PolicyObjective(Objective):
         metrics = {
             **describe_completions(rollout, compares=not self.recipe.method_facts.has_critic),
             **describe_ratios(log_ratios, completions, ratio_bounds(self.recipe)),
-            **self._describe_stages(log_ratios.new_zeros(2)),
+            **self._make_empty_metrics(log_ratios.new_zeros(2)),
             **self._describe_rollout(rollout),
         }
         distances = torch.where(completions.is_trained, log_ratios, 0.0).abs()
@@ -251,7 +269,7 @@ class PolicyObjective(Objective):
             "log_ratio/max": largest.float()
         }
 
-    def _describe_stages(self, zero: Tensor) -> dict[str, Tensor]:
+    def _make_empty_metrics(self, zero: Tensor) -> dict[str, Tensor]:
         """The metrics of both losses, as a filler has them."""
         names = ["clip_ratio"]
         if self.recipe.method_facts.has_critic:
@@ -333,13 +351,13 @@ class HeldOutRewards(Objective):
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
         # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal
-        # asks for that.
-        asked = chain.from_iterable(micro_batches() for _ in count())
+        # asks for that. What is in it is not used.
+        signs_of_life = chain.from_iterable(micro_batches() for _ in count())
         for first in range(0, len(ids), at_once):
-            next(asked)
-            asked_ids = ids[first : first + at_once]
+            next(signs_of_life)
+            own_ids = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
-                self.prompts.examples, asked_ids, 0, 1, greedy=True, first_place=first
+                self.prompts.examples, own_ids, 0, 1, greedy=True, first_place=first
             )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
