@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
     from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
-    from finetune.recipe_keys import RecipeKeys  # a stub alone
+    from finetune.recipe_keys import RecipeKeys  # a .pyi file only
     from finetune.training.callbacks import Callback
 
 add_hints(hints)

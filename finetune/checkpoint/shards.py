@@ -346,7 +346,9 @@ def read_shards(
         else:
             what = "with a different optimizer or model"
         raise UserError(
-            f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)"
+            f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} "
+            "unexpected); continue with the model and the optimizer of that run, or set another "
+            "output_dir"
         )
     shards = [shard for shard in shards if shard.name in stored]
     for shard in shards:

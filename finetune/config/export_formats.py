@@ -85,7 +85,7 @@ class ExportFormat:
     title: str  # as people write it
     # module:function that plans its files; None: the Hugging Face folder itself
     plan: str | None = None
-    package: str | None = None  # that writes it, as Python imports it
+    package: str | None = None  # that writes it, by its import name
     install: str | None = None  # what pip calls the package; None: as Python does
     is_folder: bool = False  # which transformers and vLLM open
     # has a place for tensors of the base that the model has no parameter for

@@ -77,7 +77,7 @@ def _listed(value: Any) -> Sequence[Any]:
 def _is_row(value: Any) -> bool:
     if not isinstance(value, Mapping) or {"path", "function"} & {*value}:
         return False
-    return not any(hasattr(each, "to_parquet") for each in value.values())  # splits
+    return not any(hasattr(each, "to_parquet") for each in value.values())  # a dict of splits
 
 
 def _name_source(key: str, source: Any) -> Any:

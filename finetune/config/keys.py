@@ -24,9 +24,7 @@ class FileOrName:
 
 
 class PythonName:
-    """Marks a key whose value, or each of a list, names a function or a class in a file: see
-    user_code.py.
-    """
+    """Marks a key whose values name functions or classes in files: see user_code.py."""
 
 
 class ModulePatterns:

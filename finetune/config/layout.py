@@ -107,7 +107,7 @@ class Sharding:
     use_cpu: bool = False
     num_machines: int = 1
     source: str = PLAIN_LAUNCH
-    # lines: what a DeepSpeed file asks for, and what does the same, or nothing
+    # a line for each DeepSpeed setting: what does the same here, if anything
     translated: tuple[str, ...] = ()
     # (a recipe's key, the number that a DeepSpeed file gives for it)
     asked: tuple[tuple[str, float], ...] = ()

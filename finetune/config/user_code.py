@@ -17,7 +17,7 @@ from typing import Any
 from finetune.errors import Preempted, UserError
 
 OURS = str(Path(__file__).resolve().parents[1])
-MANY_ROWS = 100_000  # from so many on, each tenfold number is said
+MANY_ROWS = 100_000  # progress is printed from here on, at every tenfold
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:

@@ -199,8 +199,7 @@ def _read_file(name: str, source: Path) -> dict[str, Any]:
         path = Path(name)
     if path is None or not path.is_file():
         raise UserError(
-            f"{source}: {name}: no such file, here or in the script's folder; name it as it is "
-            "found"
+            f"{source}: {name}: no such file, here or in the script's folder; give its path"
         )
     settings = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     if not isinstance(settings, dict):

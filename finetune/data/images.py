@@ -36,7 +36,7 @@ MAX_SCANS = 100  # of a progressive JPEG, which has ten or so; each goes over al
 RGB_BYTES = 3  # of a pixel
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
 IN_FILE = b"f"  # how a stored image begins whose path follows
-IN_STORE = b"b"  # the same where its bytes follow
+IN_STORE = b"b"  # how one begins whose bytes follow
 TEXT_INPUTS = {
     "input_ids",
     "attention_mask",

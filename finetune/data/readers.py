@@ -353,7 +353,8 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         except ValueError as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise UserError(
-                f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read"
+                f"{path}, row {number}: not JSON: {reason}; repair that row, since those after it "
+                "cannot be read"
             ) from None
         yield number, _as_row(value)
         number += 1

@@ -254,7 +254,9 @@ def _resolve_slices(
     try:
         stretches = datasets.ReadInstruction.from_spec(source.split).to_absolute(rows)
     except (ValueError, AssertionError) as error:
-        raise UserError(f"{source.path}: split {source.split}: {error}") from None
+        raise UserError(
+            f"{source.path}: split {source.split}: {first_line(error)}; write it as train[:10%]"
+        ) from None
     for stretch in stretches:
         first = 0
         for file in splits[stretch.splitname]:

@@ -223,10 +223,9 @@ class AskedTurn:
 
 
 def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
-    """Message index -> turn, of each turn that is trained on; without those in which nothing is
-    marked to be.
+    """Message index -> turn, of each turn with a trained part.
 
-    Raises `BadRow` as rendering does, and where it is unknown where a turn begins.
+    Raises `BadRow` as rendering does, and where the beginning of a turn is unknown.
     """
     messages = read_messages(conversation, renderer)
     asked = {

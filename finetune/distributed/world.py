@@ -113,7 +113,7 @@ class World:
 
     @property
     def stage_rank(self) -> int:
-        """This rank among those that hold the same layers."""
+        """This rank's index among those that hold the same layers."""
         return self.rank % self.stage_size
 
     @property

@@ -27,7 +27,7 @@ import torch
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.files.json_files import load_json, parse_object, read_tensor_header
+from finetune.files.json_files import DAMAGED, load_json, parse_object, read_tensor_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -391,7 +391,7 @@ def read_header(path: Path) -> list[HeaderEntry]:
     header, start, size = read_tensor_header(path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise UserError(f"{path}: __metadata__: a mapping of strings is expected")
+        raise UserError(f"{path}: __metadata__: a mapping of strings is expected; {DAMAGED}")
     offsets_of = _read_offsets(path, metadata)
     entries = []
     for name, entry in header.items():

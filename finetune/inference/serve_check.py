@@ -281,7 +281,9 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
     reference = find_model(arguments.source)
     prompts = list(islice(_read_prompts(reference, arguments.prompts), arguments.count))
     if not prompts:
-        raise UserError(f"{arguments.prompts or reference.name}: holds no prompt")
+        raise UserError(
+            f"{arguments.prompts or reference.name}: holds no prompt; give some by --prompts FILE"
+        )
     folder = Path(reference.name)
     file = find_file(arguments, folder)
     with open_server(arguments.server, reference, file, arguments.served_model, print) as server:

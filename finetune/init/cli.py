@@ -41,6 +41,7 @@ from finetune.data.readers import file_kind
 from finetune.data.sources import list_files
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
+from finetune.files.json_files import read_json_object
 from finetune.files.network import download_file
 from finetune.init.environment import list_gpus
 from finetune.init.new_recipe import (
@@ -94,10 +95,9 @@ def ask(question: str, default: str) -> str:
 def require(
     given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]
 ) -> T:
-    """Reads `given`, or the answer to `question`, which is asked again until it reads.
+    """Reads `given`, else an answer to `question`, which is asked until it can be read.
 
-    Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be
-    asked.
+    Raises `UserError` where `given` cannot be read, or nobody can be asked.
     """
     if given is not None:
         if not given.strip():
@@ -527,15 +527,10 @@ def has_chat_template(model: str) -> bool:
                 path = Path(model) / name
             else:
                 path = download_file(model, name)
-            if path.is_file() and (
-                path.suffix == ".jinja" or '"chat_template"' in path.read_text(encoding="utf-8")
-            ):
+            is_template = path.suffix == ".jinja" and path.is_file()
+            if is_template or read_json_object(path).get("chat_template"):
                 return True
-        except (
-            UserError,
-            OSError,
-            UnicodeDecodeError,
-        ):  # it has no such file, or none that can be read
+        except (UserError, OSError):  # it has no such file
             continue
     return False
 

@@ -58,7 +58,7 @@ class Outline:
     embedding: tuple[str, Shape]
     tail: Part  # all else that works on text
     head: str | None  # the name of its weight; None where the embedding is the head
-    beside: tuple[Shapes, ...]  # each part beside a language model
+    beside: tuple[Shapes, ...]  # towers, projectors
     prefix: str  # the name of the language model
     text_names: tuple[str, ...]
     heads: int

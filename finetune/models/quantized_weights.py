@@ -573,7 +573,9 @@ def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
 
     stored = {"weight": numbers, "weight_scale_inv": scales}
     converted = Fp8Dequantize(None).convert(stored)["weight"]
-    values: Tensor = converted[0] if isinstance(converted, list) else converted  # 5.17: a list
+    values: Tensor = (
+        converted[0] if isinstance(converted, list) else converted
+    )  # a list in transformers 5.17
     return values
 
 

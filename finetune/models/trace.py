@@ -43,7 +43,7 @@ from finetune.models.outline import build_class, list_layers
 LENGTHS = (2, 3, 4)
 MOST_LAYERS = 4  # that are traced one by one
 UNIT = 64  # tokens of a chunk that linear attention and state spaces compute, at least
-LARGEST_UNIT = 512  # at most
+LARGEST_UNIT = 512
 STEPPED_UNIT = 8  # of layers that compute one token after the other, in a loop
 KERNEL = "traced_kernel"  # among transformers' names for attention
 PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what a layer knows of where it is

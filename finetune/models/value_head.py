@@ -33,7 +33,7 @@ def add_value_head(model: Any, base: Values) -> Values:
 
 
 def train_value_head(model: Any, dtype: torch.dtype) -> None:
-    """Trains the critic, kept in `dtype`, whatever else of the model is frozen."""
+    """Makes the critic trainable, in `dtype`, whatever else of the model is frozen."""
     weight: nn.Parameter = getattr(head_of(model), VALUE_WEIGHT)
     weight.requires_grad_(True)
     weight.data = weight.data.to(dtype)

@@ -240,7 +240,7 @@ def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> Store
     if len(dtypes) > 1:
         raise UserError(
             f"{name}: its tensors in the files differ in dtype "
-            f"({', '.join(sorted(map(str, dtypes)))})"
+            f"({', '.join(sorted(map(str, dtypes)))}); store them in one dtype"
         )
     parts = [
         stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])

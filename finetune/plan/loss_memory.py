@@ -47,7 +47,7 @@ def loss_bytes(spec: RunSpec) -> int:
     architecture = spec.computed
     run = spec.computation
     if spec.recipe.method_facts.embeds:
-        # states that are pooled, cast, their gradient
+        # pooled states, their fp64 cast, their gradient
         return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
     if run.autocast:
         cast_head = run.itemsize * architecture.head_rows * architecture.hidden
@@ -119,17 +119,15 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
     gradient cast back; compiled, the scores and their gradient.
     """
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     if run.compiled:
-        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
-    # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
-    if run.cpu or run.divides_vocabulary:
-        casts = FP32
-    else:
-        casts = run.itemsize
     if run.itemsize == FP32:
         casts = 0
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    elif run.cpu or run.divides_vocabulary:
+        casts = FP32  # both cast the input of their softmax first
+    else:
+        casts = run.itemsize
     return chunk * vocabulary * (run.itemsize + FP32 + casts)
 
 
@@ -147,10 +145,9 @@ def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computa
 def divergence_chunk_bytes(
     vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float
 ) -> int:
-    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities,
-    and three more tensors of their size for the divergence and its gradient, two for the forward
-    KL; one more where a temperature makes the student's log-probabilities others than those of the
-    labels.
+    """Bytes of the chunk of logits that a distillation loss works on: scores, both models'
+    log-probabilities, three more tensors of their size for the divergence and its gradient (two for
+    the forward KL), and one more where a temperature is set.
     """
     tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
     chunk = _balanced_chunk(

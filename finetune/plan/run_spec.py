@@ -287,9 +287,7 @@ class RunSpec:
         return replace(state, trained=trained, optimizer=buffers + files.counters)
 
     def loaded_state(self, rank: int = 0) -> State:
-        """As `state`, but all of it in memory, as its parameters are when they have just been
-        read.
-        """
+        """The state right after loading, when all of it is in memory."""
         keys = self.recipe.optimization
         return count_state(
             self.part_tensors,

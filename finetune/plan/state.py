@@ -457,7 +457,7 @@ class Unit:
         return Unit(self.numel + other.numel, self.trained + other.trained, self.fp8 + other.fp8)
 
     def gathered(self, itemsize: int) -> int:
-        """Bytes of the gathered unit, whose other numbers have `itemsize` each."""
+        """Bytes of the gathered unit: one for a number in FP8, `itemsize` for any other."""
         return itemsize * (self.numel - self.fp8) + self.fp8
 
 

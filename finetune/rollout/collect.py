@@ -494,7 +494,7 @@ class Rollouts:
     def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
         """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
 
-        Each later step deals the completions to ranks anew, and a resumed run may have other ranks:
+        Each later step deals the completions to ranks again, and a resumed run may have others:
         so a number is kept by its completion, not by its place in a micro-batch.
         """
         batch = lay_out(rollout, self._row_options)

@@ -77,9 +77,7 @@ def find_targets(rollout: Rollout, recipe: Recipe) -> TokenTargets:
 
 
 def describe_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
-    """[completions]: their advantages under the recipe's loss; the means of their tokens' under a
-    critic.
-    """
+    """[completions]: the advantages of the recipe's loss; under a critic, means over tokens."""
     if recipe.method_facts.has_critic:
         return find_targets(rollout, recipe).mean_advantages()
     return find_advantages(rollout, recipe)

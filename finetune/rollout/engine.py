@@ -22,7 +22,7 @@ class Ended(Enum):
 
     STOPPED = "stopped"  # at a token that ends a turn, which is its last
     CUT = "cut"  # at max_completion_length
-    ABORTED = "aborted"  # by a change of weights: a part of a completion, which is not whole yet
+    ABORTED = "aborted"  # by a change of weights, in the middle of a completion
 
 
 class Request(NamedTuple):

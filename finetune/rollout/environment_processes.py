@@ -145,7 +145,7 @@ class EnvironmentHost:
     def _find(self, item: Item) -> Living:
         living = self._living.get(item["place"])
         if living is None:
-            raise UserError("environment: it was lost before, and answers no more")
+            raise UserError("environment: it was lost by a failure that was reported before")
         return living
 
 

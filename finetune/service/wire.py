@@ -158,7 +158,7 @@ def _read_tensor(tensor: Any, name: str) -> list[Any]:
     """A number for each token, or a row of several."""
     if tensor.dtype not in DTYPES or len(tensor.shape) > 2:
         raise UserError(
-            f"loss_fn_inputs: {name}: a number for each token, or a row of several, is served, of "
+            f"loss_fn_inputs: {name}: give a number for each token, or a row of several, as "
             "float32 or int64"
         )
     if tensor.HasField("sparse_csr"):

@@ -128,7 +128,7 @@ def describe_order(metrics: Mapping[str, float]) -> str:
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
-    """Logs what the model is worth before its first step.
+    """Evaluates a model that has not been trained yet; nothing where the run is resumed.
 
     Raises `Preempted` where a signal asks to stop meanwhile.
     """

@@ -181,8 +181,8 @@ def _describe_data(run: TrainingRun) -> list[str]:
 
 
 def count_longest(run: TrainingRun) -> int:
-    """The tokens of the longest example; of a method that samples, of the longest prompt, which
-    describes its tools, with the longest completion.
+    """Tokens of the longest example; where the method samples, of the longest prompt, tools
+    included, with the longest completion.
     """
     longest = run.data.report.longest
     if run.recipe.method_facts.samples:

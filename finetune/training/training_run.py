@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """One run on this rank."""
+    """All that the loop needs of a run, on this rank."""
 
     recipe: Recipe
     world: World

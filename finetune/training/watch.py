@@ -1,6 +1,4 @@
-"""What watches a run from inside: signals, on which it saves first on all ranks; a watchdog for
-hangs; a profiler.
-"""
+"""Watches a run from inside: signals, after which all ranks save and stop; hangs; a profiler."""
 
 import faulthandler
 import json

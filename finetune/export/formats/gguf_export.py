@@ -292,7 +292,10 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
                 rows[position : position + len(block)], theirs.tensor_type
             )
             if part.shape != tuple(block.shape):
-                raise UserError(f"{path.name}: not exported: {tensor.name}: has another shape")
+                raise UserError(
+                    f"{path.name}: not exported: {tensor.name}: the file has rows of "
+                    f"{part.shape[-1]} numbers, the checkpoint of {block.shape[-1]}"
+                )
             squares += float(block.square().sum())
             errors += float(
                 (torch.from_numpy(np.array(part, dtype=np.float32)) - block).square().sum()

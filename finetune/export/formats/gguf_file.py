@@ -56,7 +56,8 @@ class PlannedFile:
 
 
 def file_name(title: str) -> str:
-    """
+    """Returns a title as the name of a file.
+
     >>> file_name("my model/é")
     'my-model'
     """

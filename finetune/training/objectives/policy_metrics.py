@@ -71,8 +71,7 @@ def _describe_spread(log_ratios: Tensor, counts: Tensor) -> dict[str, Tensor]:
 def describe_staleness(
     log_ratios: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns (metrics of how old the weights are that sampled, and of the ratios by that; the
-    oldest, 0-dim).
+    """Returns (metrics of staleness, and of the ratios by staleness; the largest staleness, 0-dim).
 
     Args:
         log_ratios: fp64[positions].

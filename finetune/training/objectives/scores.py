@@ -190,7 +190,7 @@ class StepScores(Objective):
 
 @dataclass(frozen=True, slots=True)
 class RankedScores(Objective):
-    """How a query's documents are ordered by their scores, against how well each answers it.
+    """The loss of a reranker: how it orders a query's documents, against their relevance.
 
     The documents of a query are of one micro-batch.
     """
