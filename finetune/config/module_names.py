@@ -232,19 +232,32 @@ def refuse_undivided(lora: Lora, widths: Mapping[str, int]) -> None:
             )
 
 
-def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
-    """Raises `UserError` if `lora_target_modules` names the output head, whose module is `head`.
+def adapts_head(head: str, names: Iterable[str], lora: Lora) -> bool:
+    """Whether `lora_target_modules` names the output head, and gives it an adapter.
 
-    One that is trained whole gets no adapter, and so may be named.
+    One that is trained whole gets none, and so may be named.
+
+    Args:
+        head: The head's module.
+        names: All names of its weight.
+        lora: The recipe's section.
     """
     if lora.lora_target_modules == "all-linear" or is_saved_whole(names, lora):
-        return
-    for target in lora.lora_target_modules:
-        if f".{head}".endswith(f".{target}"):
+        return False
+    return is_parameter_named(head, lora.lora_target_modules)
+
+
+def refuse_adapted_head(head: str, lora: Lora) -> None:
+    """Raises `UserError` for an adapter that the output head, whose module is `head`, cannot have.
+
+    The loss is computed from hidden states in chunks: with factors beside the head's weight, but
+    without the norms of their sum, and without states that are rotated for it.
+    """
+    for key in ("use_dora", "oft_block_size"):
+        if getattr(lora, key):
             raise UserError(
-                f"lora_target_modules: {target}: names the output head, which cannot have an "
-                "adapter: its product is computed with the loss, in chunks; remove it, or train "
-                f"the head whole with modules_to_save: [{target}]"
+                f"lora_target_modules: {head}: {key} cannot be combined with an adapter on the "
+                f"output head, whose loss is computed in chunks; leave {key} out, or {head}"
             )
 
 

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
 
 from finetune.config.families import find_family
 from finetune.config.module_names import (
@@ -50,8 +53,11 @@ from finetune.distributed.model_parts import (
     text_names,
     trunk_of,
 )
+from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
+from finetune.models.cross_entropy import LossHead, gather_logits, replicate
+from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 
@@ -63,7 +69,8 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     adapters.
 
     Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
-    pattern names no part of the model, and where an adapter is asked of the output head.
+    pattern names no part of the model, and where the output head gets an adapter that it cannot
+    have.
     """
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
@@ -78,9 +85,6 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     model.to(base_dtype)
     model.requires_grad_(False)
     saved_whole = _find_saved_whole(model, lora)
-    refuse_adapted_head(
-        head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora
-    )
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings(
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
@@ -90,6 +94,9 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
         remake_indices(model)
+    if not isinstance(head_of(model), nn.Linear):
+        refuse_adapted_head(head, lora)
+        adapt_head(model)
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
             parameter.requires_grad_(True)
@@ -112,6 +119,24 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def adapt_head(model: Any) -> None:
+    """Makes peft's layer around the output head of `model` the head: the loss is that of base and
+    adapter together.
+    """
+    layer = head_of(model)
+    base = layer.base_layer
+    layer.__class__ = _head_class()
+    if type(base) is nn.Linear:  # no loss is asked for
+        return
+    for name in ("before", "logits", "label_smoothing", "token_weights"):
+        setattr(layer, name, base.__dict__.pop(name))
+    base.__class__ = nn.Linear
+    for name, parameter in list(base.named_parameters()):  # a critic's
+        if name not in ("weight", "bias"):
+            delattr(base, name)
+            layer.register_parameter(name, parameter)
 
 
 def _find_places(model: nn.Module, lora: Lora) -> set[str]:
@@ -543,6 +568,49 @@ def _fused_class() -> type[nn.Module]:
             return is_known and has_frozen_bias and not self.disable_adapters and not self.merged
 
     return Linear
+
+
+@cache
+def _head_class() -> type[nn.Module]:
+    """peft's layer around an output head, as a `LossHead`."""
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
+    class AdaptedHead(LossHead, PeftLinear):  # type: ignore[misc]
+        def prepare(self, hidden: Tensor) -> HeadProduct:
+            base = self.base_layer
+            weight, bias, shard = find_local_head(base.weight, base.bias)
+            if self.disable_adapters:
+                return HeadProduct(hidden, weight, bias, shard=shard)
+            joined = torch.cat((hidden, self._multiply_by_a(hidden)), -1)
+            b = self._scaled_b()
+            own_b = b.to_local() if isinstance(b, DTensor) else b
+            return HeadProduct(joined, weight, bias, own_b, shard)
+
+        def compute_logits(self, hidden: Tensor) -> Tensor:
+            base = self.base_layer
+            logits = base(replicate(hidden, base.weight))
+            if not self.disable_adapters:
+                inner = replicate(self._multiply_by_a(hidden), base.weight)
+                logits = logits + F.linear(inner, self._scaled_b().to(inner.dtype))
+            return gather_logits(logits)
+
+        def _multiply_by_a(self, hidden: Tensor) -> Tensor:
+            """hidden [..., hidden] -> [..., rank], in its type."""
+            a = self.lora_A[ADAPTER_NAME]
+            inner = a(self.lora_dropout[ADAPTER_NAME](hidden.to(a.weight.dtype)))
+            return inner.to(hidden.dtype)  # type: ignore[no-any-return]
+
+        def _scaled_b(self) -> Tensor:
+            """B [vocabulary, rank] times the adapter's scale."""
+            b = self.lora_B[ADAPTER_NAME]
+            if isinstance(b, Fsdp1):  # whose weight is whole in its own forward alone
+                rank = self.r[ADAPTER_NAME]
+                weight = b(torch.eye(rank, device=b.device)).t()
+            else:
+                weight = b.weight
+            return weight * self.scaling[ADAPTER_NAME]  # type: ignore[no-any-return]
+
+    return AdaptedHead
 
 
 class _LayerForm(NamedTuple):

@@ -146,25 +146,25 @@ def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> N
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
 
 
-ADAPTED_HEAD = "lora_target_modules: lm_head: names the output head, which cannot have an adapter: .*modules_to_save: .lm_head."
-HEADS: dict[str, tuple[dict[str, Any], str | None]] = {
-    "named": ({"lora_target_modules": ["q_proj", "lm_head"]}, ADAPTED_HEAD),
-    "all-linear": ({}, None),
-    "trained whole": ({"modules_to_save": ["lm_head"]}, None),
-    "named and trained whole": (
-        {"lora_target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
-        None,
-    ),
+NAMED_HEAD = {"lora_target_modules": ["q_proj", "lm_head"]}
+NO_HEAD = "lora_target_modules: lm_head: {} cannot be combined with an adapter on the output head"
+HEADS: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "named": (NAMED_HEAD, 2, None),
+    "all-linear": ({}, 7, None),
+    "trained whole": ({"modules_to_save": ["lm_head"]}, 7, None),
+    "named and trained whole": (NAMED_HEAD | {"modules_to_save": ["lm_head"]}, 1, None),
+    "dora": (NAMED_HEAD | {"use_dora": True}, 0, NO_HEAD.format("use_dora")),
+    "oft": (NAMED_HEAD | {"oft_block_size": 4}, 0, NO_HEAD.format("oft_block_size")),
 }
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("case", HEADS)
-def test_the_head_gets_no_adapter(
+def test_the_head_gets_an_adapter_where_it_is_named(
     case: str, tied: bool, tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Where the recipe asks for one, the plan says so and the loading does; `all-linear` is all layers but the head."""
-    keys, refusal = HEADS[case]
+    """`all-linear` is all layers but the head. What refuses it refuses it in the plan and in the loading."""
+    keys, layers, refusal = HEADS[case]
     recipe = read_recipe(str(tiny_recipe(use_peft=True, **keys)), [])
     sizes = {
         "vocab_size": 32,
@@ -185,10 +185,12 @@ def test_the_head_gets_no_adapter(
     adapted = {
         name.partition(".lora_")[0] for name, _ in built.named_parameters() if ".lora_" in name
     }
-    assert "lm_head" not in adapted
-    assert len(adapted) == (7 if recipe.lora.lora_target_modules == "all-linear" else 1)
+    assert ("lm_head" in adapted) == (case == "named")
+    assert len(adapted) == layers
     assert built.get_submodule("lm_head").weight.requires_grad == bool(recipe.lora.modules_to_save)
-    make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
+    spec = make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1).spec
+    trained = {p: p.numel() for p in built.parameters() if p.requires_grad}
+    assert spec.trained_numel == sum(trained.values())
 
 
 def test_a_head_of_another_name_is_no_part_of_all_linear() -> None:

@@ -1,0 +1,145 @@
+"""LoRA on the output head: peft's own losses in every layout, resumed, trained further, merged and opened by peft."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.plan.plan import make_plan
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import (
+    assert_bit_equal,
+    assert_losses,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
+from tests.training.test_adapter_further import make_pairs
+
+STEPS, SAVED_AT = 4, 2
+MODES: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "packed": {"packing": True, "use_rslora": True, "rank_pattern": {"lm_head": 3}},
+    "dpo": {"method": "dpo", "beta": 0.5, "datasets": [{"path": "PAIRS"}]},
+    "head": {"lora_target_modules": ["lm_head"]},
+}
+LAYOUTS = ("full_shard", "shard_grad_op", "offload", "ddp", "FULL_SHARD")
+SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    model = make_model(folder / "model", hidden_size=48, intermediate_size=80)
+    data = make_chat(folder / "chat.jsonl", rows=24)
+    make_pairs(folder / "pairs.jsonl", rows=24)
+    for mode, keys in MODES.items():
+        keys = json.loads(json.dumps(keys).replace("PAIRS", f"{folder}/pairs.jsonl"))
+        common = {
+            "use_peft": True,
+            "lora_r": 4,
+            "lora_alpha": 12,
+            "lora_target_modules": ["q_proj", "down_proj", "lm_head"],
+            "learning_rate": 1e-2,
+            "global_batch_size": 4,
+            "max_steps": STEPS,
+        }
+        write_recipe(folder / f"{mode}.yaml", model, data, **common | keys)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Path:
+    saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
+    configs = {
+        layout: write_config(folder, layout, checkpointing=layout == "full_shard")
+        for layout in LAYOUTS
+    }
+    configs |= {
+        name: write_config(folder, "full_shard", sizes=sizes) for name, sizes in SIZES.items()
+    }
+    alone = ["per_device_train_batch_size=4", "export_at_end=true", *saves]
+    single = write_config(folder, "single")
+    train_all(
+        folder,
+        [
+            (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}", *alone])
+            for mode in MODES
+        ],
+        ranks=1,
+    )
+    rows = ["per_device_train_batch_size=2", *saves]
+    wanted = [
+        (folder / "sft.yaml", config, [f"output_dir={folder}/sft-{layout}", *rows])
+        for layout, config in configs.items()
+    ]
+    middle = f"resume_from_checkpoint={folder}/sft-full_shard/checkpoints/step-{SAVED_AT:08d}"
+    again = [f"output_dir={folder}/resumed", middle, *rows]
+    further = [f"output_dir={folder}/further", f"adapter_name_or_path={folder}/sft/adapter", *rows]
+    stages = [f"output_dir={folder}/sft-stages", "pipeline_parallel_size=2", *rows]
+    wanted += [
+        (folder / "sft.yaml", configs["full_shard"], again),
+        (folder / "sft.yaml", configs["full_shard"], further),
+        (folder / "sft.yaml", configs["shard_grad_op"], stages),
+    ]
+    train_all(folder, wanted, ranks=2)
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_losses_are_those_of_plain_peft(mode: str, runs: Path) -> None:
+    expected = reference.losses(runs / f"{mode}.yaml")
+    assert expected[-1][0] < expected[0][0]
+    assert_losses(runs / mode, expected)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *SIZES, "stages"])
+def test_every_layout_has_the_same_losses(layout: str, runs: Path) -> None:
+    assert_losses(runs / f"sft-{layout}", reference.losses(runs / "sft.yaml"))
+
+
+def test_a_resumed_run_ends_the_same(runs: Path) -> None:
+    assert_bit_equal(runs / "sft-full_shard", runs / "resumed", STEPS, SAVED_AT)
+
+
+@pytest.mark.parametrize("mode", ["sft", "packed", "head"])
+def test_the_adapter_opens_in_peft_and_is_the_merged_model(mode: str, runs: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, runs / mode / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(runs / mode / "export", dtype=torch.float32)
+    assert adapted.get_output_embeddings().lora_B["default"].weight.abs().max() > 0
+    with torch.no_grad():
+        logits = adapted(ids).logits
+        assert (logits - plain).abs().max() > 1e-3
+        torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            adapted.merge_and_unload()(ids).logits, logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
+    first = steps_of(runs / "further")[0]
+    start = steps_of(runs / "sft")[0]
+    assert first["loss"] < start["loss"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_plan_counts_the_adapter(mode: str, runs: Path) -> None:
+    recipe = read_recipe(str(runs / f"{mode}.yaml"))
+    spec = make_plan(recipe, read_sharding(None, None, {"WORLD_SIZE": "1"}), 1, on_cpu=True).spec
+    saved = load_file(runs / mode / "adapter" / "adapter_model.safetensors")
+    assert {"base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"} <= {
+        *saved
+    }
+    assert spec.trained_numel == sum(tensor.numel() for tensor in saved.values())
