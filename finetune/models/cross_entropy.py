@@ -122,8 +122,8 @@ class LossHead(nn.Module):
     The loss is computed inside this module's forward, so that FSDP gathers the weight for it, once.
     """
 
-    weight: Tensor  # [vocabulary, hidden]
-    bias: Tensor | None
+    weight: Any  # [vocabulary, hidden]
+    bias: Any  # [vocabulary] or None
     before: float  # by which its class multiplies what it reads
     logits: LogitTransform
     label_smoothing: float  # while training

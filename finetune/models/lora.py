@@ -576,6 +576,14 @@ def _head_class() -> type[nn.Module]:
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class AdaptedHead(LossHead, PeftLinear):  # type: ignore[misc]
+        base_layer: Any
+        lora_A: Any
+        lora_B: Any
+        lora_dropout: Any
+        r: Any
+        scaling: Any
+        disable_adapters: bool
+
         def prepare(self, hidden: Tensor) -> HeadProduct:
             base = self.base_layer
             weight, bias, shard = find_local_head(base.weight, base.bias)

@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "use_rslora": True, "rank_pattern": {"lm_head": 3}},
     "dpo": {"method": "dpo", "beta": 0.5, "datasets": [{"path": "PAIRS"}]},
     "head": {"lora_target_modules": ["lm_head"]},
+    "tied": {"model_name_or_path": "TIED"},
 }
 LAYOUTS = ("full_shard", "shard_grad_op", "offload", "ddp", "FULL_SHARD")
 SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
@@ -41,9 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
     model = make_model(folder / "model", hidden_size=48, intermediate_size=80)
     data = make_chat(folder / "chat.jsonl", rows=24)
+    make_model(folder / "tied", hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
     make_pairs(folder / "pairs.jsonl", rows=24)
     for mode, keys in MODES.items():
-        keys = json.loads(json.dumps(keys).replace("PAIRS", f"{folder}/pairs.jsonl"))
+        text = json.dumps(keys).replace("PAIRS", f"{folder}/pairs.jsonl")
+        keys = json.loads(text.replace("TIED", f"{folder}/tied"))
         common = {
             "use_peft": True,
             "lora_r": 4,
@@ -72,24 +75,32 @@ def runs(folder: Path) -> Path:
     train_all(
         folder,
         [
-            (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}", *alone])
+            (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}-single", *alone])
             for mode in MODES
         ],
         ranks=1,
     )
     rows = ["per_device_train_batch_size=2", *saves]
     wanted = [
-        (folder / "sft.yaml", config, [f"output_dir={folder}/sft-{layout}", *rows])
+        (folder / f"{mode}.yaml", config, [f"output_dir={folder}/{mode}-{layout}", *rows])
+        for mode in ("sft", "tied")
         for layout, config in configs.items()
+    ]
+    wanted += [
+        (
+            folder / f"{mode}.yaml",
+            configs["shard_grad_op"],
+            [f"output_dir={folder}/{mode}-stages", "pipeline_parallel_size=2", *rows],
+        )
+        for mode in ("sft", "tied")
     ]
     middle = f"resume_from_checkpoint={folder}/sft-full_shard/checkpoints/step-{SAVED_AT:08d}"
     again = [f"output_dir={folder}/resumed", middle, *rows]
-    further = [f"output_dir={folder}/further", f"adapter_name_or_path={folder}/sft/adapter", *rows]
-    stages = [f"output_dir={folder}/sft-stages", "pipeline_parallel_size=2", *rows]
+    adapter = f"adapter_name_or_path={folder}/sft-single/adapter"
+    further = [f"output_dir={folder}/further", adapter, *rows]
     wanted += [
         (folder / "sft.yaml", configs["full_shard"], again),
         (folder / "sft.yaml", configs["full_shard"], further),
-        (folder / "sft.yaml", configs["shard_grad_op"], stages),
     ]
     train_all(folder, wanted, ranks=2)
     return folder
@@ -99,38 +110,43 @@ def runs(folder: Path) -> Path:
 def test_the_losses_are_those_of_plain_peft(mode: str, runs: Path) -> None:
     expected = reference.losses(runs / f"{mode}.yaml")
     assert expected[-1][0] < expected[0][0]
-    assert_losses(runs / mode, expected)
+    assert_losses(runs / f"{mode}-single", expected)
 
 
+@pytest.mark.parametrize("mode", ["sft", "tied"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *SIZES, "stages"])
-def test_every_layout_has_the_same_losses(layout: str, runs: Path) -> None:
-    assert_losses(runs / f"sft-{layout}", reference.losses(runs / "sft.yaml"))
+def test_every_layout_has_the_same_losses(layout: str, mode: str, runs: Path) -> None:
+    assert_losses(runs / f"{mode}-{layout}", reference.losses(runs / f"{mode}.yaml"))
 
 
 def test_a_resumed_run_ends_the_same(runs: Path) -> None:
     assert_bit_equal(runs / "sft-full_shard", runs / "resumed", STEPS, SAVED_AT)
 
 
-@pytest.mark.parametrize("mode", ["sft", "packed", "head"])
+@pytest.mark.parametrize("mode", ["sft", "packed", "head", "tied"])
 def test_the_adapter_opens_in_peft_and_is_the_merged_model(mode: str, runs: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
+    """A tied head is the embedding no longer: the merged model is untied. peft's own merging adds the update to the embedding too."""
+    folder = runs / ("tied" if mode == "tied" else "model")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(12)[None]
     plain = base(ids).logits
-    adapted = PeftModel.from_pretrained(base, runs / mode / "adapter")
-    merged = AutoModelForCausalLM.from_pretrained(runs / mode / "export", dtype=torch.float32)
+    run = runs / f"{mode}-single"
+    adapted = PeftModel.from_pretrained(base, run / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32)
+    assert not merged.config.tie_word_embeddings
     assert adapted.get_output_embeddings().lora_B["default"].weight.abs().max() > 0
     with torch.no_grad():
         logits = adapted(ids).logits
         assert (logits - plain).abs().max() > 1e-3
         torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            adapted.merge_and_unload()(ids).logits, logits, rtol=1e-5, atol=1e-5
-        )
+        if mode != "tied":
+            by_peft = adapted.merge_and_unload()(ids).logits
+            torch.testing.assert_close(by_peft, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
     first = steps_of(runs / "further")[0]
-    start = steps_of(runs / "sft")[0]
+    start = steps_of(runs / "sft-single")[0]
     assert first["loss"] < start["loss"]
 
 
@@ -138,7 +154,7 @@ def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
 def test_the_plan_counts_the_adapter(mode: str, runs: Path) -> None:
     recipe = read_recipe(str(runs / f"{mode}.yaml"))
     spec = make_plan(recipe, read_sharding(None, None, {"WORLD_SIZE": "1"}), 1, on_cpu=True).spec
-    saved = load_file(runs / mode / "adapter" / "adapter_model.safetensors")
+    saved = load_file(runs / f"{mode}-single" / "adapter" / "adapter_model.safetensors")
     assert {"base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"} <= {
         *saved
     }
