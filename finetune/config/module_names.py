@@ -145,10 +145,9 @@ def refuse_unknown_layers(
 
     model: Its name in the message. has_experts: The message also gives the key for routed experts.
     """
-    targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
     wrong = [
         target
-        for target in targets
+        for target in lora.named_targets
         if not any(is_parameter_named(layer, [target]) for layer in layers)
     ]
     if wrong:
@@ -242,23 +241,7 @@ def adapts_head(head: str, names: Iterable[str], lora: Lora) -> bool:
         names: All names of its weight.
         lora: The recipe's section.
     """
-    if lora.lora_target_modules == "all-linear" or is_saved_whole(names, lora):
-        return False
-    return is_parameter_named(head, lora.lora_target_modules)
-
-
-def refuse_adapted_head(head: str, lora: Lora) -> None:
-    """Raises `UserError` for an adapter that the output head, whose module is `head`, cannot have.
-
-    The loss is computed from hidden states in chunks: with factors beside the head's weight, but
-    without the norms of their sum, and without states that are rotated for it.
-    """
-    for key in ("use_dora", "oft_block_size"):
-        if getattr(lora, key):
-            raise UserError(
-                f"lora_target_modules: {head}: {key} cannot be combined with an adapter on the "
-                f"output head, whose loss is computed in chunks; leave {key} out, or {head}"
-            )
+    return is_parameter_named(head, lora.named_targets) and not is_saved_whole(names, lora)
 
 
 def refuse_unmatched(
@@ -319,11 +302,7 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
             recipe = replace(recipe, **{key.section: replace(section, **{key.name: renamed})})
     lora = recipe.lora
     experts = find_expert_layers(model_type)
-    moved = [
-        each
-        for each in lora.lora_target_modules
-        if each in experts and lora.lora_target_modules != "all-linear"
-    ]
+    moved = [each for each in lora.named_targets if each in experts]
     if moved:
         parameters = dict.fromkeys(experts[each] for each in moved)
         lines.append(

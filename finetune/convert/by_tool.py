@@ -239,7 +239,10 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         layers = model["lora_attn_modules"]
         if model.get("apply_lora_to_mlp") and isinstance(layers, list):
             layers = [*layers, *MLP_LAYERS]
-        recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
+        targets = convert_targets(layers)
+        if model.get("apply_lora_to_output") and isinstance(targets, list):
+            targets = [*targets, "lm_head"]
+        recipe |= {"use_peft": True, "lora_target_modules": targets}
     if "qlora_" in str(model.get("_component_")):
         recipe |= QLORA
         conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])

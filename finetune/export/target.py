@@ -332,9 +332,9 @@ def match_tensors(
                     "to; set tie_word_embeddings to false in config.json if it was trained on its "
                     "own"
                 )
-    for name, first in target.untied.items():
-        if first in named:
-            named.setdefault(name, named[first])
+    for name, source in target.untied.items():
+        if source in named:
+            named.setdefault(name, named[source])
     problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
         raise UserError.of(problems[:20])

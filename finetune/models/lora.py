@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.families import find_family
 from finetune.config.module_names import (
+    base_name,
     is_adapter,
     is_parameter_named,
     is_saved_whole,
     peft_name,
-    refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
     refuse_undivided,
@@ -69,8 +69,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     adapters.
 
     Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
-    pattern names no part of the model, and where the output head gets an adapter that it cannot
-    have.
+    pattern names no part of the model.
     """
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
@@ -95,7 +94,6 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         inject_adapters(model, within_language_model(model, config))
         remake_indices(model)
     if not isinstance(head_of(model), nn.Linear):
-        refuse_adapted_head(head, lora)
         adapt_head(model)
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
@@ -127,6 +125,7 @@ def adapt_head(model: Any) -> None:
     """
     layer = head_of(model)
     base = layer.base_layer
+    assert hasattr(layer, "lora_A") and not layer.lora_variant, "rules refuse DoRA and OFT here"
     layer.__class__ = _head_class()
     if type(base) is nn.Linear:  # no loss is asked for
         return
@@ -318,12 +317,17 @@ def within_language_model(model: Any, config: Any) -> Any:
     """
     if not has_other_parts(model) or not config.target_modules:
         return config
-    trunk = next(name for name, module in model.named_modules() if module is trunk_of(model))
+    names = {module: name for name, module in model.named_modules()}
+    trunk = names[trunk_of(model)]
+    head = names[head_of(model)]
     targets = "|".join(
         re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules)
     )
+    pattern = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
+    if is_parameter_named(head, config.target_modules):
+        pattern = rf"{pattern}|{re.escape(head)}"
     config = copy.copy(config)
-    config.target_modules = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
+    config.target_modules = pattern
     return config
 
 
@@ -340,11 +344,9 @@ def make_config(
     from peft import LoraConfig, OFTConfig
 
     saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
-    is_all = lora.lora_target_modules == "all-linear"
-    if is_all:
-        targets = linear_layers - {head.rpartition(".")[2]}
-    else:
-        targets = set(lora.lora_target_modules)
+    targets = set(lora.named_targets)
+    if lora.adapts_all:
+        targets |= linear_layers - {head.rpartition(".")[2]}
     excluded = [name for name in saved if name.rpartition(".")[2] in targets] or None
     if lora.oft_block_size is not None:
         return OFTConfig(
@@ -433,7 +435,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
             tokens, for one.
 
     Raises:
-        UserError: The adapter's tensors are not those of the model's adapters, by name and shape.
+        UserError: The adapter's tensors are not those of the model's adapters, by name and shape;
+            or its copy of an adapted head, which peft saves beside it, is not the base's.
     """
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
@@ -446,7 +449,13 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     missing = sorted(
         name for name, _ in trained.values() if is_adapter(name) and name not in tensors
     )
-    extra = sorted(stored.keys() - names.keys())
+    copies = {
+        name: stored[peft_name(each)]
+        for name, each in list_base_layers(model).items()
+        if peft_name(each) in stored
+    }
+    places = names.keys() | set(map(peft_name, list_base_layers(model).values()))
+    extra = sorted(stored.keys() - places)
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
         if missing:
@@ -466,9 +475,31 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
                 f"needs {list(parameter.shape)}; name the base model it was trained on, with the "
                 "same added_tokens"
             )
-    return lambda name, slices: (
-        read_slice(tensors[name], slices) if name in tensors else start(name, slices)
-    )
+
+    def values(name: str, slices: Slices) -> Tensor:
+        if name in tensors:
+            return read_slice(tensors[name], slices)
+        value = start(name, slices)
+        if name in copies:
+            copy_of_base = read_slice(copies[name], slices)
+            if not torch.equal(copy_of_base, value.to(copy_of_base.dtype)):
+                raise UserError(
+                    f"{where}: was trained on another {base_name(name)} than the base's, and holds "
+                    "it; name the base model that it was trained on"
+                )
+        return value
+
+    return values
+
+
+def list_base_layers(model: nn.Module) -> dict[str, str]:
+    """The first name of each weight of an adapted layer -> its name in that layer."""
+    layers = {}
+    for names in names_of_parameters(model).values():
+        for name in names:
+            if ".base_layer." in name:
+                layers[names[0]] = name
+    return layers
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -577,8 +608,8 @@ def _head_class() -> type[nn.Module]:
 
     class AdaptedHead(LossHead, PeftLinear):  # type: ignore[misc]
         base_layer: Any
-        lora_A: Any
-        lora_B: Any
+        lora_A: Any  # noqa: N815
+        lora_B: Any  # noqa: N815
         lora_dropout: Any
         r: Any
         scaling: Any

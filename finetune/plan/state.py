@@ -13,7 +13,6 @@ from finetune.config.module_names import (
     find_value,
     is_parameter_named,
     is_saved_whole,
-    refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
     refuse_undivided,
@@ -95,8 +94,7 @@ def list_state_tensors(
     """Every parameter of the model: trained but for what the recipe freezes, or a frozen base,
     which may be quantized, with fp32 adapters and the modules that are trained whole beside them.
 
-    Raises `UserError` where a pattern of the recipe names nothing, or the output head gets an
-    adapter that it cannot have.
+    Raises `UserError` where a pattern of the recipe names nothing.
     """
     units = _list_units(architecture)
     names = _name_tensors(architecture)
@@ -157,10 +155,8 @@ def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
 def _refuse_wrong_targets(
     architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
 ) -> None:
-    """Raises `UserError` where the recipe adapts what the model does not have, or cannot adapt."""
+    """Raises `UserError` where the recipe adapts what the model does not have."""
     head = architecture.head_name.removesuffix(".weight")
-    if find_adapted_head(architecture, names, lora) is not None:
-        refuse_adapted_head(head, lora)
     linears = [linear.name for unit in architecture.adaptable().values() for linear in unit]
     experts = [
         tensor.name
@@ -269,12 +265,10 @@ def is_adapted(linear: TensorShape, lora: Lora) -> bool:
     """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained
     whole.
     """
-    targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
-    return targets == "all-linear" or is_parameter_named(
-        linear.name.removesuffix(".weight"), targets
-    )
+    name = linear.name.removesuffix(".weight")
+    return lora.adapts_all or is_parameter_named(name, lora.named_targets)
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
