@@ -8,6 +8,7 @@ import yaml
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
+from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
@@ -112,6 +113,9 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
+    heads = HEADS.intersection(convert_names(settings.get("lora_target_modules")) or ())
+    if settings.get("lora_target_linear") and heads:
+        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
     if (
