@@ -161,7 +161,7 @@ def export_source(
     target = describe_target(
         source.description,
         trust_remote_code=options.trust_remote_code,
-        adapter=source.adapter.tensors if source.adapter is not None else (),
+        adapter=source.adapter_names,
     )
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:

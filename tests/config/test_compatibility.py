@@ -95,8 +95,6 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
     ([LORA, "use_dora=true"], TP, 4, None, None, "use_dora cannot be combined with tp_size (some.yaml): peft adds DoRA's"),
-    ([LORA, "lora_target_modules=[lm_head]", "use_dora=true"], None, 1, None, None, "use_dora cannot be combined with an adapter on the output head: DoRA divides by norms of base and adapter"),
-    ([LORA, "lora_target_modules=[all-linear, lm_head]", "oft_block_size=8"], None, 1, None, None, "oft_block_size cannot be combined with an adapter on the output head"),
     ([LORA, "oft_block_size=8"], TP, 4, None, None, "oft_block_size cannot be combined with tp_size (some.yaml): the inputs that are rotated are"),
     ([LORA, "load_in_4bit=true"], TP, 4, None, None, "torch divides a layer by its weight, and a quantized layer has codes"),
     (["torch_compile=true"], TP, 4, None, None, "torch_compile cannot be combined with tp_size"),

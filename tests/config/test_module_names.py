@@ -146,6 +146,24 @@ def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> N
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["use_dora=true"], "use_dora cannot be combined with an adapter on the output head: DoRA"),
+        (["oft_block_size=8"], "oft_block_size cannot be combined with an adapter on the output"),
+        (["method=embed"], "an adapter on the output head cannot be combined with method: embed: "),
+    ],
+)
+def test_what_a_loss_in_chunks_cannot_compute_is_refused_with_the_head(
+    overrides: list[str], sentence: str, tiny_recipe: Callable[..., Path]
+) -> None:
+    path = str(tiny_recipe(use_peft=True))
+    with pytest.raises(UserError, match=sentence):
+        read_recipe(path, ["lora_target_modules=[all-linear, lm_head]", *overrides])
+    if "method=embed" not in overrides:
+        read_recipe(path, ["lora_target_modules=[all-linear, q_proj]", *overrides])
+
+
 NAMED_HEAD = {"lora_target_modules": ["q_proj", "lm_head"]}
 HEADS: dict[str, tuple[dict[str, Any], int]] = {
     "named": (NAMED_HEAD, 2),
