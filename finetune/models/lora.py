@@ -621,7 +621,7 @@ def _head_class() -> type[nn.Module]:
             if self.disable_adapters:
                 return HeadProduct(hidden, weight, bias, shard=shard)
             joined = torch.cat((hidden, self._multiply_by_a(hidden)), -1)
-            b = self._scaled_b()
+            b = self._scaled_b(hidden.device)
             own_b = b.to_local() if isinstance(b, DTensor) else b
             return HeadProduct(joined, weight, bias, own_b, shard)
 
@@ -630,7 +630,7 @@ def _head_class() -> type[nn.Module]:
             logits = base(replicate(hidden, base.weight))
             if not self.disable_adapters:
                 inner = replicate(self._multiply_by_a(hidden), base.weight)
-                logits = logits + F.linear(inner, self._scaled_b().to(inner.dtype))
+                logits = logits + F.linear(inner, self._scaled_b(hidden.device).to(inner.dtype))
             return gather_logits(logits)
 
         def _multiply_by_a(self, hidden: Tensor) -> Tensor:
@@ -639,12 +639,12 @@ def _head_class() -> type[nn.Module]:
             inner = a(self.lora_dropout[ADAPTER_NAME](hidden.to(a.weight.dtype)))
             return inner.to(hidden.dtype)  # type: ignore[no-any-return]
 
-        def _scaled_b(self) -> Tensor:
+        def _scaled_b(self, device: torch.device) -> Tensor:
             """B [vocabulary, rank] times the adapter's scale."""
             b = self.lora_B[ADAPTER_NAME]
             if isinstance(b, Fsdp1):  # whose weight is whole in its own forward alone
                 rank = self.r[ADAPTER_NAME]
-                weight = b(torch.eye(rank, device=b.device)).t()
+                weight = b(torch.eye(rank, device=device)).t()
             else:
                 weight = b.weight
             return weight * self.scaling[ADAPTER_NAME]  # type: ignore[no-any-return]

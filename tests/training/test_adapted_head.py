@@ -11,7 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.module_names import base_name
+from finetune.config.pretrained import complete_lora, load_config
 from finetune.config.reader import read_recipe
+from finetune.errors import UserError
+from finetune.models.load import build_on_meta
+from finetune.models.lora import add_adapters, read_adapter
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
 from tests.training import reference
@@ -102,6 +107,16 @@ def runs(folder: Path) -> Path:
         (folder / "sft.yaml", configs["full_shard"], again),
         (folder / "sft.yaml", configs["full_shard"], further),
     ]
+    wanted += [
+        (folder / "sft.yaml", config, [f"output_dir={folder}/{name}", *rows, *keys])
+        for name, config, keys in (
+            ("bf16-FULL_SHARD", write_config(folder, "FULL_SHARD", "bf16"), []),
+            ("bf16-full_shard", write_config(folder, "full_shard", "bf16"), []),
+            ("bf16-ddp", write_config(folder, "ddp", "bf16"), []),
+            ("qlora", write_config(folder, "full_shard", "bf16"), ["load_in_4bit=true"]),
+            ("dropout", write_config(folder, "full_shard"), ["lora_dropout=0.5"]),
+        )
+    ]
     train_all(folder, wanted, ranks=2)
     return folder
 
@@ -148,6 +163,58 @@ def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
     first = steps_of(runs / "further")[0]
     start = steps_of(runs / "sft-single")[0]
     assert first["loss"] < start["loss"]
+
+
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "full_shard", "ddp"])
+def test_in_bf16_the_losses_are_those_up_to_its_rounding(layout: str, runs: Path) -> None:
+    """Under FSDP1 both matrices of the head's adapter are units of their own, whole in their own forwards alone."""
+    assert_losses(
+        runs / f"bf16-{layout}", reference.losses(runs / "sft.yaml"), rel=5e-3, norms=2e-2
+    )
+
+
+def test_the_head_of_a_quantized_base_is_in_16_bits(runs: Path) -> None:
+    losses = [line["loss"] for line in steps_of(runs / "qlora")]
+    assert losses == pytest.approx(
+        [loss for loss, _ in reference.losses(runs / "sft.yaml")], rel=2e-2
+    )
+
+
+def test_dropout_drops_what_the_heads_adapter_reads(runs: Path) -> None:
+    """The adapter starts at zero: the first loss is the same, the first gradient is another."""
+    (loss, norm), *_ = reference.losses(runs / "sft.yaml")
+    first = steps_of(runs / "dropout")[0]
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    assert abs(first["grad_norm"] / norm - 1) > 0.05
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["the base's head", "another head"])
+def test_an_adapter_that_peft_saved_is_trained_further(
+    is_own: bool, runs: Path, tmp_path: Path
+) -> None:
+    """peft saves the weight of an adapted head beside the adapter."""
+    base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, runs / "sft-single" / "adapter")
+    if not is_own:
+        adapted.get_output_embeddings().base_layer.weight.data[0, 0] += 1
+    adapted.save_pretrained(tmp_path)
+    names = set(load_file(tmp_path / "adapter_model.safetensors"))
+    assert "base_model.model.lm_head.base_layer.weight" in names
+    recipe = read_recipe(str(runs / "sft.yaml"), [f"adapter_name_or_path={tmp_path}"])
+    model = build_on_meta(load_config(recipe.model), torch.float32)
+    stored = load_file(runs / "model" / "model.safetensors")
+    lora = complete_lora(recipe).lora
+    add_adapters(model, lora, torch.float32)
+    values = read_adapter(model, tmp_path, lambda name, slices: stored[base_name(name)][slices])
+    whole = (slice(None), slice(None))
+    head = "lm_head.base_layer.weight"
+    if is_own:
+        assert torch.equal(values(head, whole), stored["lm_head.weight"])
+    else:
+        with pytest.raises(
+            UserError, match=r"was trained on another lm_head\.weight than the base"
+        ):
+            values(head, whole)
 
 
 @pytest.mark.parametrize("mode", MODES)
