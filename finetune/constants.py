@@ -53,6 +53,20 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch ke
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
 EXPORT = "export"
+ALL_LINEAR = "all-linear"  # lora_target_modules: every linear layer but the output head
+# what transformers calls output heads
+HEADS = frozenset(
+    {
+        "lm_head",
+        "embed_out",
+        "output_projection",
+        "head",
+        "classifier",
+        "qa_outputs",
+        "score",
+        "summary",
+    }
+)
 ROTATION = ".oft_R."  # in the names of parameters by which OFT rotates a layer's inputs
 ADAPTER = "adapter"  # in a run's folder
 PROCESSOR_FILES = (  # of a vision-language model's folder

@@ -89,6 +89,7 @@ def _has_teacher(case: Case) -> bool:
     return case.recipe.method_facts.needs_teacher or case.recipe.teacher is not None
 
 
+HEAD_ADAPTER = "LoRA on the head"
 KEPT = "activation_checkpointing_keeps"
 KEPT_PRODUCTS = "attention_and_projections"
 
@@ -212,6 +213,12 @@ FEATURES: Mapping[str, Feature] = {
         is_set("pipeline_parallel_size"),
         off=1,
         name="pipeline_parallel_size",
+    ),
+    HEAD_ADAPTER: Feature(
+        name="an adapter on the output head",
+        keys=("lora_target_modules",),
+        is_on=lambda c: c["use_peft"] and c.recipe.lora.adapts_head,
+        otherwise="leave the head out of lora_target_modules",
     ),
     "adapters of added_tokens": Feature(
         name="added_tokens with use_peft",
@@ -366,6 +373,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "modules_to_save": NO_ADAPTERS,
         "adapters of added_tokens": NO_ADAPTERS,
         "lora_target_parameters": NO_ADAPTERS,
+        HEAD_ADAPTER: "",
     },
     "no text": {
         "sample_prompts": NO_TEXT,
@@ -379,7 +387,14 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "other formats": "other formats have neither a head of scores nor pooling",
         "tp_size": "it divides the head by its vocabulary",
     },
+    HEAD_ADAPTER: {
+        "use_dora": "DoRA divides by norms of base and adapter together, which a loss in chunks "
+        "never adds up",
+        "oft_block_size": "",
+        "a critic": "",
+    },
     "embeddings": {
+        HEAD_ADAPTER: NO_PREDICTION,
         "streaming": "the documents of a step are drawn from all rows",
         "neftune_noise_alpha": f"{TWICE}the noise would be another",
         "a pipeline": f"{TWICE}a stage cannot compute a whole forward",

@@ -16,6 +16,7 @@ from finetune.config.families import Family, find_family
 from finetune.config.layout import Sharding
 from finetune.config.quantization import read_published_form, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe
+from finetune.constants import HEADS
 from finetune.errors import UserError
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -308,7 +309,6 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
 
 
 # What transformers' source says of a family.
-HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
 # self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next
 # assignment.
 LINEAR = re.compile(

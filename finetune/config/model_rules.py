@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 
 from finetune.config.facts import (
-    HEADS,
     PACKED_LAYER_TYPES,
     attends_by_mask,
     find_classes,
@@ -37,7 +36,7 @@ from finetune.config.rule import (
     samples,
 )
 from finetune.config.schema import Quantization
-from finetune.constants import LARGEST_FLASH_HEAD
+from finetune.constants import ALL_LINEAR, HEADS, LARGEST_FLASH_HEAD
 
 # that are in models of every family
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")
@@ -163,11 +162,9 @@ def _has_unsharded_experts(case: Case) -> bool:
 
 
 def _names_unadaptable(case: Case) -> bool:
-    targets = case["lora_target_modules"]
     modules = case.model.family.unadaptable
-    return targets != "all-linear" and any(
-        target.rpartition(".")[2] in modules for target in targets
-    )
+    targets = case.recipe.lora.named_targets
+    return any(target.rpartition(".")[2] in modules for target in targets)
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
@@ -182,13 +179,11 @@ def _find_unknown_targets(case: Case) -> list[str]:
         or not read_family_source(case.model.model_type)
     ):
         return []
-    if lora.lora_target_modules == "all-linear":
-        if layers or lora.lora_target_parameters:
-            return []
-        return ["all-linear"]
+    if lora.adapts_all and not layers and not lora.lora_target_parameters:
+        return [ALL_LINEAR]
     # a head that is trained whole may be named
     kept = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    names = ((target, target.rpartition(".")[2]) for target in lora.lora_target_modules)
+    names = ((target, target.rpartition(".")[2]) for target in lora.named_targets)
     known = layers | kept | HEADS | find_expert_layers(case.model.model_type).keys()
     return [target for target, name in names if name not in known]
 
@@ -439,11 +434,7 @@ RULES: tuple[Rule, ...] = (
         "layers that all-linear leaves out",
         "lora_target_modules",
         "use_peft",
-        when=lambda c: (
-            c["use_peft"]
-            and c["lora_target_modules"] == "all-linear"
-            and c.model.family.unadaptable
-        ),
+        when=lambda c: c["use_peft"] and c.recipe.lora.adapts_all and c.model.family.unadaptable,
         message=lambda c: (
             f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
             f"{c.model.model_type}, which peft cannot adapt"

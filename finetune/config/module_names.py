@@ -145,10 +145,9 @@ def refuse_unknown_layers(
 
     model: Its name in the message. has_experts: The message also gives the key for routed experts.
     """
-    targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
     wrong = [
         target
-        for target in targets
+        for target in lora.named_targets
         if not any(is_parameter_named(layer, [target]) for layer in layers)
     ]
     if wrong:
@@ -232,20 +231,17 @@ def refuse_undivided(lora: Lora, widths: Mapping[str, int]) -> None:
             )
 
 
-def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
-    """Raises `UserError` if `lora_target_modules` names the output head, whose module is `head`.
+def adapts_head(head: str, names: Iterable[str], lora: Lora) -> bool:
+    """Whether `lora_target_modules` names the output head, and gives it an adapter.
 
-    One that is trained whole gets no adapter, and so may be named.
+    One that is trained whole gets none, and so may be named.
+
+    Args:
+        head: The head's module.
+        names: All names of its weight.
+        lora: The recipe's section.
     """
-    if lora.lora_target_modules == "all-linear" or is_saved_whole(names, lora):
-        return
-    for target in lora.lora_target_modules:
-        if f".{head}".endswith(f".{target}"):
-            raise UserError(
-                f"lora_target_modules: {target}: names the output head, which cannot have an "
-                "adapter: its product is computed with the loss, in chunks; remove it, or train "
-                f"the head whole with modules_to_save: [{target}]"
-            )
+    return is_parameter_named(head, lora.named_targets) and not is_saved_whole(names, lora)
 
 
 def refuse_unmatched(
@@ -306,11 +302,7 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
             recipe = replace(recipe, **{key.section: replace(section, **{key.name: renamed})})
     lora = recipe.lora
     experts = find_expert_layers(model_type)
-    moved = [
-        each
-        for each in lora.lora_target_modules
-        if each in experts and lora.lora_target_modules != "all-linear"
-    ]
+    moved = [each for each in lora.named_targets if each in experts]
     if moved:
         parameters = dict.fromkeys(experts[each] for each in moved)
         lines.append(

@@ -16,7 +16,7 @@ from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_val
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Model, Recipe
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, ROTATION, SCORES
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, ALL_LINEAR, CONFIG_FILE, ROTATION, SCORES
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
@@ -441,14 +441,14 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     targets = config.get("target_modules") or ()
     saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
-    if targets != "all-linear" and (
+    if targets != ALL_LINEAR and (
         isinstance(targets, str) or excluded or config.get("layers_to_transform")
     ):
         targets = _list_modules(folder, ROTATION if is_rotation else ".lora_A.")
     # a name in peft's list is any end of a module's name
     if saved and (folder / ADAPTER_WEIGHTS).is_file():
         saved = _list_modules(folder, ".weight") or saved
-    if targets != "all-linear":
+    if targets != ALL_LINEAR:
         # config_for_peft (models/lora.py) names some layers by their weights.
         targets = (
             *targets,

@@ -43,6 +43,7 @@ from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
 from finetune.config.quantization import QuantizationAware as QuantizationAware
 from finetune.config.quantization import SchemeName
+from finetune.constants import ALL_LINEAR, HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ class Lora:
     lora_target_modules: Annotated[
         Literal["all-linear"] | tuple[str, ...],
         SameOnResume,
-        "The linear layers that get adapters, by the end of their names.",
+        "The linear layers that get adapters, by the end of their names. all-linear: all but the "
+        "output head; [all-linear, lm_head]: that too.",
     ] = "all-linear"
     lora_target_parameters: Annotated[
         tuple[str, ...],
@@ -196,6 +198,24 @@ class Lora:
     ] = None
 
     @property
+    def adapts_all(self) -> bool:
+        """Whether all linear layers but the output head get adapters."""
+        return ALL_LINEAR in self.lora_target_modules
+
+    @property
+    def named_targets(self) -> tuple[str, ...]:
+        """The names in lora_target_modules."""
+        if isinstance(self.lora_target_modules, str):
+            return ()
+        return tuple(name for name in self.lora_target_modules if name != ALL_LINEAR)
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether lora_target_modules names an output head that is not trained whole."""
+        heads = (name for name in self.named_targets if name.rpartition(".")[2] in HEADS)
+        return any(name not in self.modules_to_save for name in heads)
+
+    @property
     def is_fused(self) -> bool:
         """Whether every adapter is computed with its layer (models/lora.py), and the rest is
         frozen.
@@ -206,6 +226,7 @@ class Lora:
             or self.modules_to_save
             or self.lora_target_parameters
             or self.oft_block_size
+            or self.adapts_head
         )
         return self.use_peft and not others
 

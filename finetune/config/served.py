@@ -7,13 +7,14 @@ difference between the two in nats, or the cause why there is none. docs/export.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from finetune.config.multi_token import count_predicting_layers
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, HEADS
 from finetune.files.json_files import read_json_object
 
 SERVED_FILE = Path(__file__).with_name("served.json")
@@ -21,6 +22,7 @@ KINDS = {
     "merged": "merged export",
     "adapter": "adapter",
     "experts": "adapter on experts",
+    "head": "adapter on the output head",
     "added": "added tokens",
     "mtp": "multi-token prediction kept",
 }
@@ -80,6 +82,9 @@ def list_kinds_of_adapter(adapter: Mapping[str, Any]) -> list[str]:
         kinds.append("adapter")
     if list_expert_parameters(adapter):
         kinds.append("experts")
+    # names, or a pattern of them
+    if HEADS.intersection(re.findall(r"\w+", str(adapter.get("target_modules")))):
+        kinds.append("head")
     return kinds
 
 

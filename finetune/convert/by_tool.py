@@ -8,6 +8,7 @@ import yaml
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
+from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
@@ -112,6 +113,9 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
+    heads = HEADS.intersection(convert_names(settings.get("lora_target_modules")) or ())
+    if settings.get("lora_target_linear") and heads:
+        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
     if (
@@ -239,7 +243,10 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         layers = model["lora_attn_modules"]
         if model.get("apply_lora_to_mlp") and isinstance(layers, list):
             layers = [*layers, *MLP_LAYERS]
-        recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
+        targets = convert_targets(layers)
+        if model.get("apply_lora_to_output") and isinstance(targets, list):
+            targets = [*targets, "lm_head"]
+        recipe |= {"use_peft": True, "lora_target_modules": targets}
     if "qlora_" in str(model.get("_component_")):
         recipe |= QLORA
         conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.facts import find_linear_layers, has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
-from finetune.constants import CONFIG_FILE
+from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
 from finetune.convert.rules import LINEAR_LAYERS, Conversion, convert_names, read_section
@@ -331,19 +331,12 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
             "peft.exclude_modules", left_out, note, "LoRA without some layers"
         )
     is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
-    if is_all and not any("head" in name for name in excluded):
-        key = next(
-            key
-            for key in ("match_all_linear", "target_modules", "exclude_modules")
-            if peft.get(key)
-        )
-        conversion.add_difference(
-            f"peft.{key}", peft[key], "the head gets an adapter too there", "LoRA on the head"
-        )
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
-    if is_all:
-        conversion.recipe["lora_target_modules"] = "all-linear"
+    if is_all and not any("head" in name for name in excluded):
+        conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
+    elif is_all:
+        conversion.recipe["lora_target_modules"] = ALL_LINEAR
     elif not targets or "*_proj" in str(targets):  # the default, too
         if len(projections) < len(layers):
             conversion.recipe["lora_target_modules"] = projections

@@ -25,6 +25,7 @@ from finetune.config.module_names import find_expert_layers
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
+from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.model_names import guess_family, is_mixture
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
@@ -253,7 +254,7 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
     targets = conversion.recipe.get("lora_target_modules")
     layers = find_linear_layers(family).difference(ABSENT.get(family, ()))
     unadaptable = facts.family.unadaptable
-    if targets == "all-linear" and unadaptable:
+    if ALL_LINEAR in (targets or ()) and unadaptable:
         layer = unadaptable[-1]
         reason = READ_UNCALLED if layer == "dt_proj" else "peft has none for it"
         note = f"{layer} of {family} gets no adapter here: {reason}"
@@ -265,7 +266,8 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         )
     if not isinstance(targets, list) or not layers:
         return
-    known = layers | find_expert_layers(family).keys()  # which a run renames
+    # a run renames the experts'
+    known = layers | find_expert_layers(family).keys() | HEADS | {ALL_LINEAR}
     missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
     # whose own models have the layers of a Llama

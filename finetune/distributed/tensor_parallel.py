@@ -125,11 +125,19 @@ def divide_matrices(model: Any, world: World) -> None:
     parallelize_module(
         embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None
     )
-    for name, parameter in list(head.named_parameters()):
-        divided = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
-        head.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    for path, part in head.named_modules():
+        if not path.startswith("lora_A"):  # of an adapted head, whose states all ranks have
+            _divide_rows(part, mesh)
     if tied:
-        head.weight = embedding.weight
+        getattr(head, "base_layer", head).weight = embedding.weight
+
+
+def _divide_rows(module: nn.Module, mesh: Any) -> None:
+    """Shards the module's own parameters by rows."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        divided = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+        trained = parameter.requires_grad
+        module.register_parameter(name, nn.Parameter(divided, requires_grad=trained))
 
 
 def _check_plan(model: Any, where: str) -> None:

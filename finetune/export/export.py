@@ -158,7 +158,11 @@ def export_source(
         title = output.parent.name
     else:
         title = output.name
-    target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
+    target = describe_target(
+        source.description,
+        trust_remote_code=options.trust_remote_code,
+        adapter=source.adapter_names,
+    )
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))

@@ -10,7 +10,7 @@
 Folders of other tools seldom say which architecture they hold; then `base_model` names it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,11 @@ class Source:
     has_critic: bool = False  # beside `tensors`, which no export holds
     # of `tensors`, those stored in 4 or 8 bits
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        """The names of the adapter's tensors; none without one."""
+        return () if self.adapter is None else self.adapter.tensors.keys()
 
     @property
     def recipe(self) -> Mapping[str, Any]:

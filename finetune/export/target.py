@@ -5,9 +5,9 @@ rows.
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +59,8 @@ class TargetModel:
     files: dict[str, Box]
     # names of what a vision-language model has beside its language model, never trained
     beside: frozenset[str]
+    # name of a tensor that the source's model has tied, and this one not -> name of the first one
+    untied: dict[str, str] = field(default_factory=dict)
 
     @property
     def class_name(self) -> str:
@@ -113,8 +115,13 @@ def import_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
 
-def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetModel:
+def describe_target(
+    folder: Path, *, trust_remote_code: bool = False, adapter: Collection[str] = ()
+) -> TargetModel:
     """The model that config.json of `folder` describes.
+
+    adapter: The names of an adapter's tensors. With one on a tied head the model is untied, since
+        the merged head is no longer the embedding.
 
     Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a
     quantized model.
@@ -144,6 +151,14 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         )
     model = _build_model(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    adapted = {f"{name.rpartition('.lora_')[0]}.weight" for name in adapter if ".lora_" in name}
+    untied = {name: first for name, first in tied.items() if name in adapted}
+    if untied:
+        for section in (config_json, config_json.get("text_config")):
+            if isinstance(section, dict):
+                section["tie_word_embeddings"] = False
+        model = _build_model(folder, trust_remote_code, ties=False)
+        tied = {name: first for name, first in tied.items() if name not in untied}
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
     return TargetModel(
@@ -154,15 +169,19 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         tied=tied,
         float32=_find_float32(model, state),
         beside=frozenset(name for name in shapes if not name.startswith(text_names(model))),
+        untied=untied,
     )
 
 
-def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
+def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) -> nn.Module:
     from transformers import AutoConfig
 
     path = folder / CONFIG_FILE
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not ties:
+            config.tie_word_embeddings = False
+            config.get_text_config().tie_word_embeddings = False
         read_facts(config, str(path))
         return build_on_meta(config, torch.float32, trust_remote_code).eval()
     except UserError as error:
@@ -313,6 +332,9 @@ def match_tensors(
                     "to; set tie_word_embeddings to false in config.json if it was trained on its "
                     "own"
                 )
+    for name, source in target.untied.items():
+        if source in named:
+            named.setdefault(name, named[source])
     problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
         raise UserError.of(problems[:20])

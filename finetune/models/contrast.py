@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import CONTRASTED_QUERIES
-from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.cross_entropy import LossHead
 
 
 def head_states(
-    _head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
+    _head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
 ) -> Tensor:
     """A `HeadFunction`: `model(..., head_function=head_states)` returns what the head would read,
     [positions, hidden].

@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -22,14 +23,14 @@ from finetune.models.loss_chunks import (
     ChunkOptions,
     Gradients,
     HeadLoss,
+    HeadProduct,
     LogitTransform,
     TokenWeights,
     compute_in_chunks,
-    find_needed_gradients,
 )
 from finetune.models.vision import forward_images
 
-HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
+HeadFunction = Callable[["LossHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model
 returns in place of the loss.
 """
@@ -42,6 +43,7 @@ def linear_cross_entropy(
     chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
+    adapter_b: Tensor | None = None,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
@@ -52,6 +54,7 @@ def linear_cross_entropy(
             is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
+        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
         trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps
             others, which add nothing; only these are multiplied by the head. By default they are
             looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would
@@ -61,17 +64,21 @@ def linear_cross_entropy(
     """
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    needs_grad = find_needed_gradients(hidden, weight, bias)
+    product = HeadProduct(hidden, weight, bias, adapter_b)
+    needs_grad = product.needs_grad()
     if trained_positions is None:
         ids = labels
     else:
         ids = labels[trained_positions]
 
-    def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-        computed = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)
+    def compute(
+        trained: Tensor, weight: Tensor, adapter_b: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
+        given = trained, weight, bias, ids, chunks, needs_grad
+        computed = compute_in_chunks(*given, adapter_b=adapter_b)
         return computed.loss, computed.gradients
 
-    loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    loss: Tensor = HeadLoss.apply(*product[:4], trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -83,33 +90,40 @@ def weigh_losses(weights: Tensor) -> HeadFunction:
     """
 
     def compute_loss(
-        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+        head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
     ) -> Tensor:
         if positions is None:
             positions = torch.arange(len(labels), device=labels.device)
-        weight, bias, shard = find_local_head(head.weight, head.bias)
-        needs_grad = find_needed_gradients(hidden, weight, bias)
-        chunks = head.chunk_options()._replace(shard=shard)
+        product = head.prepare(hidden)
+        needs_grad = product.needs_grad()
+        chunks = head.chunk_options()._replace(shard=product.shard)
         ids = labels[positions]
         by_token = weights[positions]
 
-        def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-            computed = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad, by_token)
+        def compute(
+            trained: Tensor, weight: Tensor, adapter_b: Tensor | None
+        ) -> tuple[Tensor, Gradients]:
+            given = trained, weight, product.bias, ids, chunks, needs_grad, by_token
+            computed = compute_in_chunks(*given, adapter_b)
             weighted = -(computed.log_probabilities * by_token).sum()
             return torch.stack([weighted, computed.loss]), computed.gradients
 
-        sums: Tensor = HeadLoss.apply(hidden, weight, bias, positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+        sums: Tensor = HeadLoss.apply(*product[:4], positions, needs_grad, compute)  # type: ignore[no-untyped-call]
         return sums
 
     return compute_loss
 
 
-class CrossEntropyHead(nn.Linear):
-    """A model's own output head that, given labels, returns the summed loss instead of logits.
+class LossHead(nn.Module):
+    """A model's output head that, given labels, returns the summed loss instead of logits.
+
+    The protocol of every such head: `prepare` says what it multiplies, `compute_logits` multiplies.
 
     The loss is computed inside this module's forward, so that FSDP gathers the weight for it, once.
     """
 
+    weight: Any  # [vocabulary, hidden]
+    bias: Any  # [vocabulary] or None
     before: float  # by which its class multiplies what it reads
     logits: LogitTransform
     label_smoothing: float  # while training
@@ -127,17 +141,30 @@ class CrossEntropyHead(nn.Linear):
         (fp32 scalar), or whatever `head_function` returns for the same inputs.
         """
         if labels is None:
-            return self._compute_logits(hidden)
+            return self.compute_logits(hidden)
         if head_function is not None:
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
-        weight, bias, shard = find_local_head(self.weight, self.bias)
-        given = (
-            hidden.flatten(0, -2),
-            weight,
+        product = self.prepare(hidden.flatten(0, -2))
+        return linear_cross_entropy(
+            product.hidden,
+            product.weight,
             labels.flatten(),
-            self.chunk_options()._replace(shard=shard),
+            self.chunk_options()._replace(shard=product.shard),
+            bias=product.bias,
+            adapter_b=product.adapter_b,
+            trained_positions=trained_positions,
         )
-        return linear_cross_entropy(*given, bias=bias, trained_positions=trained_positions)
+
+    def prepare(self, hidden: Tensor) -> HeadProduct:
+        """What this rank multiplies for `hidden` [tokens, hidden]."""
+        weight, bias, shard = find_local_head(self.weight, self.bias)
+        return HeadProduct(hidden, weight, bias, shard=shard)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> logits [..., vocabulary]; where ranks divide the vocabulary
+        between them, those of all of it.
+        """
+        raise NotImplementedError
 
     def scale(self, hidden: Tensor) -> Tensor:
         """Returns the trunk's output times the factor before the head."""
@@ -152,15 +179,24 @@ class CrossEntropyHead(nn.Linear):
             self.logits, label_smoothing=smoothing, weigh=weigh, function=self.chunk_function
         )
 
-    def _compute_logits(self, hidden: Tensor) -> Tensor:
-        """Where ranks divide the vocabulary between them, those of all of it."""
-        if not isinstance(self.weight, DTensor):
-            return super().forward(hidden)
-        replicated = DTensor.from_local(
-            hidden, self.weight.device_mesh, [Replicate()], run_check=False
-        )
-        logits: Any = super().forward(replicated)
-        return logits.full_tensor()  # type: ignore[no-any-return]
+
+class CrossEntropyHead(LossHead, nn.Linear):
+    """A plain linear layer as a `LossHead`."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return gather_logits(F.linear(replicate(hidden, self.weight), self.weight, self.bias))
+
+
+def replicate(states: Tensor, weight: Tensor) -> Tensor:
+    """`states` for a product with `weight`: on its mesh, where ranks divide that."""
+    if not isinstance(weight, DTensor):
+        return states
+    return DTensor.from_local(states, weight.device_mesh, [Replicate()], run_check=False)
+
+
+def gather_logits(logits: Tensor) -> Tensor:
+    """The logits of the whole vocabulary."""
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def install_loss(

@@ -60,7 +60,7 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of the language model that are quantized, by name: all but the output head
     and adapters.
     """
-    head = head_of(model)
+    head = set(head_of(model).modules())  # of an adapted head, its base layer too
     quantizable = {}
     for name, module in text_modules(model):
         if not isinstance(module, nn.Linear) or type(module) not in (
@@ -68,7 +68,7 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
             FakeQuantizedLinear,
         ):
             continue
-        if module is not head and not is_adapter(f"{name}.weight"):
+        if module not in head and not is_adapter(f"{name}.weight"):
             quantizable[name] = module
     return quantizable
 

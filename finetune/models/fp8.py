@@ -128,11 +128,11 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
     Raises `UserError` for a mixture of experts, and where no layer is left.
     """
     assert sharding.fp8 is not None
-    head = head_of(model)
+    head = set(head_of(model).modules())  # of an adapted head, its base layer too
     linears = [
         (name, module)
         for name, module in text_modules(model)
-        if isinstance(module, nn.Linear) and module is not head and not is_adapter(f"{name}.weight")
+        if isinstance(module, nn.Linear) and module not in head and not is_adapter(f"{name}.weight")
     ]
     first = linears[0][0] if linears else ""
     chosen = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from finetune.constants import SCORES
 from finetune.distributed.model_parts import Slices, has_scores
-from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.cross_entropy import LossHead
 from finetune.models.lora import seed_of
 
 # the beginnings of its names in files of a language model
@@ -25,7 +25,7 @@ DEFAULT_DEVIATION = 0.02  # of a new head's weights, where the config has no ini
 
 
 def head_scores(
-    head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
+    head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
 ) -> Tensor:
     """A `HeadFunction`: `model(..., head_function=head_scores)` returns fp32[trained positions,
     scores].

@@ -52,7 +52,7 @@ from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.carried import find_carried, predicts
 from finetune.models.cpu_products import multiply_in_fp32
-from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
+from finetune.models.cross_entropy import HeadFunction, LossHead, install_loss
 from finetune.models.decoder_layers import (
     ActivationOffload,
     CudaCopies,
@@ -562,7 +562,7 @@ class Teacher:
         states = self._states(inputs)
 
         def diverge(
-            head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+            head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
         ) -> Tensor:
             own: Any = head_of(self.model)
             with gathered(own):

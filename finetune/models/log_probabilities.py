@@ -19,21 +19,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
-from finetune.distributed.tensor_parallel import find_local_head
-from finetune.models.cross_entropy import CrossEntropyHead, HeadFunction
+from finetune.models.cross_entropy import HeadFunction, LossHead
 from finetune.models.loss_chunks import (
     PLAIN,
     UNCHANGED,
     ChunkOptions,
     Gradients,
     HeadLoss,
+    HeadProduct,
     LogitTransform,
     backward_in_chunks,
     choose_chunk_tokens,
     compute_in_chunks,
     cross_entropy_gradient,
-    find_needed_gradients,
     label_log_probabilities,
+    multiply_by_head,
     product_dtype,
     scatter_rows,
     widen,
@@ -41,7 +41,7 @@ from finetune.models.loss_chunks import (
 
 
 def head_log_probabilities(
-    head: CrossEntropyHead,
+    head: LossHead,
     hidden: Tensor,
     labels: Tensor,
     trained_positions: Tensor | None,
@@ -54,11 +54,21 @@ def head_log_probabilities(
     """
     if trained_positions is None:
         trained_positions = torch.arange(len(labels), device=labels.device)
-    weight, bias, shard = find_local_head(head.weight, head.bias)
+    product = head.prepare(hidden)
     chunks = ChunkOptions(
-        head.logits._replace(temperature=temperature), shard=shard, function=head.chunk_function
+        head.logits._replace(temperature=temperature),
+        shard=product.shard,
+        function=head.chunk_function,
     )
-    return linear_log_probabilities(hidden, weight, labels, trained_positions, chunks, bias=bias)
+    return linear_log_probabilities(
+        product.hidden,
+        product.weight,
+        labels,
+        trained_positions,
+        chunks,
+        bias=product.bias,
+        adapter_b=product.adapter_b,
+    )
 
 
 def linear_log_probabilities(
@@ -69,6 +79,7 @@ def linear_log_probabilities(
     chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
+    adapter_b: Tensor | None = None,
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias)[label] at each trained position.
 
@@ -81,12 +92,13 @@ def linear_log_probabilities(
             0 and no gradient.
         chunks: without label smoothing.
         bias: [vocabulary] or None.
+        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
     Returns:
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
-    tensors = (hidden, weight, bias, labels, trained_positions)
-    needs_grad = find_needed_gradients(hidden, weight, bias)
-    log_probabilities: Tensor = _LinearLogProbabilities.apply(*tensors, chunks, needs_grad)  # type: ignore[no-untyped-call]
+    product = HeadProduct(hidden, weight, bias, adapter_b)
+    given = labels, trained_positions, chunks, product.needs_grad()
+    log_probabilities: Tensor = _LinearLogProbabilities.apply(*product[:4], *given)  # type: ignore[no-untyped-call]
     return log_probabilities
 
 
@@ -97,6 +109,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        adapter_b: Tensor | None,
         labels: Tensor,
         positions: Tensor,
         chunks: ChunkOptions,
@@ -106,14 +119,21 @@ class _LinearLogProbabilities(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden[positions].to(dtype)
             ids = labels[positions]
-            computed = compute_in_chunks(
-                trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False)
+            given = (
+                trained,
+                weight.to(dtype),
+                bias,
+                ids,
+                chunks,
+                (needs_grad[0], False, False, False),
             )
+            own_b = None if adapter_b is None else adapter_b.to(dtype)
+            computed = compute_in_chunks(*given, adapter_b=own_b)
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the
         # backward reads them.
         ctx.save_for_backward(
-            *(weight, bias, trained) if recomputes else (None, None, None), ids, positions
+            *(weight, bias, adapter_b, trained) if recomputes else (None,) * 4, ids, positions
         )
         ctx.grad_hidden = computed.gradients[0]
         ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
@@ -122,30 +142,28 @@ class _LinearLogProbabilities(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs  # fp32[positions]
-        weight, bias, trained, ids, positions = ctx.saved_tensors
+        weight, bias, adapter_b, trained, ids, positions = ctx.saved_tensors
         dtype, shape, hidden_dtype, chunks, needs_grad = ctx.options
         prepared = ctx.grad_hidden
         ctx.grad_hidden = None
-        grad_hidden = grad_weight = grad_bias = None
+        grad_hidden = None
+        others: list[Tensor | None] = [None, None, None]
         if prepared is not None:  # of minus the log-probability, per token; scaled in fp32
             scaled = (prepared.to(upstream.dtype) * -upstream[:, None]).to(hidden_dtype)
             grad_hidden = scatter_rows(scaled, positions, shape)
         if trained is not None:
             with torch.autocast(upstream.device.type, enabled=False):
                 needed = (False, *needs_grad[1:])
-                computed = compute_in_chunks(
-                    trained, weight.to(dtype), bias, ids, chunks, needed, -upstream
+                given = trained, weight.to(dtype), bias, ids, chunks, needed, -upstream
+                own_b = None if adapter_b is None else adapter_b.to(dtype)
+                computed = compute_in_chunks(*given, own_b)
+            others = [
+                None if gradient is None else gradient.to(parameter.dtype)
+                for gradient, parameter in zip(
+                    computed.gradients[1:], (weight, bias, adapter_b), strict=True
                 )
-            _, grad_weight, grad_bias = computed.gradients
-            if grad_weight is None:
-                grad_weight = None
-            else:
-                grad_weight = grad_weight.to(weight.dtype)
-            if grad_bias is None or bias is None:
-                grad_bias = None
-            else:
-                grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            ]
+        return grad_hidden, *others, None, None, None, None
 
 
 def choose_label_head(targets: Tensor | None) -> HeadFunction:
@@ -157,13 +175,17 @@ def choose_label_head(targets: Tensor | None) -> HeadFunction:
         return head_log_probabilities
     ids = targets
 
-    def score(
-        head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
-    ) -> Tensor:
-        weight, bias, shard = find_local_head(head.weight, head.bias)
-        assert shard is None and positions is not None
-        chunks = ChunkOptions(head.logits)
-        return target_log_probabilities(hidden[positions], weight, ids, chunks, bias=bias)
+    def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+        product = head.prepare(hidden)
+        assert product.shard is None and positions is not None
+        return target_log_probabilities(
+            product.hidden[positions],
+            product.weight,
+            ids,
+            ChunkOptions(head.logits),
+            bias=product.bias,
+            adapter_b=product.adapter_b,
+        )
 
     return score
 
@@ -175,6 +197,7 @@ def target_log_probabilities(
     chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
+    adapter_b: Tensor | None = None,
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias) of several ids at each position.
 
@@ -187,6 +210,7 @@ def target_log_probabilities(
         targets: int64[positions, targets]; IGNORE_INDEX gets 0 and no gradient.
         chunks: without label smoothing, of a whole vocabulary.
         bias: [vocabulary] or None.
+        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
     Returns:
         fp32[positions, targets]. Under autocast the products run in its type.
     """
@@ -194,10 +218,12 @@ def target_log_probabilities(
     dtype = product_dtype(weight)
     rows = weight.to(dtype)
     own_bias = None if bias is None else bias.to(dtype)
+    own_b = None if adapter_b is None else adapter_b.to(dtype)
 
     def score(states: Tensor, ids: Tensor) -> Tensor:
         with torch.autocast(device, enabled=False):
-            transformed, _ = chunks.logits.forward(F.linear(states, rows, own_bias))
+            scores = multiply_by_head(states, rows, own_bias, own_b)
+            transformed, _ = chunks.logits.forward(scores)
             every = _log_softmax(transformed, 1.0)
         return every.gather(1, ids.clamp(min=0)).masked_fill(ids == IGNORE_INDEX, 0.0)
 
@@ -214,16 +240,18 @@ def head_top(k: int) -> HeadFunction:
     log-probabilities, the likeliest first. In fp32 an id below 2**24 is exact.
     """
 
-    def find(
-        head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
-    ) -> Tensor:
-        weight, bias, shard = find_local_head(head.weight, head.bias)
-        assert shard is None and positions is not None
-        dtype = product_dtype(weight)
-        own_bias = None if bias is None else bias.to(dtype)
-        states = hidden[positions].to(dtype)
-        scores = TeacherScores(states, weight.to(dtype), own_bias, head.logits)
-        ids, values = find_top(scores, len(weight), k, 1.0)
+    def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+        product = head.prepare(hidden)
+        assert product.shard is None and positions is not None
+        dtype = product_dtype(product.weight)
+        bias, adapter_b = (
+            None if tensor is None else tensor.to(dtype)
+            for tensor in (product.bias, product.adapter_b)
+        )
+        states = product.hidden[positions].to(dtype)
+        weight = product.weight.to(dtype)
+        scores = TeacherScores(states, weight, bias, head.logits, adapter_b)
+        ids, values = find_top(scores, len(product.weight), k, 1.0)
         return torch.stack((ids.float(), values[:, :-1]), -1)
 
     return find
@@ -245,6 +273,7 @@ class TeacherScores:
     weight: Tensor  # [rows of the teacher's vocabulary, its hidden], in hidden's type
     bias: Tensor | None = None
     logits: LogitTransform = UNCHANGED
+    adapter_b: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -259,9 +288,9 @@ class TeacherScores:
 
     def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
         """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
-        scores = F.linear(
-            self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows]
-        )
+        parts = (self.weight, self.bias, self.adapter_b)
+        own = (None if part is None else part[:rows] for part in parts)
+        scores = multiply_by_head(self.hidden[chunk], *own)  # type: ignore[arg-type]
         logits, _ = self.logits.forward(scores)
         return _log_softmax(logits, temperature)
 
@@ -302,11 +331,19 @@ def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tu
 def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
     """A head function of a student: the three sums of `linear_divergence`."""
 
-    def diverge(
-        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
-    ) -> Tensor:
-        given = hidden, head.weight, labels, teacher, options, head.chunk_options()
-        return linear_divergence(*given, bias=head.bias, trained_positions=positions)
+    def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+        product = head.prepare(hidden)
+        return linear_divergence(
+            product.hidden,
+            product.weight,
+            labels,
+            teacher,
+            options,
+            head.chunk_options(),
+            bias=product.bias,
+            adapter_b=product.adapter_b,
+            trained_positions=positions,
+        )
 
     return diverge
 
@@ -320,6 +357,7 @@ def linear_divergence(
     chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
+    adapter_b: Tensor | None = None,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
     """The sums over trained tokens of mixed loss, divergence and cross entropy; see
@@ -339,13 +377,16 @@ def linear_divergence(
     tokens = chunks.tokens or divergence_chunk_tokens(
         max(len(weight), teacher.rows), hidden.device.type
     )
-    needs_grad = find_needed_gradients(hidden, weight, bias)
+    product = HeadProduct(hidden, weight, bias, adapter_b)
+    needs_grad = product.needs_grad()
     if trained_positions is None:
         ids = labels
     else:
         ids = labels[trained_positions]
 
-    def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
+    def compute(
+        trained: Tensor, weight: Tensor, adapter_b: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
         sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
 
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
@@ -359,9 +400,10 @@ def linear_divergence(
                 return None
             return chunks.logits.backward(grad, capped)
 
-        return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
+        tensors = trained, weight, bias, adapter_b
+        return sums, backward_in_chunks(*tensors, compute_chunk, tokens, needs_grad)
 
-    sums: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    sums: Tensor = HeadLoss.apply(*product[:4], trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return sums
 
 

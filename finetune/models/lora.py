@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
 
 from finetune.config.families import find_family
 from finetune.config.module_names import (
+    base_name,
     is_adapter,
     is_parameter_named,
     is_saved_whole,
     peft_name,
-    refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
     refuse_undivided,
@@ -50,8 +53,11 @@ from finetune.distributed.model_parts import (
     text_names,
     trunk_of,
 )
+from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
+from finetune.models.cross_entropy import LossHead, gather_logits, replicate
+from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 
@@ -63,7 +69,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     adapters.
 
     Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
-    pattern names no part of the model, and where an adapter is asked of the output head.
+    pattern names no part of the model.
     """
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
@@ -78,9 +84,6 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     model.to(base_dtype)
     model.requires_grad_(False)
     saved_whole = _find_saved_whole(model, lora)
-    refuse_adapted_head(
-        head, saved_whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora
-    )
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings(
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
@@ -90,6 +93,8 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
         remake_indices(model)
+    if not isinstance(head_of(model), nn.Linear):
+        adapt_head(model)
     for name, parameter in model.named_parameters():
         if parameter in saved_whole:
             parameter.requires_grad_(True)
@@ -112,6 +117,25 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # rename their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def adapt_head(model: Any) -> None:
+    """Makes peft's layer around the output head of `model` the head: the loss is that of base and
+    adapter together.
+    """
+    layer = head_of(model)
+    base = layer.base_layer
+    assert hasattr(layer, "lora_A") and not layer.lora_variant, "rules refuse DoRA and OFT here"
+    layer.__class__ = _head_class()
+    if type(base) is nn.Linear:  # no loss is asked for
+        return
+    for name in ("before", "logits", "label_smoothing", "token_weights"):
+        setattr(layer, name, base.__dict__.pop(name))
+    base.__class__ = nn.Linear
+    for name, parameter in list(base.named_parameters()):  # a critic's
+        if name not in ("weight", "bias"):
+            delattr(base, name)
+            layer.register_parameter(name, parameter)
 
 
 def _find_places(model: nn.Module, lora: Lora) -> set[str]:
@@ -293,12 +317,17 @@ def within_language_model(model: Any, config: Any) -> Any:
     """
     if not has_other_parts(model) or not config.target_modules:
         return config
-    trunk = next(name for name, module in model.named_modules() if module is trunk_of(model))
+    names = {module: name for name, module in model.named_modules()}
+    trunk = names[trunk_of(model)]
+    head = names[head_of(model)]
     targets = "|".join(
         re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules)
     )
+    pattern = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
+    if is_parameter_named(head, config.target_modules):
+        pattern = rf"{pattern}|{re.escape(head)}"
     config = copy.copy(config)
-    config.target_modules = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
+    config.target_modules = pattern
     return config
 
 
@@ -315,11 +344,9 @@ def make_config(
     from peft import LoraConfig, OFTConfig
 
     saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
-    is_all = lora.lora_target_modules == "all-linear"
-    if is_all:
-        targets = linear_layers - {head.rpartition(".")[2]}
-    else:
-        targets = set(lora.lora_target_modules)
+    targets = set(lora.named_targets)
+    if lora.adapts_all:
+        targets |= linear_layers - {head.rpartition(".")[2]}
     excluded = [name for name in saved if name.rpartition(".")[2] in targets] or None
     if lora.oft_block_size is not None:
         return OFTConfig(
@@ -408,7 +435,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
             tokens, for one.
 
     Raises:
-        UserError: The adapter's tensors are not those of the model's adapters, by name and shape.
+        UserError: The adapter's tensors are not those of the model's adapters, by name and shape;
+            or its copy of an adapted head, which peft saves beside it, is not the base's.
     """
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
     trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
@@ -421,7 +449,13 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     missing = sorted(
         name for name, _ in trained.values() if is_adapter(name) and name not in tensors
     )
-    extra = sorted(stored.keys() - names.keys())
+    copies = {
+        name: stored[peft_name(each)]
+        for name, each in list_base_layers(model).items()
+        if peft_name(each) in stored
+    }
+    places = names.keys() | set(map(peft_name, list_base_layers(model).values()))
+    extra = sorted(stored.keys() - places)
     where = f"adapter_name_or_path: {folder}"
     if missing or extra:
         if missing:
@@ -441,9 +475,31 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
                 f"needs {list(parameter.shape)}; name the base model it was trained on, with the "
                 "same added_tokens"
             )
-    return lambda name, slices: (
-        read_slice(tensors[name], slices) if name in tensors else start(name, slices)
-    )
+
+    def values(name: str, slices: Slices) -> Tensor:
+        if name in tensors:
+            return read_slice(tensors[name], slices)
+        value = start(name, slices)
+        if name in copies:
+            copy_of_base = read_slice(copies[name], slices)
+            if not torch.equal(copy_of_base, value.to(copy_of_base.dtype)):
+                raise UserError(
+                    f"{where}: was trained on another {base_name(name)} than the base's, and holds "
+                    "it; name the base model that it was trained on"
+                )
+        return value
+
+    return values
+
+
+def list_base_layers(model: nn.Module) -> dict[str, str]:
+    """The first name of each weight of an adapted layer -> its name in that layer."""
+    layers = {}
+    for names in names_of_parameters(model).values():
+        for name in names:
+            if ".base_layer." in name:
+                layers[names[0]] = name
+    return layers
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -543,6 +599,57 @@ def _fused_class() -> type[nn.Module]:
             return is_known and has_frozen_bias and not self.disable_adapters and not self.merged
 
     return Linear
+
+
+@cache
+def _head_class() -> type[nn.Module]:
+    """peft's layer around an output head, as a `LossHead`."""
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
+    class AdaptedHead(LossHead, PeftLinear):  # type: ignore[misc]
+        base_layer: Any
+        lora_A: Any  # noqa: N815
+        lora_B: Any  # noqa: N815
+        lora_dropout: Any
+        r: Any
+        scaling: Any
+        disable_adapters: bool
+
+        def prepare(self, hidden: Tensor) -> HeadProduct:
+            base = self.base_layer
+            weight, bias, shard = find_local_head(base.weight, base.bias)
+            if self.disable_adapters:
+                return HeadProduct(hidden, weight, bias, shard=shard)
+            joined = torch.cat((hidden, self._multiply_by_a(hidden)), -1)
+            b = self._scaled_b(hidden.device)
+            own_b = b.to_local() if isinstance(b, DTensor) else b
+            return HeadProduct(joined, weight, bias, own_b, shard)
+
+        def compute_logits(self, hidden: Tensor) -> Tensor:
+            base = self.base_layer
+            logits = base(replicate(hidden, base.weight))
+            if not self.disable_adapters:
+                inner = replicate(self._multiply_by_a(hidden), base.weight)
+                logits = logits + F.linear(inner, self._scaled_b(hidden.device).to(inner.dtype))
+            return gather_logits(logits)
+
+        def _multiply_by_a(self, hidden: Tensor) -> Tensor:
+            """hidden [..., hidden] -> [..., rank], in its type."""
+            a = self.lora_A[ADAPTER_NAME]
+            inner = a(self.lora_dropout[ADAPTER_NAME](hidden.to(a.weight.dtype)))
+            return inner.to(hidden.dtype)  # type: ignore[no-any-return]
+
+        def _scaled_b(self, device: torch.device) -> Tensor:
+            """B [vocabulary, rank] times the adapter's scale."""
+            b = self.lora_B[ADAPTER_NAME]
+            if isinstance(b, Fsdp1):  # whose weight is whole in its own forward alone
+                rank = self.r[ADAPTER_NAME]
+                weight = b(torch.eye(rank, device=device)).t()
+            else:
+                weight = b.weight
+            return weight * self.scaling[ADAPTER_NAME]  # type: ignore[no-any-return]
+
+    return AdaptedHead
 
 
 class _LayerForm(NamedTuple):

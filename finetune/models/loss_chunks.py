@@ -68,8 +68,42 @@ class LogitTransform(NamedTuple):
 
 UNCHANGED = LogitTransform()
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""To hidden [tokens, hidden] in its type, weight and bias in fp32; None where not needed."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""To hidden [tokens, hidden] in its type, weight, bias and an adapter's B in fp32; None where not
+needed.
+"""
+
+
+class HeadProduct(NamedTuple):
+    """What an output head multiplies, as this rank has it.
+
+    The scores are hidden @ weight.T + bias. With an adapter (LoRA), hidden has in its last columns
+    what A makes of the states, and B, times its scale, multiplies those: no weight is added up, nor
+    is the frozen one copied.
+    """
+
+    hidden: Tensor  # [tokens, hidden], or [tokens, hidden + rank]
+    weight: Tensor  # [vocabulary, hidden]
+    bias: Tensor | None = None  # [vocabulary]
+    adapter_b: Tensor | None = None  # [vocabulary, rank]
+    # to which weight, bias and B belong, whose group calls together; None: all of it
+    shard: VocabularyShard | None = None
+
+    def needs_grad(self) -> tuple[bool, ...]:
+        """Which of the `Gradients` are needed now."""
+        return find_needed_gradients(*self[:4])
+
+
+def multiply_by_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_b: Tensor | None
+) -> Tensor:
+    """The scores [tokens, vocabulary] of tensors as `HeadProduct` has them, all of one type."""
+    if adapter_b is None:
+        return F.linear(hidden, weight, bias)
+    width = weight.shape[1]
+    scores = F.linear(hidden[:, :width], weight, bias)
+    out = None if torch.is_grad_enabled() else scores
+    return torch.addmm(scores, hidden[:, width:], adapter_b.t(), out=out)
 
 
 ChunkFunction = Callable[
@@ -138,9 +172,10 @@ def compute_in_chunks(
     chunks: ChunkOptions,
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
+    adapter_b: Tensor | None = None,
 ) -> Computed:
-    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and
-    bias, where needed.
+    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight, bias
+    and B, where needed.
 
     Args:
         hidden: [tokens, hidden], in the type in which the products run, as weight.
@@ -193,7 +228,8 @@ def compute_in_chunks(
         loss -= chunk_log_probabilities.sum()
         return grad_scores
 
-    gradients = backward_in_chunks(hidden, weight, bias, add_chunk, chunk_tokens, needs_grad)
+    tensors = hidden, weight, bias, adapter_b
+    gradients = backward_in_chunks(*tensors, add_chunk, chunk_tokens, needs_grad)
     if shard is not None and gradients[0] is not None:
         dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
     return Computed(loss, log_probabilities, gradients)
@@ -203,6 +239,7 @@ def backward_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter_b: Tensor | None,
     compute_chunk: Callable[[Tensor, slice], Tensor | None],
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
@@ -211,8 +248,9 @@ def backward_in_chunks(
     place among the tokens, and multiplies the gradients to the scores that it returns back through
     the head; where the bias is trained, in fp32 or wider.
     """
-    to_hidden, to_weight, to_bias = needs_grad
+    to_hidden, to_weight, to_bias, to_b = needs_grad
     wide = widen(weight.dtype)
+    width = weight.shape[1]
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
     if to_weight:
         grad_weight = torch.zeros_like(weight, dtype=wide)
@@ -222,21 +260,30 @@ def backward_in_chunks(
         grad_bias = torch.zeros_like(bias, dtype=wide)
     else:
         grad_bias = None
+    if to_b and adapter_b is not None:
+        grad_b = torch.zeros_like(adapter_b, dtype=wide)
+    else:
+        grad_b = None
+    own_bias = None if bias is None else bias.to(weight.dtype)
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
+        scores = multiply_by_head(hidden[chunk], weight, own_bias, adapter_b)
         grad_scores = compute_chunk(scores, chunk)
         if grad_scores is not None:
             if grad_bias is not None:
                 grad_bias += grad_scores.sum(0)
             grad_scores = grad_scores.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_scores, weight, out=grad_hidden[chunk])
+                torch.mm(grad_scores, weight, out=grad_hidden[chunk, :width])
+                if adapter_b is not None:
+                    torch.mm(grad_scores, adapter_b, out=grad_hidden[chunk, width:])
             if grad_weight is not None:
-                _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk])
+                _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk, :width])
+            if grad_b is not None:
+                _accumulate_product(grad_b, grad_scores.t(), hidden[chunk, width:])
         del scores, grad_scores  # else they live until the next chunk's are there
-    return grad_hidden, grad_weight, grad_bias
+    return grad_hidden, grad_weight, grad_bias, grad_b
 
 
 class HeadLoss(torch.autograd.Function):
@@ -251,21 +298,24 @@ class HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        adapter_b: Tensor | None,
         positions: Tensor | None,
         needs_grad: tuple[bool, ...],
-        compute: Callable[[Tensor, Tensor], tuple[Tensor, Gradients]],
+        compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which
+        """`compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
         products run, to the loss (0-dim), or to sums of which the first is the loss, and the loss's
         gradients.
         """
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden if positions is None else hidden[positions]
-            sums, (grad_hidden, *others) = compute(trained.to(dtype), weight.to(dtype))
+            own_b = None if adapter_b is None else adapter_b.to(dtype)
+            sums, (grad_hidden, *others) = compute(trained.to(dtype), weight.to(dtype), own_b)
         if positions is not None and grad_hidden is not None:
             grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
-        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        given = hidden, weight, bias, adapter_b
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
         ctx.gradients = [grad_hidden, *others]
         return sums
 

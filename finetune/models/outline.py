@@ -58,6 +58,7 @@ class Outline:
     embedding: tuple[str, Shape]
     tail: Part  # all else that works on text
     head: str | None  # the name of its weight; None where the embedding is the head
+    head_name: str  # the same, or its second name where it is the embedding
     beside: tuple[Shapes, ...]  # towers, projectors
     prefix: str  # the name of the language model
     text_names: tuple[str, ...]
@@ -101,6 +102,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         embedding=(names[embedding], tuple(embedding.shape)),
         tail=_describe(model, model, names, taken),
         head=None if head is embedding else names[head],
+        head_name=_name_head(model),
         beside=tuple(part for part in (*beside, loose) if part),
         prefix=next(name for name, module in model.named_modules() if module is trunk),
         text_names=text_names(model),
@@ -150,6 +152,12 @@ def _take(
     own = [parameter for parameter in module.parameters() if parameter not in taken]
     taken.update(own)
     return {names[parameter]: tuple(parameter.shape) for parameter in own}
+
+
+def _name_head(model: Any) -> str:
+    """The name of the output head's weight, which may be the embedding's too."""
+    head = head_of(model)
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
 def _describe(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from finetune.constants import VALUE_WEIGHT
 from finetune.distributed.model_parts import Slices, Values, head_of
-from finetune.models.cross_entropy import CrossEntropyHead
+from finetune.models.cross_entropy import LossHead
 from finetune.models.log_probabilities import head_log_probabilities
 
 
@@ -40,7 +40,7 @@ def train_value_head(model: Any, dtype: torch.dtype) -> None:
 
 
 def head_log_probabilities_and_values(
-    head: CrossEntropyHead,
+    head: LossHead,
     hidden: Tensor,
     labels: Tensor,
     trained_positions: Tensor | None,

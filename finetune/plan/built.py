@@ -64,7 +64,7 @@ class BuiltArchitecture(Architecture):
 
     @property
     def head_name(self) -> str:
-        return self.outline.head or self.outline.embedding[0]
+        return self.outline.head_name
 
     @property
     def layer_names(self) -> str:

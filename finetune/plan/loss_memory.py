@@ -60,12 +60,32 @@ def loss_bytes(spec: RunSpec) -> int:
         head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
     hidden = 2 * run.itemsize * architecture.hidden * spec.tokens
-    hidden += critic_bytes(spec)
+    hidden += critic_bytes(spec) + head_adapter_bytes(spec)
     if head_gradient:
         product = weight_product_bytes(spec.part.head_rows, architecture.hidden, spec.tokens, run)
     else:
         product = 0
     return head_gradient + cast_head + hidden + max(chunk_bytes(spec, spec.tokens), product)
+
+
+def head_adapter_bytes(spec: RunSpec) -> int:
+    """What an adapter on the output head adds: the states with the products of A behind them, and
+    B, scaled, with its gradient.
+    """
+    rank = _head_rank(spec)
+    if not rank:
+        return 0
+    run = spec.computation
+    joined = run.itemsize * spec.tokens * (spec.computed.hidden + 4 * rank)
+    scaled = run.itemsize + (FP32 if run.autocast else 0)
+    return joined + (scaled + FP32) * rank * spec.part.head_rows
+
+
+def _head_rank(spec: RunSpec) -> int:
+    """The rank of the output head's adapter; 0 without one."""
+    head = spec.architecture.head_name.removesuffix(".weight")
+    name = f"{head}.lora_A.default.weight"
+    return next((tensor.shape[0] for tensor in spec.tensors if tensor.name == name), 0)
 
 
 def critic_bytes(spec: RunSpec) -> int:

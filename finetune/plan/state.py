@@ -8,11 +8,11 @@ from math import prod
 
 from finetune.config.layout import Sharding, frozen_dtype, shard_experts
 from finetune.config.module_names import (
+    adapts_head,
     find_trained,
     find_value,
     is_parameter_named,
     is_saved_whole,
-    refuse_adapted_head,
     refuse_other_parameters,
     refuse_unadapted,
     refuse_undivided,
@@ -94,8 +94,7 @@ def list_state_tensors(
     """Every parameter of the model: trained but for what the recipe freezes, or a frozen base,
     which may be quantized, with fp32 adapters and the modules that are trained whole beside them.
 
-    Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the
-    output head.
+    Raises `UserError` where a pattern of the recipe names nothing.
     """
     units = _list_units(architecture)
     names = _name_tensors(architecture)
@@ -113,7 +112,7 @@ def list_state_tensors(
     }
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     if lora.use_peft:
-        adapters = _list_adapters(architecture, units, lora)
+        adapters = _list_adapters(architecture, units, names, lora)
     else:
         adapters = {}
     state: list[StateTensor] = []
@@ -156,14 +155,8 @@ def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
 def _refuse_wrong_targets(
     architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
 ) -> None:
-    """Raises `UserError` where the recipe adapts what the model does not have, or the output
-    head.
-    """
+    """Raises `UserError` where the recipe adapts what the model does not have."""
     head = architecture.head_name.removesuffix(".weight")
-    head_names = next(
-        tensor_names for tensor_names in names.values() if architecture.head_name in tensor_names
-    )
-    refuse_adapted_head(head, head_names, lora)
     linears = [linear.name for unit in architecture.adaptable().values() for linear in unit]
     experts = [
         tensor.name
@@ -173,6 +166,18 @@ def _refuse_wrong_targets(
     layers = [head, *(name.removesuffix(".weight") for name in linears)]
     refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
     refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
+
+
+def find_adapted_head(
+    architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
+) -> TensorShape | None:
+    """The output head's weight, by its own name, where the recipe gives it an adapter."""
+    name = architecture.head_name
+    first = next(first for first, every in names.items() if name in every)
+    if not lora.use_peft or not adapts_head(name.removesuffix(".weight"), names[first], lora):
+        return None
+    shape = next(tensor.shape for tensor in architecture.tensors() if tensor.name == first)
+    return TensorShape(name, shape)
 
 
 def _list_quantizable(
@@ -185,7 +190,10 @@ def _list_quantizable(
 
 
 def _list_adapters(
-    architecture: Architecture, units: Iterable[tuple[str, tuple[TensorShape, ...]]], lora: Lora
+    architecture: Architecture,
+    units: Iterable[tuple[str, tuple[TensorShape, ...]]],
+    names: Mapping[str, Sequence[str]],
+    lora: Lora,
 ) -> dict[str, list[StateTensor]]:
     """The adapters of each linear layer, by the name of its weight, and those on the experts of
     each unit, by its name.
@@ -207,6 +215,10 @@ def _list_adapters(
         adapters[unit] = [*_list_expert_adapters(experts, unit, lora, architecture)]
         adapted += [linear.name.removesuffix(".weight") for linear in linears]
         adapted += [tensor.name for tensor in experts]
+    head = find_adapted_head(architecture, names, lora)
+    if head is not None:
+        adapters[head.name] = [*_list_adapter(head, "tail", lora)]
+        adapted.append(head.name.removesuffix(".weight"))
     refuse_unadapted(lora, adapted)
     return adapters
 
@@ -253,12 +265,10 @@ def is_adapted(linear: TensorShape, lora: Lora) -> bool:
     """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained
     whole.
     """
-    targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
-    return targets == "all-linear" or is_parameter_named(
-        linear.name.removesuffix(".weight"), targets
-    )
+    name = linear.name.removesuffix(".weight")
+    return lora.adapts_all or is_parameter_named(name, lora.named_targets)
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:

@@ -67,6 +67,7 @@ def prepare(recipe: Recipe) -> Recipe:
         "oft_block_size": lora.oft_block_size,
         "modules_to_save": lora.modules_to_save,
         "lora_target_parameters": lora.lora_target_parameters,
+        "lora_target_modules": lora.adapts_head,
         "rank_pattern": lora.rank_pattern,
         "alpha_pattern": lora.alpha_pattern,
         "lora_dropout": lora.lora_dropout,

@@ -563,6 +563,14 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "use_dora cannot be combined with vllm_server_base_url: vLLM loads no such adapters; remove use_dora",
                 ),
                 (
+                    [
+                        "vllm_server_base_url=http://a",
+                        LORA,
+                        "lora_target_modules=[q_proj, lm_head]",
+                    ],
+                    "an adapter on the output head cannot be combined with vllm_server_base_url",
+                ),
+                (
                     ["top_p=0.9"],
                     "top_p: no such key: completions are sampled from all of the vocabulary",
                 ),

@@ -146,25 +146,41 @@ def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> N
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
 
 
-ADAPTED_HEAD = "lora_target_modules: lm_head: names the output head, which cannot have an adapter: .*modules_to_save: .lm_head."
-HEADS: dict[str, tuple[dict[str, Any], str | None]] = {
-    "named": ({"lora_target_modules": ["q_proj", "lm_head"]}, ADAPTED_HEAD),
-    "all-linear": ({}, None),
-    "trained whole": ({"modules_to_save": ["lm_head"]}, None),
-    "named and trained whole": (
-        {"lora_target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
-        None,
-    ),
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["use_dora=true"], "use_dora cannot be combined with an adapter on the output head: DoRA"),
+        (["oft_block_size=8"], "oft_block_size cannot be combined with an adapter on the output"),
+        (["method=embed"], "an adapter on the output head cannot be combined with method: embed: "),
+    ],
+)
+def test_what_a_loss_in_chunks_cannot_compute_is_refused_with_the_head(
+    overrides: list[str], sentence: str, tiny_recipe: Callable[..., Path]
+) -> None:
+    path = str(tiny_recipe(use_peft=True))
+    with pytest.raises(UserError, match=sentence):
+        read_recipe(path, ["lora_target_modules=[all-linear, lm_head]", *overrides])
+    if "method=embed" not in overrides:
+        read_recipe(path, ["lora_target_modules=[all-linear, q_proj]", *overrides])
+
+
+NAMED_HEAD = {"lora_target_modules": ["q_proj", "lm_head"]}
+HEADS: dict[str, tuple[dict[str, Any], int]] = {
+    "named": (NAMED_HEAD, 2),
+    "all-linear": ({}, 7),
+    "all-linear and named": ({"lora_target_modules": ["all-linear", "lm_head"]}, 8),
+    "trained whole": ({"modules_to_save": ["lm_head"]}, 7),
+    "named and trained whole": (NAMED_HEAD | {"modules_to_save": ["lm_head"]}, 1),
 }
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("case", HEADS)
-def test_the_head_gets_no_adapter(
+def test_the_head_gets_an_adapter_where_it_is_named(
     case: str, tied: bool, tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Where the recipe asks for one, the plan says so and the loading does; `all-linear` is all layers but the head."""
-    keys, refusal = HEADS[case]
+    """`all-linear` is all layers but the head. The plan counts what the loading makes."""
+    keys, layers = HEADS[case]
     recipe = read_recipe(str(tiny_recipe(use_peft=True, **keys)), [])
     sizes = {
         "vocab_size": 32,
@@ -175,20 +191,16 @@ def test_the_head_gets_no_adapter(
     }
     model = Model(model_config={"model_type": "llama", "tie_word_embeddings": tied, **sizes})
     built = build_on_meta(load_config(model), torch.float32)
-    if refusal is not None:
-        with pytest.raises(UserError, match=refusal):
-            add_adapters(built, recipe.lora, torch.float32)
-        with pytest.raises(UserError, match=refusal):
-            make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
-        return
     add_adapters(built, recipe.lora, torch.float32)
     adapted = {
         name.partition(".lora_")[0] for name, _ in built.named_parameters() if ".lora_" in name
     }
-    assert "lm_head" not in adapted
-    assert len(adapted) == (7 if recipe.lora.lora_target_modules == "all-linear" else 1)
+    assert ("lm_head" in adapted) == ("named" in case and "whole" not in case)
+    assert len(adapted) == layers
     assert built.get_submodule("lm_head").weight.requires_grad == bool(recipe.lora.modules_to_save)
-    make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
+    spec = make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1).spec
+    trained = {p: p.numel() for p in built.parameters() if p.requires_grad}
+    assert spec.trained_numel == sum(trained.values())
 
 
 def test_a_head_of_another_name_is_no_part_of_all_linear() -> None:

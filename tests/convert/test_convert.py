@@ -1078,6 +1078,7 @@ def test_a_section_of_another_shape_is_no_traceback(
         (LLAMA_FACTORY, ["packing: false", "neat_packing: false"], {"packing": False}),
         (LLAMA_FACTORY, ["use_muon: true", "optim: adamw_torch"], {"optim": "muon"}),
         (AXOLOTL.replace("lora_target_linear: true\n", ""), ["lora_target_linear: true", "lora_target_modules: [q_proj]"], {"lora_target_modules": "all-linear"}),
+        (AXOLOTL.replace("lora_target_linear: true\n", ""), ["lora_target_linear: true", "lora_target_modules: [lm_head]"], {"lora_target_modules": ["all-linear", "lm_head"]}),
     ],
 )  # fmt: skip
 def test_the_order_of_keys_changes_nothing(
@@ -1809,34 +1810,27 @@ def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "model", "targets", "has_head"),
+    ("given", "model", "targets"),
     [
-        (
-            "match_all_linear: true",
-            "org/model",
-            "all-linear",
-            True,
-        ),  # the whole model's linear layers
-        ("target_modules: ['*']", "meta-llama/Llama-3.1-8B", "all-linear", True),
-        ("target_modules: '*_proj'", "meta-llama/Llama-3.1-8B", "all-linear", False),
-        (
-            "target_modules: '*_proj'",
-            "microsoft/phi-2",
-            ["k_proj", "q_proj", "v_proj"],
-            False,
-        ),  # not dense, fc1 and fc2
-        ("dropout: 0.0", "microsoft/phi-2", ["k_proj", "q_proj", "v_proj"], False),  # the default
-        ("target_modules: [q_proj]", "microsoft/phi-2", ["q_proj"], False),
+        # the whole model's linear layers
+        ("match_all_linear: true", "org/model", ["all-linear", "lm_head"]),
+        ("target_modules: ['*']", "meta-llama/Llama-3.1-8B", ["all-linear", "lm_head"]),
+        ("exclude_modules: ['lm_head']", "meta-llama/Llama-3.1-8B", "all-linear"),
+        ("target_modules: '*_proj'", "meta-llama/Llama-3.1-8B", "all-linear"),
+        # not dense, fc1 and fc2
+        ("target_modules: '*_proj'", "microsoft/phi-2", ["k_proj", "q_proj", "v_proj"]),
+        ("dropout: 0.0", "microsoft/phi-2", ["k_proj", "q_proj", "v_proj"]),  # the default
+        ("target_modules: [q_proj]", "microsoft/phi-2", ["q_proj"]),
+        ("target_modules: [q_proj, lm_head]", "microsoft/phi-2", ["q_proj", "lm_head"]),
     ],
 )
 def test_the_layers_that_automodel_adapts(
-    converted: Convert, given: str, model: str, targets: object, has_head: bool
+    converted: Convert, given: str, model: str, targets: object
 ) -> None:
     """Source: its ModuleMatcher."""
     theirs = AUTOMODEL.replace("match_all_linear: true", given).replace("org/model", model)
     ours, said, _ = converted(theirs)
     assert ours.get("lora_target_modules", "all-linear") == targets
-    assert ("the head gets an adapter too there" in said) == has_head
     assert "adapters have the base's dtype" in said
 
 

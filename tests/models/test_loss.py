@@ -151,7 +151,7 @@ def test_nothing_trained_is_a_loss_of_zero_with_gradients_of_zero() -> None:
 def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
     hidden, weight, _, labels = problem()
     loss = linear_cross_entropy(hidden, weight.detach(), labels)
-    assert [g is None for g in loss.grad_fn.gradients] == [False, True, True]  # type: ignore[union-attr]
+    assert [g is None for g in loss.grad_fn.gradients] == [False, True, True, True]  # type: ignore[union-attr]
     loss.backward()
     assert (
         relative_error(

@@ -245,10 +245,31 @@ def test_what_checkpointed_layers_keep_is_planned_to_the_byte(family: str) -> No
             assert torch.equal(same, gradients)
 
 
+LORAS = {
+    "full": Lora(),
+    "lora": Lora(use_peft=True),
+    "adapted head": Lora(use_peft=True, lora_target_modules=("all-linear", "lm_head")),
+}
+
+
+def make_adapted_head(weight: torch.Tensor) -> torch.nn.Module:
+    """peft's layer around an output head, its matrices in the type of `weight`, as FSDP2 gathers them."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = {**CONFIG, "vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
+    install_loss(model)
+    add_adapters(model, LORAS["adapted head"], weight.dtype)
+    head: Any = model.lm_head.to_empty(device="cpu").to(weight.dtype)
+    head.base_layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return head  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("mixed_precision", ["bf16", "no"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "adapted head"])
 def test_the_loss_allocates_what_is_planned(
-    mixed_precision: MixedPrecision, lora: bool, capsys: pytest.CaptureFixture[str]
+    mixed_precision: MixedPrecision, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one chunk of logits and in several; the last is Llama 3's vocabulary, in two chunks of the fewest tokens."""
     dtype, errors = {"bf16": torch.bfloat16, "no": torch.float32}[mixed_precision], {}
@@ -258,16 +279,18 @@ def test_the_loss_allocates_what_is_planned(
         (1000, 128, 4096),
         (128_256, 64, 320),
     ):
-        weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(not lora)
+        weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(kind == "full")
         states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
         labels = torch.randint(0, vocabulary, (tokens,))
         config = {"model_type": "llama", **CONFIG, "vocab_size": vocabulary, "hidden_size": hidden}
         sharding = Sharding(layout="fsdp2", mixed_precision=mixed_precision)
-        spec = replace(
-            make_spec(config, ranks=1, sharding=sharding, max_length=tokens, lora=lora),
-            device="cpu",
-        )
-        measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))  # noqa: B023
+        spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
+        spec = replace(spec, recipe=replace(spec.recipe, lora=LORAS[kind]), device="cpu")
+        if kind == "adapted head":
+            head = make_adapted_head(weight)
+            measured = allocated_peak(lambda: head(states, labels))  # noqa: B023
+        else:
+            measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))  # noqa: B023
         errors[vocabulary, hidden, tokens] = loss_bytes(spec) / measured - 1
     worst = max(errors, key=lambda case: abs(errors[case]))
     with capsys.disabled():
