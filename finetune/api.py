@@ -156,7 +156,6 @@ def train(
         Preempted: Where a signal (Ctrl-C, SIGTERM) has stopped the run after it was saved.
     """
     from finetune.run import fine_tune
-    from finetune.training.training_run import run_folder
 
     recipe = expect_recipe(recipe)
     if not isinstance(callbacks, list | tuple):
@@ -169,7 +168,7 @@ def train(
     fine_tune(
         recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called
     )
-    return RunResult(run_folder(recipe))
+    return RunResult(recipe.folder)
 
 
 def export_run(
