@@ -90,11 +90,11 @@ def fine_tune(
 
     imported = time.perf_counter() - started
 
-    hooks = load_hooks(recipe, callbacks)
+    hooks = [load_hooks(own, callbacks) for own in recipes]
     trained: list[tuple[Any, Any]] = []
     with ExitStack() as opened:
         session = None
-        for own in recipes:
+        for own, own_hooks in zip(recipes, hooks, strict=True):
             session = Session(own, sharding, saves=not dry_run, after=session)
             opened.enter_context(session)
             if own is recipes[0]:
@@ -104,7 +104,7 @@ def fine_tune(
             if dry_run:
                 _try(session)
             else:
-                trained += _train(session, hooks, is_last=own is recipes[-1])
+                trained += _train(session, own_hooks, is_last=own is recipes[-1])
     for run, progress in trained:
         finish(run, progress)
 

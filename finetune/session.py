@@ -187,11 +187,6 @@ class Session:
         asked = expect_recipe(recipe)
         sharding = _read_sharding(asked, config)
         set_library_environment(deterministic=asked.run.deterministic)
-        if recipe_names := [str(each["name"]) for each in asked.lora.adapters]:
-            raise UserError(
-                f"adapters: a session trains one adapter, not {', '.join(recipe_names)}; use "
-                "finetune.train"
-            )
         if after is None and AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")
         complete = complete_lora(asked)

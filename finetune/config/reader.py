@@ -273,17 +273,23 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
 
-def expect_recipe(recipe: Any) -> Recipe:
+def expect_recipe(recipe: Any, *, may_have_adapters: bool = False) -> Recipe:
     """Returns the recipe; of a file or a name in recipes/, the recipe that it holds.
 
     Raises:
-        UserError: For anything else, and for what is wrong with the file.
+        UserError: For anything else, for what is wrong with the file, and for one of several
+            adapters where there may be one alone.
     """
     if isinstance(recipe, str | Path):
-        return read_recipe(str(recipe), [], needs_data=False)
+        recipe = read_recipe(str(recipe), [], needs_data=False)
     if not isinstance(recipe, Recipe):
         raise UserError(
             f"recipe: {recipe!r} is no recipe; give load_recipe(...), a file or a name in recipes/"
+        )
+    if recipe.lora.adapters and not may_have_adapters:
+        raise UserError(
+            f"{recipe.place_of('adapters')}: adapters: here one adapter is expected; use train, "
+            "or the commands launch, plan and inspect"
         )
     return recipe
 
