@@ -442,11 +442,17 @@ def _materialize(
     tied = tied_names(model)
     kept = _find_kept(model, shared)
     for name in (*kept, *(name for name, first in tied.items() if first in kept)):
-        _set_parameter(model, name, None)  # to_empty would give it memory
-    model.to_empty(device=parameters_on)
-    for name, parameter in kept.items():
-        _set_parameter(model, name, parameter)
-    for name, first in tied.items():  # to_empty gives each name a tensor of its own
+        _set_parameter(model, name, kept[tied.get(name, name)])
+    have_memory = {id(parameter) for parameter in kept.values()}
+    # as `to_empty`, but for these
+    model._apply(
+        lambda tensor: (
+            tensor.detach()
+            if id(tensor) in have_memory
+            else torch.empty_like(tensor, device=parameters_on)
+        )
+    )
+    for name, first in tied.items():  # now each name has a tensor of its own
         _set_parameter(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
@@ -458,7 +464,7 @@ def _materialize(
                 local.copy_(values(name, find_local_slices(parameter)))
 
 
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     parent, _, leaf = name.rpartition(".")
     model.get_submodule(parent)._parameters[leaf] = parameter
 

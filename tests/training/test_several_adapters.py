@@ -9,8 +9,15 @@ import pytest
 from safetensors.torch import load_file
 
 import finetune
+from finetune.config.reader import read_recipe, split_adapters
+from finetune.errors import UserError
 from finetune.models import load
+from finetune.session import Session
 from tests.conftest import make_chat
+from tests.ranks import launch_ranks
+from tests.training.layouts import train_all, write_config
+
+SCRIPT = Path(__file__).with_name("runs_on_ranks.py")
 
 PLAIN = {"name": "plain"}
 OTHER = {
@@ -108,3 +115,101 @@ def make_pairs(path: Path) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.mark.parametrize("layout", ["ddp", "full_shard"])
+def test_killed_ranks_resume_to_the_bits_of_runs_alone(
+    tiny_recipe: Make, tmp_path: Path, layout: str
+) -> None:
+    """On two ranks, killed in the second adapter, of which a step is saved; the first is not trained again."""
+    keys = {"use_peft": True, "export_at_end": False, "save_steps": 1}
+    config = write_config(tmp_path, layout)
+    recipe = tiny_recipe(**keys, adapters=[PLAIN, OTHER])
+    listing = tmp_path / "killed.json"
+    listing.write_text(json.dumps([[str(recipe), str(config), []]]))
+    killed = launch_ranks(SCRIPT, [str(listing), "6"], timeout=300)
+    assert killed.returncodes == (-9, -9), killed.outputs[0][-3000:]
+    first = (tmp_path / "run" / "plain" / "metrics.jsonl").read_bytes()
+    begun = sorted((tmp_path / "run" / "other" / "checkpoints").glob("step-*"))
+    assert [path.name for path in begun] == ["step-00000001", "step-00000002"]
+    alone = [
+        (
+            tiny_recipe(**{**keys, **each}),
+            config,
+            [f"output_dir={tmp_path / 'alone' / str(each['name'])}"],
+        )
+        for each in (PLAIN, OTHER)
+    ]
+    train_all(tmp_path, [(recipe, config, []), *alone], ranks=2)
+    assert (tmp_path / "run" / "plain" / "metrics.jsonl").read_bytes().startswith(first)
+    for each in (PLAIN, OTHER):
+        name = str(each["name"])
+        assert_same_run(tmp_path / "run" / name, tmp_path / "alone" / name)
+
+
+def test_peft_opens_each_export(tiny_recipe: Make, tmp_path: Path) -> None:
+    """Plain PEFT opens both adapters beside each other on the base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    result = finetune.train(tiny_recipe(use_peft=True, adapters=[PLAIN, OTHER]))
+    assert [*result.adapters] == ["other", "plain"]
+    folders = {name: each.adapter for name, each in result.adapters.items()}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-llama")
+    opened = PeftModel.from_pretrained(base, folders["plain"], adapter_name="plain")
+    opened.load_adapter(folders["other"], adapter_name="other")
+    assert [opened.peft_config[name].r for name in ("plain", "other")] == [16, 4]
+    stored = load_file(folders["other"] / "adapter_model.safetensors")
+    state = opened.state_dict()
+    for name, tensor in stored.items():
+        assert state[name.replace(".weight", ".other.weight")].equal(tensor)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "more", "said"),
+    [
+        ([{"name": "a"}, {"name": "a"}], {}, 'name: "a" does not fit'),
+        ([{"name": "../a"}], {}, 'name: "../a" does not fit'),
+        ([{"learning_rate": 1e-4}], {}, 'name: "" does not fit'),
+        ([{"name": "a", "max_length": 8}], {}, "a: max_length: is the same for all adapters"),
+        ([{"name": "a", "lora_r": 0}], {}, "a: lora_r: 0 does not fit"),
+        ([{"name": "a", "lorar": 8}], {}, "a: lorar: no such key; did you mean lora_r?"),
+        ([{"name": "a", "datasets": []}], {}, "no data"),
+        ([{"name": "a"}], {"use_peft": False}, "adapters has no effect without use_peft: true"),
+        (
+            [{"name": "a"}],
+            {"torch_compile": True},
+            "torch_compile cannot be combined with adapters",
+        ),
+        (
+            [{"name": "a", "optim_in_backward": True, "max_grad_norm": None}],
+            {},
+            "a: optim_in_backward cannot be combined with adapters",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(
+    tiny_recipe: Make, adapters: list[dict[str, Any]], more: dict[str, Any], said: str
+) -> None:
+    path = tiny_recipe(**{"use_peft": True, **more}, adapters=adapters)
+    with pytest.raises(UserError) as caught:
+        read_recipe(str(path))
+    assert said in str(caught.value)
+    assert f"{path}:" in str(caught.value)
+
+
+def test_a_recipe_without_data_of_its_own_reads_those_of_its_adapters(
+    tiny_recipe: Make, tmp_path: Path
+) -> None:
+    """Paths are from the recipe's folder; each recipe is that of a run in a folder of its name."""
+    make_chat(tmp_path / "own.jsonl", rows=8)
+    adapters = [{"name": "a", "datasets": [{"path": "own.jsonl"}], "eval_split_size": 0.5}]
+    recipe = read_recipe(
+        str(tiny_recipe(use_peft=True, datasets=None, eval_steps=2, adapters=adapters))
+    )
+    (own,) = (each.alone for each in split_adapters(recipe))
+    assert own.data.datasets[0].path == str(tmp_path / "own.jsonl")
+    assert (own.folder, own.name) == (tmp_path / "run" / "a", "tiny-a")
+    assert own.lora.adapters == ()
+    with pytest.raises(UserError, match="here one adapter is expected"):
+        Session(recipe)
