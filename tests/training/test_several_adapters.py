@@ -119,10 +119,12 @@ def make_pairs(path: Path) -> Path:
 
 @pytest.mark.parametrize("layout", ["ddp", "full_shard"])
 def test_killed_ranks_resume_to_the_bits_of_runs_alone(
-    tiny_recipe: Make, tmp_path: Path, layout: str
+    tiny_recipe: Make, tiny_llama: Make, tmp_path: Path, layout: str
 ) -> None:
     """On two ranks, killed in the second adapter, of which a step is saved; the first is not trained again."""
-    keys = {"use_peft": True, "export_at_end": False, "save_steps": 1}
+    keys: dict[str, Any] = {"use_peft": True, "export_at_end": False, "save_steps": 1}
+    if layout == "full_shard":
+        keys["model_name_or_path"] = str(tiny_llama("tied", tie_word_embeddings=True))
     config = write_config(tmp_path, layout)
     recipe = tiny_recipe(**keys, adapters=[PLAIN, OTHER])
     listing = tmp_path / "killed.json"
