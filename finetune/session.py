@@ -207,7 +207,7 @@ class Session:
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
-        self._base: dict[str, Tensor] = {} if after is None else after.take_base()
+        self._base: dict[str, Tensor] = {} if after is None else after._take_base()
         try:
             self._opened = open_run(complete, self.world, machine, self.phases, saves=saves)
         except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
@@ -304,7 +304,7 @@ class Session:
                 )
         return Loaded(model, size, optimizer, objectives)
 
-    def take_base(self) -> dict[str, Tensor]:
+    def _take_base(self) -> dict[str, Tensor]:
         """Drops the model, and returns this rank's part of its frozen parameters by their names in
         the base.
         """

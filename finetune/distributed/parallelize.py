@@ -445,7 +445,8 @@ def _materialize(
         _set_parameter(model, name, kept[tied.get(name, name)])
     have_memory = {id(parameter) for parameter in kept.values()}
     # as `to_empty`, but for these
-    model._apply(
+    apply: Any = model._apply
+    apply(
         lambda tensor: (
             tensor.detach()
             if id(tensor) in have_memory
