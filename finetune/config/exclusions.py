@@ -410,7 +410,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     # The recipe
     "adapters": {
         "fsdp_version: 1": "FSDP1 flattens the parameters of a base into memory of its own",
-        "mixed_precision: fp16": "its loss scaler would go on from the adapter before",
+        "mixed_precision: fp16": "its loss scaler would continue from the adapter before",
         "a checkpoint's path": "each adapter has checkpoints of its own",
         **dict.fromkeys(
             (
