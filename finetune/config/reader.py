@@ -342,15 +342,20 @@ def read_recipe(
     )
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
-    problems += checked.problems
-    for each, own_problems in _with_adapters(recipe):
-        problems += own_problems
-        problems += map(str, find_recipe_problems(each, checked.unusable))
-    if problems := list(dict.fromkeys(problems)):
+    if problems := [*problems, *checked.problems, *_judge(recipe, checked.unusable)]:
         if name is not None:
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
+
+
+def _judge(recipe: Recipe, unusable: Collection[str]) -> list[str]:
+    """Lists what is wrong with a recipe, or with what each of `adapters` makes of it."""
+    problems = []
+    for each, own in _with_adapters(recipe):
+        problems += own
+        problems += map(str, find_recipe_problems(each, unusable))
+    return list(dict.fromkeys(problems))
 
 
 def split_adapters(recipe: Recipe) -> tuple[Recipe, ...]:
