@@ -21,6 +21,7 @@ from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
 from finetune.files.phases import PHASE
+from finetune.files.run_files import list_adapters
 
 if TYPE_CHECKING:  # imports torch or takes long
     from transformers import PreTrainedModel
@@ -127,6 +128,11 @@ class RunResult:
         """The exported adapter, a PEFT folder; None where there is none."""
         return self._existing(ADAPTER)
 
+    @property
+    def adapters(self) -> dict[str, "RunResult"]:
+        """Of a recipe that names `adapters`, the run of each, by its name."""
+        return {each.name: RunResult(each) for each in list_adapters(self.folder)}
+
     def _existing(self, name: str) -> Path | None:
         if (self.folder / name).is_dir():
             return self.folder / name
@@ -156,9 +162,8 @@ def train(
         Preempted: Where a signal (Ctrl-C, SIGTERM) has stopped the run after it was saved.
     """
     from finetune.run import fine_tune
-    from finetune.training.training_run import run_folder
 
-    recipe = expect_recipe(recipe)
+    recipe = expect_recipe(recipe, may_have_adapters=True)
     if not isinstance(callbacks, list | tuple):
         raise UserError("train: callbacks: a list is expected, such as [Notify()]")
     called: list[Any] = list(callbacks)
@@ -169,7 +174,7 @@ def train(
     fine_tune(
         recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called
     )
-    return RunResult(run_folder(recipe))
+    return RunResult(recipe.folder)
 
 
 def export_run(

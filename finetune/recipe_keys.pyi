@@ -96,6 +96,7 @@ class RecipeKeys(TypedDict, total=False):
     use_rslora: bool
     use_dora: bool
     oft_block_size: int | None
+    adapters: Sequence[Mapping[str, Any]]
     load_in_4bit: bool
     load_in_8bit: bool
     bnb_4bit_quant_type: Literal['nf4', 'fp4']

@@ -12,9 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 RUN = Path(__file__).resolve()
 # A script's own folder comes first on sys.path, where our `data` would hijack another's: the
@@ -27,7 +27,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
 from finetune.config.layout import Sharding
 from finetune.config.pretrained import complete_lora
-from finetune.config.reader import add_hints, find_file, read_overrides, read_recipe
+from finetune.config.reader import add_hints, find_file, read_overrides, read_recipe, split_adapters
 from finetune.config.schema import Recipe
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import count_cores
@@ -44,6 +44,11 @@ from finetune.errors import (
 )
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted
+
+if TYPE_CHECKING:  # imports torch
+    from finetune.checkpoint.manifest import Progress
+    from finetune.session import Session
+    from finetune.training.training_run import TrainingRun
 
 # of which the rank has written why
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)
@@ -76,55 +81,88 @@ def fine_tune(
 ) -> None:
     """A run from its recipe to its export. `callbacks`: beside the recipe's."""
     # before torch is imported
-    recipe, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
+    recipes, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
     set_library_environment(deterministic=recipe.run.deterministic)
     started = time.perf_counter()
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
-    from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
-    from finetune.training.lifecycle import finish, is_finished, leave_ranks, try_folder
-    from finetune.training.loop import train
-    from finetune.training.objectives.online import try_rewards
-    from finetune.training.screens import print_plan
+    from finetune.training.lifecycle import finish
 
     imported = time.perf_counter() - started
 
-    hooks = load_hooks(recipe, callbacks)
-    with Session(recipe, sharding, saves=not dry_run) as session:
-        session.phases.add("imports", imported, None)
-        data = session.data
-        world = session.world
-        if dry_run:
-            try_folder(session.recipe, world)
-            session.check_model()
-            if recipe.method_facts.samples:
-                try_rewards(session.recipe, world, data)
-            if world.is_main:
-                return print_plan(session.recipe, world, data)
-            return None
-        if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
-            return None
-        with session.signals as signals:
-            progress = session.load()
-            run = session.start(hooks)
-            with session.computing(), run.log:
-                run.notify("on_start", progress)
-                evaluate_before_training(run, progress, signals)
-                progress = train(run, progress, signals)
-                progress = evaluate_after_training(run, progress, signals)
-                run.notify("on_end", progress)
-                leave_ranks(run, signals)
-    return finish(run, progress)
+    hooks = [load_hooks(own, callbacks) for own in recipes]
+    trained: list[tuple[Any, Any]] = []
+    with ExitStack() as opened:
+        session = None
+        for own, own_hooks in zip(recipes, hooks, strict=True):
+            session = Session(own, sharding, saves=not dry_run, after=session)
+            opened.enter_context(session)
+            if own is recipes[0]:
+                session.phases.add("imports", imported, None)
+            if len(recipes) > 1 and session.world.is_main:
+                print(f"adapter {own.folder.name}: in {own.folder}", flush=True)
+            if dry_run:
+                _try(session)
+            else:
+                trained += _train(session, own_hooks, is_last=own is recipes[-1])
+    for run, progress in trained:
+        finish(run, progress)
 
 
-def _check(recipe: Recipe, sharding: Sharding, ranks: int) -> tuple[Recipe, Sharding]:
-    """Both, each with the keys that it takes from elsewhere.
+def _try(session: "Session") -> None:
+    """Looks for what would stop a run, and prints its plan."""
+    from finetune.training.lifecycle import try_folder
+    from finetune.training.objectives.online import try_rewards
+    from finetune.training.screens import print_plan
+
+    recipe = session.recipe
+    try_folder(recipe, session.world)
+    session.check_model()
+    if recipe.method_facts.samples:
+        try_rewards(recipe, session.world, session.data)
+    if session.world.is_main:
+        print_plan(recipe, session.world, session.data)
+
+
+def _train(
+    session: "Session", hooks: Any, *, is_last: bool
+) -> list[tuple["TrainingRun", "Progress"]]:
+    """Trains what a session has opened, and leaves the ranks after the last; returns what is to be
+    exported then: nothing where the run was done before.
+    """
+    from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
+    from finetune.training.lifecycle import is_finished, leave_ranks
+    from finetune.training.loop import train
+
+    steps = session.data.train.steps
+    if is_finished(session.folder, session.recipe, session.inputs, steps, session.world):
+        return []
+    with session.signals as signals:
+        progress = session.load()
+        run = session.start(hooks)
+        with session.computing(), run.log:
+            run.notify("on_start", progress)
+            evaluate_before_training(run, progress, signals)
+            progress = train(run, progress, signals)
+            progress = evaluate_after_training(run, progress, signals)
+            run.notify("on_end", progress)
+            leave_ranks(run, signals, is_last=is_last)
+    return [(run.without_model(), progress)]
+
+
+def _check(recipe: Recipe, sharding: Sharding, ranks: int) -> tuple[tuple[Recipe, ...], Sharding]:
+    """Returns the recipes to train in turn, one for each of `adapters`, and how they are sharded;
+    each with the keys that it takes from elsewhere.
 
     Raises `UserError` for what the rules refuse.
     """
-    recipe, sharding = complete_lora(recipe), with_recipe_keys(sharding, recipe)
-    refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))
-    return recipe, sharding
+    recipes = tuple(complete_lora(each) for each in split_adapters(recipe))
+    sharding = with_recipe_keys(sharding, recipe)
+    facts = find_local_facts(recipe.model)
+    refuse_problems(
+        problem for each in recipes for problem in find_problems(each, sharding, facts, ranks)
+    )
+    return tuple(each.alone for each in recipes), sharding
 
 
 def launch_command(options: argparse.Namespace) -> int:
@@ -155,7 +193,7 @@ def launch_script(
         file = None
     if file is not None and options.num_processes is None:
         _say_ranks(file, ranks)
-    recipe, sharding = _check(recipe, sharding, ranks)
+    _, sharding = _check(recipe, sharding, ranks)
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
     script += more
     # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.

@@ -36,6 +36,7 @@ from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData, batch_rows
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
+from finetune.distributed.parallelize import frozen_parts
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError, set_library_environment
 from finetune.export.export import export_run
@@ -167,6 +168,7 @@ class Session:
         config: Sharding | str | None = None,
         *,
         saves: bool = True,
+        after: "Session | None" = None,
     ) -> None:
         """Joins the ranks that a launcher has started (a process without one is alone), and locks
         the run's folder.
@@ -175,6 +177,8 @@ class Session:
             recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
             config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
             saves: False where nothing will be saved: no folder is made.
+            after: The session of another adapter on the same base, which this one ends: it takes
+                over the ranks and the base that is in memory.
 
         Raises:
             UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal
@@ -183,14 +187,17 @@ class Session:
         asked = expect_recipe(recipe)
         sharding = _read_sharding(asked, config)
         set_library_environment(deterministic=asked.run.deterministic)
-        if AcceleratorState._shared_state:
+        if after is None and AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")
         complete = complete_lora(asked)
         machine = describe_machine(sharding, with_liger=complete.model.use_liger_kernel)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         local_facts = find_local_facts(complete.model)
         refuse_problems(find_problems(complete, sharding, local_facts, ranks, machine=machine))
-        self.world = join(sharding, complete.run.timeout_seconds)
+        if after is None:
+            self.world = join(sharding, complete.run.timeout_seconds)
+        else:
+            self.world = after.world
         self.phases = Phases()
         self.progress = Progress()
         self.signals = SignalListener()  # which the command enters; a script's signals are its own
@@ -200,6 +207,7 @@ class Session:
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
+        self._base: dict[str, Tensor] = {} if after is None else after._take_base()
         try:
             self._opened = open_run(complete, self.world, machine, self.phases, saves=saves)
         except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
@@ -283,6 +291,7 @@ class Session:
                 self._opened.blank_document,
                 self._opened.scores,
                 self._opened.trains_head,
+                self._base,
             )
             self._opened.refuse_unreached_tower(model)
             optimizer = build_optimizer(model, recipe.optimization, self.world)
@@ -294,6 +303,18 @@ class Session:
                     model, recipe, data, self.inputs, self.signals, self.world, folder
                 )
         return Loaded(model, size, optimizer, objectives)
+
+    def _take_base(self) -> dict[str, Tensor]:
+        """Drops the model, and returns this rank's part of its frozen parameters by their names in
+        the base.
+        """
+        loaded: Loaded | None = vars(self).pop("_loaded", None)
+        for name in ("_saver", "_guard"):
+            vars(self).pop(name, None)
+        if loaded is not None:
+            self._base = frozen_parts(loaded.model)
+        self.world.accelerator._models.clear()
+        return self._base
 
     def check_model(self) -> None:
         """Finds problems of the model's and the teacher's files and keys, from the headers of the

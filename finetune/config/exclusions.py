@@ -207,6 +207,12 @@ FEATURES: Mapping[str, Feature] = {
         "save the model with its random weights first",
         name="model_config",
     ),
+    "a checkpoint's path": _value(
+        "resume_from_checkpoint",
+        lambda c: c["resume_from_checkpoint"] not in ("auto", "none"),
+        "set resume_from_checkpoint: auto",
+        "auto",
+    ),
     # asked without a layout
     "a pipeline": _value(
         "pipeline_parallel_size",
@@ -417,6 +423,33 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "use_liger_kernel": "Liger's kernels were not tried with its class",
     },
     # The recipe
+    "adapters": {
+        "fsdp_version: 1": "FSDP1 flattens the parameters of a base into memory of its own",
+        "mixed_precision: fp16": "its loss scaler would continue from the adapter before",
+        "a checkpoint's path": "each adapter has checkpoints of its own",
+        **dict.fromkeys(
+            (
+                "fsdp_offload_params",
+                "mixed_precision: fp8",
+                "tp_size",
+                "cp_size",
+                "expert_parallel_size",
+                "pipeline_parallel_size",
+                "sampled completions",
+                "a teacher",
+                "no text",
+                "masked tokens",
+                "a vision-language model",
+                "a mixture of experts",
+                "adapters of added_tokens",
+                QAT,
+                "torch_compile",
+                "optim_in_backward",
+                "optim_offload: nvme",
+            ),
+            "",
+        ),
+    },
     QAT: {
         "load_in_4bit": "the base is quantized already, and what is trained is not merged into it",
         "load_in_8bit": "the base is quantized already, and what is trained is not merged into it",

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,14 @@ from finetune.config.other_names import (
     OTHER_VALUES,
     REFUSED_VALUES,
 )
-from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Recipe, recipe_keys
+from finetune.config.schema import (
+    NESTED,
+    SECTIONS,
+    DatasetSource,
+    Recipe,
+    adapter_keys,
+    recipe_keys,
+)
 from finetune.config.user_code import locate
 from finetune.config.yaml_file import (
     COMMAND_LINE,
@@ -266,17 +273,23 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
 
-def expect_recipe(recipe: Any) -> Recipe:
+def expect_recipe(recipe: Any, *, may_have_adapters: bool = False) -> Recipe:
     """Returns the recipe; of a file or a name in recipes/, the recipe that it holds.
 
     Raises:
-        UserError: For anything else, and for what is wrong with the file.
+        UserError: For anything else, for what is wrong with the file, and for one of several
+            adapters where there may be one alone.
     """
     if isinstance(recipe, str | Path):
-        return read_recipe(str(recipe), [], needs_data=False)
+        recipe = read_recipe(str(recipe), [], needs_data=False)
     if not isinstance(recipe, Recipe):
         raise UserError(
             f"recipe: {recipe!r} is no recipe; give load_recipe(...), a file or a name in recipes/"
+        )
+    if recipe.lora.adapters and not may_have_adapters:
+        raise UserError(
+            f"{recipe.place_of('adapters')}: adapters: here one adapter is expected; use train, "
+            "or the commands launch, plan and inspect"
         )
     return recipe
 
@@ -329,15 +342,86 @@ def read_recipe(
     )
     if not needs_data and not checked.values.get("datasets"):
         checked.unusable.add("datasets")
-    if problems := [
-        *problems,
-        *checked.problems,
-        *map(str, find_recipe_problems(recipe, checked.unusable)),
-    ]:
+    if problems := [*problems, *checked.problems, *_judge(recipe, checked.unusable)]:
         if name is not None:
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
+
+
+def _judge(recipe: Recipe, unusable: Collection[str]) -> list[str]:
+    """Lists what is wrong with a recipe, or with what each of `adapters` makes of it."""
+    problems = []
+    for each, own in _with_adapters(recipe):
+        problems += own
+        problems += map(str, find_recipe_problems(each, unusable))
+    return list(dict.fromkeys(problems))
+
+
+def split_adapters(recipe: Recipe) -> tuple[Recipe, ...]:
+    """Returns a recipe for each of `adapters`, which rules judge and whose `alone` is trained; the
+    recipe itself without any.
+
+    Raises:
+        UserError: For what is wrong with an entry.
+    """
+    each = _with_adapters(recipe)
+    if problems := [problem for _, own in each for problem in own]:
+        raise UserError.of(problems)
+    return tuple(own for own, _ in each)
+
+
+def _with_adapters(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
+    """Returns the recipe with the keys of each of `adapters` laid over it, and what is wrong with
+    them.
+    """
+    adapters = recipe.lora.adapters
+    if not adapters:
+        return [(recipe, [])]
+    place = f"{recipe.place_of('adapters')}: adapters"
+    names = [str(own.get("name", "")) for own in adapters]
+    unfit = [name for name in names if not ADAPTER_NAMED.fullmatch(name) or names.count(name) > 1]
+    if unfit:
+        return [
+            (
+                recipe,
+                [
+                    f"{place}: name: {json.dumps(unfit[0])} does not fit; each adapter needs a "
+                    "name of its own of letters, digits, - and _, which is that of its folder"
+                ],
+            )
+        ]
+    return [_with_adapter(recipe, own, f"{place}: {own['name']}") for own in adapters]
+
+
+def _with_adapter(recipe: Recipe, own: Mapping[str, Any], place: str) -> tuple[Recipe, list[str]]:
+    """Returns the recipe with the keys of one of `adapters` laid over it, and what is wrong with
+    them.
+    """
+    problems = []
+    entries = []
+    for key, value in own.items():
+        if key in recipe_keys().keys() - adapter_keys().keys():
+            problems.append(
+                f"{place}: {key}: is the same for all adapters, which share a base and its "
+                "batches; write it once in the recipe"
+            )
+        elif key != "name":
+            entry, unreadable = read_value(json.dumps(value, default=str), key, place, NESTED)
+            problems += unreadable
+            entries.append(entry)
+    checked = _check(entries, recipe_keys(), Path(recipe.path).resolve().parent)
+    values = {
+        **checked.values,
+        "output_dir": str(recipe.folder / own["name"]),
+        "run_name": f"{recipe.name}-{own['name']}",
+    }
+    sections = {}
+    for section, schema in SECTIONS.items():
+        given = {key: values[key] for key in keys_of(schema, section) if key in values}
+        sections[section] = replace(getattr(recipe, section), **given)
+    places = {**recipe.places, **{entry.key: entry.where for entry in entries}}
+    return replace(recipe, places=places, **sections), problems + checked.problems
 
 
 def _add_prompts(checked: _Checked, given: Mapping[str, Entry]) -> None:
@@ -419,6 +503,9 @@ OF_VERIFIERS = (
     "that what was sampled would be encoded again; write a class with reset, tools and "
     "get_reward, around its task"
 )
+
+
+ADAPTER_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class _Unfit(ValueError):

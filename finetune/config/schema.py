@@ -10,6 +10,7 @@ annotation is the key's help, the documentation page and `--help` are made from 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -196,6 +197,12 @@ class Lora:
         "Rotate the inputs of the adapted layers in blocks of so many numbers, in place of adding "
         "products of low rank (OFT, as peft trains it).",
     ] = None
+    adapters: Annotated[
+        tuple[dict[str, Any], ...],
+        "Several adapters that one run trains in turn on one base in memory, each as a run alone, "
+        "in a folder of its name: a list of {name: sql, datasets: ..., learning_rate: ...}, with "
+        "the keys of data, adapter and optimization in which they differ.",
+    ] = ()
 
     @property
     def adapts_all(self) -> bool:
@@ -813,6 +820,21 @@ class Recipe:
     run: Run = field(default_factory=Run)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
+    @property
+    def name(self) -> str:
+        """The run's name, for folders and trackers: `run_name`, else the recipe's file name."""
+        return self.run.run_name or Path(self.path).stem
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: `output_dir`, else runs/<name>."""
+        return Path(self.run.output_dir or Path("runs") / self.name)
+
+    @property
+    def alone(self) -> "Recipe":
+        """The recipe of one of several adapters, as that of a run alone."""
+        return replace(self, lora=replace(self.lora, adapters=()))
+
     def place_of(self, key: str) -> str:
         """Returns where `key` was set, for messages: a line of the file, the command line, or the
         file itself.
@@ -933,6 +955,22 @@ SECTIONS: dict[str, type] = {
     for f in fields(Recipe)
     if f.name not in ("path", "places", "renamed")
 }
+
+
+# The sections and keys in which one of several adapters may differ; all else is of the base.
+OF_ADAPTERS = ("lora", "optimization")
+OF_ADAPTERS_TOO = ("datasets", "eval_datasets", "eval_split_size", "seed")
+
+
+@cache
+def adapter_keys() -> dict[str, Key]:
+    """Returns the keys of an entry of `adapters`, but for its name."""
+    return {
+        name: key
+        for name, key in recipe_keys().items()
+        if (key.section in OF_ADAPTERS and name not in ("use_peft", "adapters"))
+        or name in OF_ADAPTERS_TOO
+    }
 
 
 NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}

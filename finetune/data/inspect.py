@@ -17,7 +17,7 @@ import numpy as np
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.pretrained import load_config, read_facts, text_config_of
-from finetune.config.reader import RECIPES, read_recipe
+from finetune.config.reader import RECIPES, read_recipe, split_adapters
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.classes import read_classes
@@ -69,7 +69,22 @@ def inspect_command(options: argparse.Namespace) -> int:
             f"--html: {options.html}: a page's name ends in .html; write for example --html "
             "page.html"
         )
-    recipe = _build_recipe(options)
+    recipes = split_adapters(_build_recipe(options))
+    if len(recipes) > 1 and (options.json or options.html or options.examples):
+        raise UserError(
+            f"{recipes[0].place_of('adapters')}: adapters: --json, --html and --examples are of "
+            "one recipe's rows; name the rows in datasets, and leave adapters out"
+        )
+    codes = []
+    for recipe in recipes:
+        if len(recipes) > 1:
+            print(f"adapter {recipe.folder.name}\n")
+        codes.append(_inspect(recipe.alone, options))
+    return max(codes)
+
+
+def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
+    """Prints examples and the report of one recipe; returns the exit code."""
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )

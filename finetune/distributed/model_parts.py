@@ -193,6 +193,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(local, "_tensor", local)
 
 
+def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor of this rank's `part`, sharded as `like` is."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that hold all experts of a layer in one parameter each."""
     return [module for module in model.modules() if is_experts(module)]

@@ -4,7 +4,7 @@ for each layout.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from finetune.config.layout import Sharding
+from finetune.config.module_names import base_name
 from finetune.distributed.join import set_timeouts
 from finetune.distributed.model_parts import (
     Values,
@@ -31,13 +32,17 @@ from finetune.distributed.model_parts import (
     head_of,
     local_part,
     other_parts,
+    place_like,
     tied_names,
+    unwrap,
 )
 from finetune.distributed.pipeline import keep_own_layers
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
+
+NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 def shard_as_fsdp1(
@@ -145,7 +150,11 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...])
 
 
 def parallelize(
-    model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()
+    model: nn.Module,
+    values: Values,
+    world: World,
+    unfilled: frozenset[str] = frozenset(),
+    shared: Mapping[str, torch.Tensor] = NOTHING,
 ) -> nn.Module:
     """Shards or replicates a model over the ranks and fills every rank's shards.
 
@@ -154,6 +163,8 @@ def parallelize(
         values: Reads a named parameter within given slices.
         world: The ranks and their layout.
         unfilled: Names of parameters that get memory but no values (not under FSDP1).
+        shared: Of `frozen_parts`: what frozen parameters are, without memory of their own (not
+            under FSDP1).
 
     Returns:
         The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
@@ -163,12 +174,12 @@ def parallelize(
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
-        return _fsdp2(model, values, world, classes, unfilled)
+        return _fsdp2(model, values, world, classes, unfilled, shared)
     if world.sharding.layout == "fsdp1":
         sharded = shard_as_fsdp1(model, values, world, classes)
         with _keep_recipe_dtype(world):
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
-    _materialize(model, values, world.device, world.device, unfilled)
+    _materialize(model, values, world.device, world.device, unfilled, shared)
     if not has_trained(model):
         return model  # each rank has all of it, and DDP refuses a model without gradients to reduce
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every
@@ -341,6 +352,7 @@ def _fsdp2(
     world: World,
     classes: tuple[str, ...],
     unfilled: frozenset[str],
+    shared: Mapping[str, torch.Tensor],
 ) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -356,7 +368,7 @@ def _fsdp2(
         parameters_on = torch.device("cpu")
     else:
         parameters_on = world.device
-    _materialize(model, values, parameters_on, world.device, unfilled)
+    _materialize(model, values, parameters_on, world.device, unfilled, shared)
     assert isinstance(model, FSDPModule)
     _overlap_collectives(model, world)
     if not has_trained(model):  # no backward comes to free what stays gathered until then
@@ -420,25 +432,62 @@ def _materialize(
     parameters_on: torch.device,
     buffers_on: torch.device,
     unfilled: frozenset[str],
+    shared: Mapping[str, torch.Tensor] = NOTHING,
 ) -> None:
     """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only
-    this rank's slices.
+    this rank's slices; frozen ones that are `shared` become those.
     """
     # real: rotary frequencies are computed
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tied = tied_names(model)
-    model.to_empty(device=parameters_on)
-    for name, first in tied.items():  # to_empty gives each name a tensor of its own
-        parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._parameters[leaf] = model.get_parameter(first)
+    kept = _find_kept(model, shared)
+    for name in (*kept, *(name for name, first in tied.items() if first in kept)):
+        _set_parameter(model, name, kept[tied.get(name, name)])
+    have_memory = {id(parameter) for parameter in kept.values()}
+    # as `to_empty`, but for these
+    apply: Any = model._apply
+    apply(
+        lambda tensor: (
+            tensor.detach()
+            if id(tensor) in have_memory
+            else torch.empty_like(tensor, device=parameters_on)
+        )
+    )
+    for name, first in tied.items():  # now each name has a tensor of its own
+        _set_parameter(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._buffers[leaf] = buffer.to(buffers_on)
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
-            if local.numel() and name not in unfilled:
+            if local.numel() and name not in unfilled and name not in kept:
                 local.copy_(values(name, find_local_slices(parameter)))
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent)._parameters[leaf] = parameter
+
+
+def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of each frozen parameter, by its name in the base, for a model of another
+    adapter.
+    """
+    return {
+        base_name(name): local_part(parameter).detach()
+        for name, parameter in unwrap(model).named_parameters()
+        if not parameter.requires_grad
+    }
+
+
+def _find_kept(model: nn.Module, shared: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """The frozen parameters of a model on meta that are `shared`, as they are to be."""
+    return {
+        name: nn.Parameter(place_like(parameter, shared[base_name(name)]), requires_grad=False)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and base_name(name) in shared
+    }
 
 
 def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> None:

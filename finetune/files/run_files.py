@@ -56,6 +56,13 @@ class BenchmarkResult:
         )
 
 
+def list_adapters(folder: Path) -> list[Path]:
+    """The folders of the adapters that one run has trained in turn; none in any other folder."""
+    if (folder / "metrics.jsonl").is_file():
+        return []
+    return sorted(each.parent for each in folder.glob("*/metrics.jsonl"))
+
+
 def find_origin(folder: Path) -> Path | None:
     """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on
     this machine.

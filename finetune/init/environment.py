@@ -22,7 +22,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES, find_problems
 from finetune.config.facts import MachineFacts, has_compiler, with_recipe_keys
 from finetune.config.pretrained import complete_lora
-from finetune.config.reader import read_recipe
+from finetune.config.reader import read_recipe, split_adapters
 from finetune.constants import PACKAGES, count_cores
 from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
@@ -124,13 +124,18 @@ def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or max(1, len(gpus))
-    recipe = complete_lora(read_recipe(options.recipe, options.overrides))
+    recipe = read_recipe(options.recipe, options.overrides)
     sharding = read_sharding(
         options.config, recipe.run.accelerate_config, {"WORLD_SIZE": str(ranks)}
     )
     machine = describe_machine([] if sharding.use_cpu else gpus)
     layout = with_recipe_keys(sharding, recipe)
-    problems = find_problems(recipe, layout, find_local_facts(recipe.model), ranks, machine=machine)
+    facts = find_local_facts(recipe.model)
+    problems = [
+        problem
+        for each in map(complete_lora, split_adapters(recipe))
+        for problem in find_problems(each, layout, facts, ranks, machine=machine)
+    ]
     return list(dict.fromkeys(str(problem) for problem in problems if not problem.is_note))
 
 

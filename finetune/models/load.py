@@ -42,7 +42,7 @@ from finetune.distributed.model_parts import (
     text_names,
     unwrap,
 )
-from finetune.distributed.parallelize import gathered, parallelize
+from finetune.distributed.parallelize import NOTHING, gathered, parallelize
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object
@@ -241,8 +241,11 @@ def load_model(
     blank_document: BlankDocument | None = None,
     scores: Scores = VOCABULARY,
     trains_head: bool = True,
+    shared: Mapping[str, Tensor] = NOTHING,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model as `build_model`, shards it, and reads every rank's slices.
+
+    `shared`: of `frozen_parts`, taken as they are in place of slices that would be read.
 
     The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose
     files do not fit.
@@ -269,9 +272,9 @@ def load_model(
         keep_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
-    sharded = parallelize(built, made.values, world, unfilled)
+    sharded = parallelize(built, made.values, world, unfilled, shared)
     record_outputs(unwrap(sharded))
-    fill_quantized_layers(unwrap(sharded), made.base, made.stored, world)
+    fill_quantized_layers(unwrap(sharded), made.base, made.stored, world, shared)
     if model.torch_compile:
         compile_layers(unwrap(sharded), offload=made.offload)
     return sharded, made.size

@@ -7,7 +7,7 @@ them anywhere, also within a block or a number: no rank computes with its shard.
 shards of a layer's unit, and dequantizes as one rank would.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -437,7 +437,11 @@ def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedWeight]]:
 
 
 def fill_quantized_layers(
-    model: nn.Module, values: Values, stored: Mapping[str, StoredQuantized], world: World
+    model: nn.Module,
+    values: Values,
+    stored: Mapping[str, StoredQuantized],
+    world: World,
+    shared: Collection[str] = (),
 ) -> None:
     """Fills the quantized layers of the sharded `model`.
 
@@ -449,8 +453,11 @@ def fill_quantized_layers(
             exchange their magnitudes.
         stored: The weights that the files hold quantized already; where there are any, those are
             read instead.
+        shared: Names in the base of parameters that have their values.
     """
     for name, layer in quantized_layers(model):
+        if base_name(f"{name}.{CODES}") in shared:
+            continue
         weight = f"{name}{layer.leaf}"
         if stored:
             _fill_stored(layer, stored[base_name(weight)])

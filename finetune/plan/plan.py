@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -20,7 +20,7 @@ from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_teacher_quantization
-from finetune.config.reader import read_recipe
+from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
@@ -54,7 +54,7 @@ from finetune.plan.table import (
     format_storage,
     memory_rows,
 )
-from finetune.units import MIB, counted, read_gpu_memory, read_size
+from finetune.units import MIB, counted, disk_size, gib, read_gpu_memory, read_size
 
 LARGE_BUBBLE = 0.25  # of a step
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
@@ -411,7 +411,32 @@ def plan_command(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     sharding = read_planned_sharding(recipe, arguments.config, ranks)
-    plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
+    # asked with all that the rules know of several adapters
+    plans = [
+        make_plan(each, sharding, ranks, mfu=mfu, links=_read_links(arguments))
+        for each in split_adapters(recipe)
+    ]
+    heaviest = max(plans, key=lambda plan: plan.peak_bytes)
+    if len(plans) > 1 and not arguments.json:
+        print(_describe_adapters(plans, heaviest))
+    return _show(heaviest, room, arguments)
+
+
+def _describe_adapters(plans: Sequence[Plan], heaviest: Plan) -> str:
+    """Lists what each of several adapters takes."""
+    name = heaviest.spec.recipe.folder.name
+    lines = [
+        f"adapters   {len(plans)}, trained in turn on one base: memory is that of the largest, "
+        f"{name}, whose plan follows"
+    ]
+    for plan in plans:
+        room = f"{gib(plan.peak_bytes)} GiB, {disk_size(plan.disk.total)} on disk"
+        lines.append(f"           {plan.spec.recipe.folder.name}: {room}")
+    return "\n".join(lines) + "\n"
+
+
+def _show(plan: Plan, room: Room, arguments: argparse.Namespace) -> int:
+    """Prints a plan with its advice; returns the exit code."""
     advice = None if room == Room(None) else advise(plan.spec, room)
     has_config = arguments.config is not None
     if arguments.json:
@@ -425,7 +450,11 @@ def plan_command(arguments: argparse.Namespace) -> int:
             print(
                 "\n"
                 + format_advice(
-                    advice, room, sharding.source, has_config=has_config, uncounted=is_uncounted
+                    advice,
+                    room,
+                    plan.spec.sharding.source,
+                    has_config=has_config,
+                    uncounted=is_uncounted,
                 )
             )
     return 0 if advice is None or advice.fits else 1

@@ -27,6 +27,7 @@ from finetune import __version__
 from finetune.config.keys import leaves
 from finetune.errors import UserError, install_command
 from finetune.files.durable import replace_file, restore_exports
+from finetune.files.run_files import list_adapters
 from finetune.plan.plan import Plan
 from finetune.report.charts import draw_loss_png, make_charts
 from finetune.report.run_data import (
@@ -333,6 +334,10 @@ def report_command(arguments: argparse.Namespace) -> int:
 
     Returns the exit code.
     """
+    first = Path(arguments.runs[0])
+    arguments.runs = [
+        str(each) for name in arguments.runs for each in list_adapters(Path(name)) or [name]
+    ]
     for name in arguments.runs:
         restore_exports(Path(name))
     if arguments.serve:
@@ -348,7 +353,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     if arguments.output:
         path = Path(arguments.output)
     else:
-        path = runs[0].folder / "report.html"
+        path = first / "report.html"
     written = [path]
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.module_names import PEFT_PREFIX, is_adapter, peft_name
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import find_local_slices, local_part, unwrap
+from finetune.distributed.model_parts import find_local_slices, local_part, place_like, unwrap
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError
 from finetune.files.durable import checksum, make_folder, stage_and_rename, write_file
@@ -116,7 +116,10 @@ class Adapters:
         """
         values = self._find(state, form).values
         named = zip(self._parameters.items(), values, strict=True)
-        return {name: _whole(_place_like(parameter, own)) for (name, parameter), own in named}
+        return {
+            name: _whole(place_like(parameter, own.to(parameter.device)))
+            for (name, parameter), own in named
+        }
 
     def share_gradients(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
         """This rank's part of whole gradients, in the order of the optimizer's parameters."""
@@ -124,7 +127,9 @@ class Adapters:
         groups = self._session.optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
         return [
-            _place_like(each, whole[names[each]][find_local_slices(each)].contiguous())
+            place_like(
+                each, whole[names[each]][find_local_slices(each)].contiguous().to(each.device)
+            )
             for each in trained
         ]
 
@@ -243,16 +248,6 @@ def _gather(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _place_like(like: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a tensor on the device, sharded as `like` is."""
-    part = part.to(like.device)
-    if not isinstance(like, DTensor):
-        return part
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def prepare(recipe: Recipe) -> Recipe:
         "alpha_pattern": lora.alpha_pattern,
         "lora_dropout": lora.lora_dropout,
         "adapter_name_or_path": lora.adapter_name_or_path,
+        "adapters": lora.adapters,
         "optim_in_backward": recipe.optimization.optim_in_backward,
     }
     named = [name for name, value in refused.items() if value]

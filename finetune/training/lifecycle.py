@@ -72,9 +72,7 @@ from finetune.training.training_run import (
     METRICS,
     RECIPE,
     TrainingRun,
-    choose_run_name,
     describe_run,
-    run_folder,
     unwritable,
     write_data_report,
 )
@@ -87,7 +85,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or
     another run has locked it, and where the recipe names a checkpoint that is damaged.
     """
-    folder = run_folder(recipe)
+    folder = recipe.folder
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
     return folder
 
@@ -109,7 +107,7 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
     Leaves nothing there.
     """
-    RankGroup(world).on_main(lambda: _try_folder(run_folder(recipe)))
+    RankGroup(world).on_main(lambda: _try_folder(recipe.folder))
 
 
 def _try_folder(folder: Path) -> None:
@@ -340,9 +338,7 @@ def open_log(
     def start() -> dict[str, Any]:
         nonlocal log
         for name in list_trackers(recipe.run.report_to):
-            trackers.append(
-                open_tracker(name, choose_run_name(recipe), folder, to_dict(recipe), step)
-            )
+            trackers.append(open_tracker(name, recipe.name, folder, to_dict(recipe), step))
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
@@ -442,14 +438,15 @@ def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> lis
 FINISHED = "finished.json"
 
 
-def leave_ranks(run: TrainingRun, signals: SignalListener) -> None:
-    """Ends the tracker and the process group.
+def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> None:
+    """Ends the tracker and, after the last of several adapters, the process group.
 
     Raises `Preempted` where a signal has asked to stop meanwhile.
     """
     run.log.close_tracker()
-    leave(run.world)
-    if signals.stop:
+    if is_last:
+        leave(run.world)
+    if signals.stop if is_last else signals.agree(run.world).stop:
         raise run.preempted("before the export; all steps are saved")
 
 

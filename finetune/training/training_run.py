@@ -70,6 +70,11 @@ class TrainingRun:
     fp8_share: float  # of those, what is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
 
+    def without_model(self) -> "TrainingRun":
+        """What the end of a run needs, which holds no memory for the adapter that is next."""
+        none: Any = None
+        return replace(self, model=none, optimizer=none, objectives=none, saver=none)
+
     def notify(
         self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
@@ -175,16 +180,6 @@ class TrainingRun:
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"  # what was sampled, and what it was worth
 RECIPE = "recipe.yaml"
-
-
-def choose_run_name(recipe: Recipe) -> str:
-    """The run's name, for folders and trackers: `run_name`, else the recipe's file name."""
-    return recipe.run.run_name or Path(recipe.path).stem
-
-
-def run_folder(recipe: Recipe) -> Path:
-    """`output_dir`, else runs/<run_name>."""
-    return Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
 
 
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
