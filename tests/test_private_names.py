@@ -18,6 +18,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
 # Attributes of objects: name -> the module whose source has it.
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES = {
+    "_apply": "torch.nn.modules.module",
     "_apply_gate": "transformers.integrations.moe",
     "_attn_implementation": "transformers.configuration_utils",
     "_auto_reshard_after_forward": f"{FSDP2}._fsdp_state",

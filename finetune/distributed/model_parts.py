@@ -49,6 +49,12 @@ def head_of(model: Any) -> Any:
     return getattr(model, SCORES, None) if head is None else head
 
 
+def head_modules(model: Any) -> set[nn.Module]:
+    """The output head's modules: of an adapted head, its base layer too; none without a head."""
+    head = head_of(model)
+    return set() if head is None else set(head.modules())
+
+
 def has_scores(model: Any) -> bool:
     """Whether the output head computes scores of a document, and not of the tokens of a
     vocabulary.

@@ -21,7 +21,7 @@ from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import head_of, text_modules
+from finetune.distributed.model_parts import head_modules, text_modules
 from finetune.errors import UserError
 
 
@@ -60,7 +60,7 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of the language model that are quantized, by name: all but the output head
     and adapters.
     """
-    head = set(head_of(model).modules())  # of an adapted head, its base layer too
+    head = head_modules(model)
     quantizable = {}
     for name, module in text_modules(model):
         if not isinstance(module, nn.Linear) or type(module) not in (

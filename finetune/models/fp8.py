@@ -25,7 +25,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
 from finetune.config.module_names import is_adapter
-from finetune.distributed.model_parts import head_of, text_modules
+from finetune.distributed.model_parts import head_modules, text_modules
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
@@ -128,7 +128,7 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
     Raises `UserError` for a mixture of experts, and where no layer is left.
     """
     assert sharding.fp8 is not None
-    head = set(head_of(model).modules())  # of an adapted head, its base layer too
+    head = head_modules(model)
     linears = [
         (name, module)
         for name, module in text_modules(model)

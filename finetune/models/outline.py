@@ -17,6 +17,7 @@ from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
 from finetune.distributed.model_parts import (
     decoder_layers,
+    head_modules,
     head_of,
     is_experts,
     other_parts,
@@ -165,7 +166,7 @@ def _describe(
 ) -> Part:
     shapes = _take(part, names, taken)
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    head = set(head_of(model).modules())
+    head = head_modules(model)
     linears = [
         module for module in part.modules() if isinstance(module, nn.Linear) and module not in head
     ]

@@ -30,7 +30,7 @@ from finetune.config.schema import Quantization
 from finetune.distributed.model_parts import (
     Values,
     find_local_slices,
-    head_of,
+    head_modules,
     is_experts,
     text_modules,
 )
@@ -71,7 +71,7 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
 
     Raises `UserError` where the model has none.
     """
-    head = set(head_of(model).modules())  # of an adapted head, its base layer too
+    head = head_modules(model)
     layers = []
     for name, module in text_modules(model):  # a vision tower keeps its precision
         if (
