@@ -21,7 +21,7 @@ from finetune.convert import hints
 from finetune.errors import UserError, is_notebook
 from finetune.files.json_files import read_json_lines
 from finetune.files.phases import PHASE
-from finetune.files.run_files import list_adapters
+from finetune.files.run_files import list_runs
 
 if TYPE_CHECKING:  # imports torch or takes long
     from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ class RunResult:
     @property
     def adapters(self) -> dict[str, "RunResult"]:
         """Of a recipe that names `adapters`, the run of each, by its name."""
-        return {each.name: RunResult(each) for each in list_adapters(self.folder)}
+        return {each.name: RunResult(each) for each in list_runs(self.folder)}
 
     def _existing(self, name: str) -> Path | None:
         if (self.folder / name).is_dir():

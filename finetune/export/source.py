@@ -28,7 +28,7 @@ from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
 from finetune.files.network import download_file, download_folder, find_local_folder
-from finetune.files.run_files import list_adapters
+from finetune.files.run_files import refuse_several_runs
 from finetune.files.tensors import StoredTensor, hash_weights, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 
@@ -280,11 +280,7 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
     )
     if files:
         return torch_files.read_torch_files(files), True
-    if adapters := list_adapters(path):
-        raise UserError(
-            f"{path}: a run of several adapters; export one, such as "
-            f"{' or '.join(map(str, adapters))}"
-        )
+    refuse_several_runs(path)
     raise UserError(
         f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no "
         f"*.safetensors, no {' or '.join(TORCH_FILES[:2])}"

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
 from finetune.files.network import find_local_folder
+from finetune.units import counted
 
 BENCHMARKS = "benchmarks.json"
 
@@ -56,11 +58,17 @@ class BenchmarkResult:
         )
 
 
-def list_adapters(folder: Path) -> list[Path]:
-    """The folders of the adapters that one run has trained in turn; none in any other folder."""
+def list_runs(folder: Path) -> list[Path]:
+    """The runs in a folder that is none itself, such as those of several adapters."""
     if (folder / "metrics.jsonl").is_file():
         return []
     return sorted(each.parent for each in folder.glob("*/metrics.jsonl"))
+
+
+def refuse_several_runs(folder: Path) -> None:
+    """Raises `UserError` for a folder of runs, where one is expected."""
+    if runs := list_runs(folder):
+        raise UserError(f"{folder}: holds {counted(len(runs), 'run')}; name one, such as {runs[0]}")
 
 
 def find_origin(folder: Path) -> Path | None:

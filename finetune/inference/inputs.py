@@ -32,7 +32,7 @@ from finetune.export.sentence_transformer import MODULES, is_embedder
 from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.json_files import read_json_object
 from finetune.files.network import download_file
-from finetune.files.run_files import list_adapters
+from finetune.files.run_files import refuse_several_runs
 
 Kind = Literal["model", "adapter", "checkpoint"]
 KINDS: dict[str, Kind] = {ADAPTER_CONFIG: "adapter", CONFIG_FILE: "model"}
@@ -86,11 +86,7 @@ def find_model(name: str, revision: str | None = None) -> ModelReference:
         return _describe(path, kind, _run_of(path))
     if any((path / file).exists() for file in RUN_FILES):
         return _find_model_of_run(path)
-    if adapters := list_adapters(path):
-        raise UserError(
-            f"{name}: a run of several adapters; name one, such as "
-            f"{' or '.join(map(str, adapters))}"
-        )
+    refuse_several_runs(path)
     return _describe(path, "checkpoint", None)  # another tool's, which the export reads or refuses
 
 

@@ -27,7 +27,7 @@ from finetune import __version__
 from finetune.config.keys import leaves
 from finetune.errors import UserError, install_command
 from finetune.files.durable import replace_file, restore_exports
-from finetune.files.run_files import list_adapters
+from finetune.files.run_files import list_runs
 from finetune.plan.plan import Plan
 from finetune.report.charts import draw_loss_png, make_charts
 from finetune.report.run_data import (
@@ -336,7 +336,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     """
     first = Path(arguments.runs[0])
     arguments.runs = [
-        str(each) for name in arguments.runs for each in list_adapters(Path(name)) or [name]
+        str(each) for name in arguments.runs for each in list_runs(Path(name)) or [name]
     ]
     for name in arguments.runs:
         restore_exports(Path(name))
