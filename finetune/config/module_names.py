@@ -231,7 +231,7 @@ def refuse_undivided(lora: Lora, widths: Mapping[str, int]) -> None:
             )
 
 
-def adapts_head(head: str, names: Iterable[str], lora: Lora) -> bool:
+def gives_head_adapter(head: str, names: Iterable[str], lora: Lora) -> bool:
     """Whether `lora_target_modules` names the output head, and gives it an adapter.
 
     One that is trained whole gets none, and so may be named.

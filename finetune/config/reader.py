@@ -150,6 +150,7 @@ EXPECTED = {
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 YES = {"true", "yes", "on"}
 NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # of an adapter
 
 
 def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
@@ -380,7 +381,7 @@ def _with_adapters(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
         return [(recipe, [])]
     place = f"{recipe.place_of('adapters')}: adapters"
     names = [str(own.get("name", "")) for own in adapters]
-    unfit = [name for name in names if not ADAPTER_NAMED.fullmatch(name) or names.count(name) > 1]
+    unfit = [name for name in names if not FOLDER_NAME.fullmatch(name) or names.count(name) > 1]
     if unfit:
         return [
             (
@@ -503,9 +504,6 @@ OF_VERIFIERS = (
     "that what was sampled would be encoded again; write a class with reset, tools and "
     "get_reward, around its task"
 )
-
-
-ADAPTER_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class _Unfit(ValueError):

@@ -958,8 +958,8 @@ SECTIONS: dict[str, type] = {
 
 
 # The sections and keys in which one of several adapters may differ; all else is of the base.
-OF_ADAPTERS = ("lora", "optimization")
-OF_ADAPTERS_TOO = ("datasets", "eval_datasets", "eval_split_size", "seed")
+SECTIONS_OF_ADAPTERS = ("lora", "optimization")
+KEYS_OF_ADAPTERS = ("datasets", "eval_datasets", "eval_split_size", "seed")
 
 
 @cache
@@ -968,8 +968,8 @@ def adapter_keys() -> dict[str, Key]:
     return {
         name: key
         for name, key in recipe_keys().items()
-        if (key.section in OF_ADAPTERS and name not in ("use_peft", "adapters"))
-        or name in OF_ADAPTERS_TOO
+        if (key.section in SECTIONS_OF_ADAPTERS and name not in ("use_peft", "adapters"))
+        or name in KEYS_OF_ADAPTERS
     }
 
 

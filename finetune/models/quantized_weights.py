@@ -573,9 +573,8 @@ def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
 
     stored = {"weight": numbers, "weight_scale_inv": scales}
     converted = Fp8Dequantize(None).convert(stored)["weight"]
-    values: Tensor = (
-        converted[0] if isinstance(converted, list) else converted
-    )  # a list in transformers 5.17
+    # transformers 5.17 gives a list
+    values: Tensor = converted[0] if isinstance(converted, list) else converted
     return values
 
 

@@ -8,9 +8,9 @@ from math import prod
 
 from finetune.config.layout import Sharding, frozen_dtype, shard_experts
 from finetune.config.module_names import (
-    adapts_head,
     find_trained,
     find_value,
+    gives_head_adapter,
     is_parameter_named,
     is_saved_whole,
     refuse_other_parameters,
@@ -174,7 +174,9 @@ def find_adapted_head(
     """The output head's weight, by its own name, where the recipe gives it an adapter."""
     name = architecture.head_name
     first = next(first for first, every in names.items() if name in every)
-    if not lora.use_peft or not adapts_head(name.removesuffix(".weight"), names[first], lora):
+    if not lora.use_peft or not gives_head_adapter(
+        name.removesuffix(".weight"), names[first], lora
+    ):
         return None
     shape = next(tensor.shape for tensor in architecture.tensors() if tensor.name == first)
     return TensorShape(name, shape)

@@ -446,7 +446,10 @@ def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> 
     run.log.close_tracker()
     if is_last:
         leave(run.world)
-    if signals.stop if is_last else signals.agree(run.world).stop:
+        must_stop = signals.stop
+    else:  # all ranks stop, or none
+        must_stop = signals.agree(run.world).stop
+    if must_stop:
         raise run.preempted("before the export; all steps are saved")
 
 
