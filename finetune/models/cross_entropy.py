@@ -82,11 +82,11 @@ def linear_cross_entropy(
     return loss
 
 
-def weigh_losses(weights: Tensor) -> HeadFunction:
+def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
     """A `HeadFunction` whose loss multiplies that of each token by `weights`, fp32[tokens].
 
-    `model(..., head_function=weigh_losses(weights))` returns fp32[2]: the loss with its gradients,
-    and the sum without weights for the log.
+    `model(..., head_function=weigh_losses(weights))` returns fp32[1 + parts]: the loss with its
+    gradients, and for the log the sum without weights of each of as many equal `parts`.
     """
 
     def compute_loss(
@@ -105,8 +105,9 @@ def weigh_losses(weights: Tensor) -> HeadFunction:
         ) -> tuple[Tensor, Gradients]:
             given = trained, weight, product.bias, ids, chunks, needs_grad, by_token
             computed = compute_in_chunks(*given, adapter_b)
-            weighted = -(computed.log_probabilities * by_token).sum()
-            return torch.stack([weighted, computed.loss]), computed.gradients
+            losses = -computed.log_probabilities
+            weighted = (losses * by_token).sum(0, keepdim=True)
+            return torch.cat([weighted, losses.view(parts, -1).sum(1)]), computed.gradients
 
         sums: Tensor = HeadLoss.apply(*product[:4], positions, needs_grad, compute)  # type: ignore[no-untyped-call]
         return sums
