@@ -754,7 +754,7 @@ class Session:
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
             steps = self._count_steps()
-            objectives = make_answer_objectives(self.model, self.recipe, self.tokenizer, steps)
+            objectives = make_answer_objectives(self.recipe, self.tokenizer, steps)
             return objectives.training
         if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(

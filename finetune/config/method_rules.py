@@ -67,10 +67,15 @@ def _layers_key(key: str) -> Rule:
         needs=("model",),
         when=all_of(lambda case: case.recipe.method_facts.exits, names_others),
         message=lambda case: (
-            f"{key}: {case[key]}: {case['name']} has {case.model.layers} layers, counted from 0"
+            f"{key}: {_describe_layers(case[key])}: {case['name']} has {case.model.layers} layers, "
+            "counted from 0"
         ),
         advice="name layers that it has",
     )
+
+
+def _describe_layers(numbers: tuple[int, ...] | str) -> str:
+    return numbers if isinstance(numbers, str) else ", ".join(map(str, numbers))
 
 
 def _rows_key(key: str) -> Rule:
@@ -255,7 +260,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c.recipe.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"]
         ),
-        message="method: early_exit: without exit_layers and layer_dropout it is fine-tuning",
+        message="method: {method}: without exit_layers and layer_dropout it is fine-tuning",
         advice="name layers, or set method: sft",
     ),
     *(_layers_key(key) for key in ("exit_layers", "layer_dropout_layers")),

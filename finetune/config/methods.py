@@ -694,6 +694,7 @@ REWARDED = tuple(
     name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher
 )
 MASKING = tuple(name for name, facts in METHODS.items() if facts.masks)
+EXITING = tuple(name for name, facts in METHODS.items() if facts.exits)
 ADDED_MASK = "<|mask|>"  # of a tokenizer that has no mask token
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
 # layers by their numbers, or as a slice
@@ -704,9 +705,9 @@ EXIT_WEIGHTS: Mapping[str, str] = {
     "uniform": "1",
     "linear": "l",
     "sum": "l and that of all scored before it",
-    "sqrt": "the root of l",
+    "root": "the root of l",
     "inverse": "1 / l",
-    "inverse_sqrt": "1 / the root of l",
+    "inverse_root": "1 / the root of l",
 }
 if TYPE_CHECKING:
     MethodName = str

@@ -128,9 +128,9 @@ EXIT_SCALES: Mapping[str, str] = {
     "uniform_loss_scale": "uniform",
     "linear_l_loss_scale": "linear",
     "sum_l_loss_scale": "sum",
-    "sqrt_l_loss_scale": "sqrt",
+    "sqrt_l_loss_scale": "root",
     "inv_l_loss_scale": "inverse",
-    "inv_sqrt_l_loss_scale": "inverse_sqrt",
+    "inv_sqrt_l_loss_scale": "inverse_root",
 }
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
@@ -369,24 +369,29 @@ def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
     if exits:
         curriculum = _read_component(exits.get("curriculum"))
         scale_fn = _read_component(exits.get("scale_fn", "sum_l_loss_scale"))
-        recipe["exit_layers"] = _read_layers(exits.get("layers", ":"))
-        recipe["exit_scale"] = convert_number(exits.get("scale", 1.0))
-        recipe["exit_curriculum"] = CURRICULA.get(curriculum)
-        recipe["exit_weights"] = EXIT_SCALES.get(scale_fn)
-        for key, name in (("curriculum", curriculum), ("scale_fn", scale_fn)):
-            if name not in {**CURRICULA, **EXIT_SCALES}:
-                note = "a function of torchtune's own is expected"
-                conversion.add_difference(f"early_exit_loss.{key}", name, note, "code of your own")
+        recipe["exit_layers"] = _read_layers("early_exit_loss.layers", exits.get("layers", ":"))
+        recipe["exit_scale"] = read_number("early_exit_loss.scale", exits.get("scale", 1.0), "1.0")
+        for key, theirs, table in (
+            ("exit_curriculum", curriculum, CURRICULA),
+            ("exit_weights", scale_fn, EXIT_SCALES),
+        ):
+            if theirs in table:
+                recipe[key] = table[theirs]
+            else:
+                note = "one of torchtune's own is expected"
+                conversion.add_difference("early_exit_loss", theirs, note, "code of your own")
         conversion.add_difference("early_exit_loss.layers", exits.get("layers", ":"), BEFORE_LAYERS)
         if exits.get("include_last_layer") is False:
             conversion.add_difference("include_last_layer", False, OUTPUT_SCORED)
-        if recipe["exit_curriculum"] == "gradual":
+        if recipe.get("exit_curriculum") == "gradual":
             conversion.add_remark("curriculum", curriculum, "each exit comes a step later there")
     else:
         recipe["exit_layers"] = []
     if dropout:
-        recipe["layer_dropout"] = convert_number(dropout.get("prob", 0.0))
-        recipe["layer_dropout_layers"] = _read_layers(dropout.get("layers", ":"))
+        recipe["layer_dropout"] = read_number("layer_dropout.prob", dropout.get("prob", 0.0), "0.2")
+        recipe["layer_dropout_layers"] = _read_layers(
+            "layer_dropout.layers", dropout.get("layers", ":")
+        )
         recipe["layer_dropout_schedule"] = dropout.get("layers_scale", "uniform")
 
 
@@ -395,12 +400,14 @@ def _read_component(name: Any) -> str:
     return str(name).rpartition(".")[2]
 
 
-def _read_layers(text: Any) -> str | list[int]:
-    """Torchtune's list of layers, or slice.
+def _read_layers(key: str, text: Any) -> str | list[int]:
+    """Torchtune's list of layers, or slice. Raises `WrongValue` for anything else.
 
-    >>> _read_layers("8,12"), _read_layers("::4"), _read_layers(3)
+    >>> _read_layers("layers", "8,12"), _read_layers("layers", "::4"), _read_layers("layers", 3)
     ([8, 12], '::4', [3])
     """
+    if not re.fullmatch(r"\d+(,\d+)*|\d*:\d*(:[1-9]\d*)?", str(text)):
+        raise WrongValue.of_key(key, text, "a list of layers or a slice", '"::4"')
     return str(text) if ":" in str(text) else [int(part) for part in str(text).split(",")]
 
 

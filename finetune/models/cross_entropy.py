@@ -92,13 +92,15 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
     def compute_loss(
         head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
     ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(len(labels), device=labels.device)
         product = head.prepare(hidden)
         needs_grad = product.needs_grad()
         chunks = head.chunk_options()._replace(shard=product.shard)
-        ids = labels[positions]
-        by_token = weights[positions]
+        if positions is None:
+            ids = labels
+            by_token = weights
+        else:
+            ids = labels[positions]
+            by_token = weights[positions]
 
         def compute(
             trained: Tensor, weight: Tensor, adapter_b: Tensor | None

@@ -180,7 +180,7 @@ def make_objectives(
     if facts.samples:
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
-        return make_answer_objectives(model, recipe, data.tokenizer, data.train.steps)
+        return make_answer_objectives(recipe, data.tokenizer, data.train.steps)
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
         return Objectives(scoring, scoring.held_out())

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import finetune
+from finetune.config.layout import Sharding
 from finetune.config.methods import EXIT_WEIGHTS, Method, choose_layers
 from finetune.config.reader import read_recipe
 from finetune.data.examples import make_generator
@@ -27,8 +28,11 @@ from finetune.data.packing import make_filler, pack_documents, pad_documents
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
+from finetune.models.cross_entropy import CrossEntropyHead
 from finetune.models.decoder_layers import checkpoint_activations
-from finetune.models.early_exit import watch_layers
+from finetune.models.loss_chunks import UNCHANGED
+from finetune.models.watched_layers import score_exits, watch_layers
+from finetune.plan.loss_memory import loss_bytes
 from finetune.training.objectives.early_exit import (
     SCHEDULES,
     EarlyExit,
@@ -38,6 +42,8 @@ from finetune.training.objectives.early_exit import (
 )
 from tests.conftest import make_chat, make_model
 from tests.models.families import build, gradients, ours, relative_error
+from tests.plan.run_specs import make_spec
+from tests.plan.traced import allocated_peak
 from tests.session_on_ranks import ROWS
 from tests.training import reference
 from tests.training.layouts import (
@@ -102,7 +108,7 @@ def collate(examples: list[Any], *, is_packed: bool) -> Any:
 
 
 def measure(model: Any, batch: Any, keys: Method = KEYS, step: int = STEP) -> Any:
-    objective = EarlyExit(watch_layers(model), keys, SEED, STEPS)
+    objective = EarlyExit(keys, SEED, STEPS)
     return objective.measure(model, batch, batch.inputs, SimpleNamespace(step=step))  # type: ignore[arg-type]
 
 
@@ -191,7 +197,7 @@ def torchtune(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_weights_schedules_and_slices_are_torchtunes(torchtune: dict[str, Any]) -> None:
-    named = {"uniform": "uniform", "linear": "linear_l", "sum": "sum_l", "sqrt": "sqrt_l", "inverse": "inv_l", "inverse_sqrt": "inv_sqrt_l"}  # fmt: skip
+    named = {"uniform": "uniform", "linear": "linear_l", "sum": "sum_l", "root": "sqrt_l", "inverse": "inv_l", "inverse_root": "inv_sqrt_l"}  # fmt: skip
     assert named.keys() == EXIT_WEIGHTS.keys()
     for ours_, theirs in named.items():
         for exits in ((), (0,), (1, 4, 9), tuple(range(11))):
@@ -351,3 +357,22 @@ def test_a_session_trains_on_rows_and_its_own_losses_pass_no_layer_by(
         before = session.forward_backward(ROWS, "cross_entropy").loss
         assert session.forward_backward(ROWS).loss != before
         assert session.forward_backward(ROWS, "cross_entropy").loss == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
+    tokens, vocabulary, exits = 512, 12_000, 3
+    config = {"model_type": "llama", "vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4}  # fmt: skip
+    sharding = Sharding(layout="fsdp2", mixed_precision="no" if dtype == torch.float32 else "bf16")
+    spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
+    recipe = replace(spec.recipe, method=replace(KEYS, exit_layers=(0, 1, 2)))
+    spec = replace(spec, device="cpu", recipe=recipe)
+    assert spec.scored_outputs == exits + 1
+    head = nn.Linear(256, vocabulary, bias=False, dtype=dtype)
+    head.__class__ = CrossEntropyHead
+    head.before, head.logits, head.label_smoothing = 1.0, UNCHANGED, 0.0  # type: ignore[assignment]
+    states = {layer: torch.randn(1, tokens, 256, dtype=dtype).requires_grad_() for layer in range(exits)}  # fmt: skip
+    hidden, labels = torch.randn(1, tokens, 256, dtype=dtype).requires_grad_(), torch.randint(0, vocabulary, (1, tokens))  # fmt: skip
+    score = score_exits(states, range(exits), nn.Identity(), torch.full((exits + 1,), 0.25))
+    seen = allocated_peak(lambda: head(hidden, labels, torch.arange(tokens), score))
+    assert loss_bytes(spec) / seen == pytest.approx(1, rel=0.02)

@@ -2,20 +2,15 @@
 
 from typing import Any
 
-from torch import nn
-
 from finetune.config.schema import Recipe
 from finetune.data.tokenizer import find_mask_id
 from finetune.errors import UserError
-from finetune.models.early_exit import watch_layers
 from finetune.training.objectives.early_exit import EarlyExit
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
 from finetune.training.objectives.objective import SFT, Objectives
 
 
-def make_answer_objectives(
-    model: nn.Module, recipe: Recipe, tokenizer: Any, steps: int | None
-) -> Objectives:
+def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objectives:
     """Makes the objectives of the recipe's method.
 
     `steps`: of the run; None where nothing says how many. Raises `UserError` where no token stands
@@ -34,5 +29,5 @@ def make_answer_objectives(
                 "exit_curriculum: gradual goes by the steps of the run, which neither max_steps "
                 "nor data says; set max_steps"
             )
-        return Objectives(EarlyExit(watch_layers(model), keys, seed, steps), SFT)
+        return Objectives(EarlyExit(keys, seed, steps), SFT)
     return Objectives(SFT, SFT)

@@ -1,5 +1,7 @@
-"""Fine-tuning that learns the answers after inner layers too, and drops layers (LayerSkip:
-Elhoushi et al. 2024, arXiv:2404.16710), so that a model can be cut short or draft for itself.
+"""Fine-tuning that learns the answers after inner layers too, and drops layers.
+
+So a model can be cut short, or draft for itself (LayerSkip: Elhoushi et al. 2024,
+arXiv:2404.16710).
 """
 
 import math
@@ -16,7 +18,7 @@ from finetune.config.methods import Method, choose_layers
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
-from finetune.models.early_exit import WatchedLayers, score_exits
+from finetune.models.watched_layers import score_exits, watch_layers
 from finetune.training.objectives.objective import SFT, Measured, Objective
 
 # exit_weights -> the weights of exits after so many layers each
@@ -24,9 +26,9 @@ WEIGHTS: Mapping[str, Callable[[Sequence[int]], list[float]]] = {
     "uniform": lambda depths: [1.0 for _ in depths],
     "linear": lambda depths: [float(depth) for depth in depths],
     "sum": lambda depths: [float(total) for total in accumulate(depths)],
-    "sqrt": lambda depths: [math.sqrt(depth) for depth in depths],
+    "root": lambda depths: [math.sqrt(depth) for depth in depths],
     "inverse": lambda depths: [1 / depth for depth in depths],
-    "inverse_sqrt": lambda depths: [1 / math.sqrt(depth) for depth in depths],
+    "inverse_root": lambda depths: [1 / math.sqrt(depth) for depth in depths],
 }
 # layer_dropout_schedule -> the share of layer_dropout, by a layer's share of the model's depth and
 # the number of layers
@@ -49,7 +51,6 @@ class EarlyExit(Objective):
     Which layers a document passes by is a pure function of the seed, the step and the example.
     """
 
-    watched: WatchedLayers
     keys: Method
     seed: int
     steps: int | None  # of the run; a gradual curriculum needs them
@@ -62,7 +63,8 @@ class EarlyExit(Objective):
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The weighted loss; the loss of each exit, and of the model's output."""
-        count = len(self.watched.layers)
+        watched = watch_layers(model)
+        count = len(watched.layers)
         device = micro_batch.labels.device
         exits = choose_exits(self.keys, count, batch.step, self.steps)
         weights = copy_to(torch.tensor(weigh_exits(self.keys, exits, count)), device)
@@ -70,8 +72,8 @@ class EarlyExit(Objective):
             layer: copy_to(documents, device)
             for layer, documents in self.draw(micro_batch, batch.step, count).items()
         }
-        with self.watched.watch(exits, passed_by) as states:
-            score = score_exits(states, exits, self.watched.norm, weights)
+        with watched.watch(exits, passed_by) as states:
+            score = score_exits(states, exits, watched.norm, weights)
             loss, *losses = model(**inputs, head_function=score)
         trained = (micro_batch.labels != IGNORE_INDEX).sum().float()
         names = [*(f"exit_loss/{layer}" for layer in exits), "output_loss"]

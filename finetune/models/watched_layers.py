@@ -1,6 +1,7 @@
-"""Early exits and layer dropout: the head's loss on the states of inner layers too, and documents
-that pass a layer by (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710; LayerDrop: Fan et al. 2020,
-arXiv:1909.11556).
+"""Decoder layers whose outputs are scored by the head too, or replaced by what entered them.
+
+Early exits (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710) and layer dropout (LayerDrop: Fan et
+al. 2020, arXiv:1909.11556).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ def find_last_norm(model: Any) -> nn.Module:
     if len(found) == 1:
         return found[0]
     raise UserError(
-        f"method: early_exit: {type(trunk).__name__} has {len(found)} norms after its last layer, "
+        f"exit_layers: {type(trunk).__name__} has {len(found)} norms after its last layer, "
         "and one is expected that the output head reads; name another model"
     )
 
