@@ -31,7 +31,7 @@ class RecipeKeys(TypedDict, total=False):
     expert_parallel_size: int
     pipeline_parallel_size: int
     pipeline_schedule: Literal['1f1b', 'interleaved_1f1b']
-    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'masked_diffusion', 'grpo', 'ppo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
+    method: Literal['sft', 'dpo', 'orpo', 'simpo', 'kto', 'distill', 'masked_diffusion', 'early_exit', 'grpo', 'ppo', 'on_policy_distill', 'reward', 'process_reward', 'classify', 'embed', 'rerank']
     beta: float
     loss_type: Literal['sigmoid', 'hinge', 'ipo', 'apo_zero', 'grpo', 'dapo', 'dr_grpo', 'cispo', 'rloo', 'reinforce++', 'dppo', 'pointwise', 'pairwise', 'listwise', 'listnet']
     rpo_alpha: float | None
@@ -54,6 +54,13 @@ class RecipeKeys(TypedDict, total=False):
     matryoshka_dims: Sequence[int]
     mask_token: str | int | None
     mask_eps: float
+    exit_layers: Sequence[int] | str
+    exit_curriculum: Literal['none', 'rotational', 'gradual']
+    exit_weights: Literal['uniform', 'linear', 'sum', 'root', 'inverse', 'inverse_root']
+    exit_scale: float
+    layer_dropout: float
+    layer_dropout_layers: Sequence[int] | str
+    layer_dropout_schedule: Literal['uniform', 'exp', 'linear', 'log', 'sin', 'sigmoid']
     rewards: str | Callable[..., Any] | Mapping[str, Any] | Sequence[str | Callable[..., Any] | Mapping[str, Any]] | None
     tools: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None
     max_tool_calling_iterations: int | None

@@ -51,7 +51,7 @@ from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
-from finetune.training.objectives.masked_diffusion import make_answer_objectives
+from finetune.training.objectives.answers import make_answer_objectives
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.user_loss import FunctionObjective, LossFunction
@@ -543,8 +543,15 @@ class Session:
                 "optim_step: the recipe has no data and no max_steps to schedule by; give "
                 "learning_rate"
             )
-        steps = keys.max_steps or self.data.train.steps
+        steps = self._count_steps()
+        assert steps is not None, "the recipe has max_steps or data"
         return compute_learning_rate(self.progress.step, keys.schedule(steps))
+
+    def _count_steps(self) -> int | None:
+        """The steps of the recipe; None where it has neither max_steps nor data."""
+        data = self._opened.data
+        given = self.recipe.optimization.max_steps
+        return data.train.steps if given is None and data is not None else given
 
     def sample(
         self,
@@ -746,7 +753,9 @@ class Session:
                 )
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
-            return make_answer_objectives(self.recipe, self.tokenizer).training
+            steps = self._count_steps()
+            objectives = make_answer_objectives(self.recipe, self.tokenizer, steps)
+            return objectives.training
         if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "

@@ -132,6 +132,7 @@ FEATURES: Mapping[str, Feature] = {
     "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
     "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
     "masked tokens": _method(lambda c: c.recipe.method_facts.masks),
+    "early exits": _method(lambda c: c.recipe.method_facts.exits),
     "a critic": _method(lambda c: c.recipe.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
@@ -415,6 +416,13 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "a vision-language model": "it reads text alone",
         "a mixture of experts": "the balance of its routers is counted on unmasked tokens",
         "recurrent layers": "they carry a state in one direction",
+    },
+    "early exits": {
+        "pipeline_parallel_size": "the head is on the last rank, and other ranks have the layers",
+        "a vision-language model": "",
+    },
+    "layer_dropout": {
+        "a mixture of experts": "the balance of its routers is counted on all tokens"
     },
     "distill_top_k": {"streaming": "the teacher is asked of all data before training"},
     # The model

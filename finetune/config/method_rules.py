@@ -6,6 +6,7 @@ from pathlib import Path
 from finetune.config.methods import (
     COLUMN_KEYS,
     CORRECTIONS,
+    DROPOUT_KEYS,
     LABEL_KEYS,
     METHODS,
     MOST_LABELS,
@@ -18,6 +19,7 @@ from finetune.config.methods import (
     ROWS,
     Method,
     RolloutKeys,
+    choose_layers,
     list_addresses,
     name_of_reward,
 )
@@ -51,6 +53,29 @@ def _column_key(entry: str, key: str) -> Rule:
             f"{key} has no effect with method: {case['method']}; it is for {users}"
         ),
     )
+
+
+def _layers_key(key: str) -> Rule:
+    def names_others(case: Case) -> bool:
+        count = case.model.layers
+        named = choose_layers(case[key], count)
+        return bool(case[key]) and (not named or named[-1] >= count)
+
+    return Rule(
+        name=f"{key} that the model lacks",
+        keys=(key, "method", "model_name_or_path"),
+        needs=("model",),
+        when=all_of(lambda case: case.recipe.method_facts.exits, names_others),
+        message=lambda case: (
+            f"{key}: {_describe_layers(case[key])}: {case['name']} has {case.model.layers} layers, "
+            "counted from 0"
+        ),
+        advice="name layers that it has",
+    )
+
+
+def _describe_layers(numbers: tuple[int, ...] | str) -> str:
+    return numbers if isinstance(numbers, str) else ", ".join(map(str, numbers))
 
 
 def _rows_key(key: str) -> Rule:
@@ -225,6 +250,20 @@ RULES: tuple[Rule, ...] = (
     no_effect(
         "eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"
     ),
+    *(
+        no_effect(key, "without layer_dropout", lambda c: not c["layer_dropout"], "layer_dropout")
+        for key in DROPOUT_KEYS
+    ),
+    Rule(
+        name="early exits nowhere",
+        keys=("exit_layers", "layer_dropout", "method"),
+        when=lambda c: (
+            c.recipe.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"]
+        ),
+        message="method: {method}: without exit_layers and layer_dropout it is fine-tuning",
+        advice="name layers, or set method: sft",
+    ),
+    *(_layers_key(key) for key in ("exit_layers", "layer_dropout_layers")),
     Rule(
         name="streaming with a reference",
         keys=(

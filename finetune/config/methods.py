@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field
 
 from finetune.config.judge import Judge, is_judge, read_judge
 from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
@@ -488,6 +489,7 @@ class MethodFacts:
     losses: tuple[str, ...] = ()  # the values of loss_type
     # whether tokens are masked, and predicted from what is before and after them
     masks: bool = False
+    exits: bool = False  # whether the output of inner layers is scored beside the model's
 
     @property
     def compares(self) -> bool:
@@ -539,6 +541,15 @@ PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 POINTWISE = "pointwise"
 RANKING_LOSSES = (POINTWISE, "pairwise", "listwise", "listnet")
 LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
+DROPOUT_KEYS = ("layer_dropout_layers", "layer_dropout_schedule")  # of layer_dropout
+EXIT_KEYS = (
+    "exit_layers",
+    "exit_curriculum",
+    "exit_weights",
+    "exit_scale",
+    "layer_dropout",
+    *DROPOUT_KEYS,
+)
 CRITIC_KEYS = ("gamma", "lam", "vf_coef", "cliprange_value")
 # of completions that are compared with each other, or have one ratio
 GROUP_KEYS = ("scale_rewards", "max_num_gen_batches", "importance_sampling_level")
@@ -586,6 +597,12 @@ METHODS: Mapping[str, MethodFacts] = {
         "(LLaDA)",
         keys=("mask_token", "mask_eps"),
         masks=True,
+    ),
+    "early_exit": MethodFacts(
+        says="learns the answers after inner layers too, so that the last ones can be left out "
+        "(LayerSkip)",
+        keys=EXIT_KEYS,
+        exits=True,
     ),
     "grpo": MethodFacts(
         says="samples completions of prompts, and learns which of them get the larger reward",
@@ -677,12 +694,27 @@ REWARDED = tuple(
     name for name, facts in METHODS.items() if facts.samples and not facts.needs_teacher
 )
 MASKING = tuple(name for name, facts in METHODS.items() if facts.masks)
+EXITING = tuple(name for name, facts in METHODS.items() if facts.exits)
 ADDED_MASK = "<|mask|>"  # of a tokenizer that has no mask token
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
+# layers by their numbers, or as a slice
+LayerNumbers = (
+    tuple[Annotated[int, Ge(0)], ...] | Annotated[str, Field(pattern=r"^\d*:\d*(:[1-9]\d*)?$")]
+)
+EXIT_WEIGHTS: Mapping[str, str] = {
+    "uniform": "1",
+    "linear": "l",
+    "sum": "l and that of all scored before it",
+    "root": "the root of l",
+    "inverse": "1 / l",
+    "inverse_root": "1 / the root of l",
+}
 if TYPE_CHECKING:
     MethodName = str
     LossName = str
+    ExitWeights = str
 else:
+    ExitWeights = Literal[tuple(EXIT_WEIGHTS)]
     MethodName = Literal[tuple(METHODS)]
     LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES, *RANKING_LOSSES)]
 
@@ -844,6 +876,53 @@ class Method:
         "In each step one is drawn for each document, uniform up to 1, and its losses are divided "
         "by it.",
     ] = 1e-3
+    exit_layers: Annotated[
+        LayerNumbers,
+        SameOnResume,
+        "early_exit: the layers, from 0, after which the answers are scored beside the model's "
+        "output: a list, or a slice such as '::4'. Empty: none.",
+    ] = "::4"
+    exit_curriculum: Annotated[
+        Literal["none", "rotational", "gradual"],
+        SameOnResume,
+        "early_exit: none scores all of exit_layers in each step; rotational moves them one layer "
+        "further in each, round the model; gradual adds one after another from the last, up to "
+        "half the run.",
+    ] = "rotational"
+    exit_weights: Annotated[
+        ExitWeights,
+        SameOnResume,
+        "early_exit: what each exit's loss weighs, by the number l of layers before it: "
+        + "; ".join(f"{name}: {says}" for name, says in EXIT_WEIGHTS.items())
+        + ". They are divided by their sum.",
+    ] = "sum"
+    exit_scale: Annotated[
+        float,
+        Ge(0),
+        SameOnResume,
+        "early_exit: what the weight of each exit but the model's output is multiplied by.",
+    ] = 1.0
+    layer_dropout: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        SameOnResume,
+        "early_exit: the probability with which a document passes the last layer by in a step; of "
+        "layers before it as layer_dropout_schedule says.",
+    ] = 0.0
+    layer_dropout_layers: Annotated[
+        LayerNumbers,
+        SameOnResume,
+        "early_exit: the layers, from 0, that documents may pass by: a list, or a slice such as "
+        "'1::2'.",
+    ] = ":"
+    layer_dropout_schedule: Annotated[
+        Literal["uniform", "exp", "linear", "log", "sin", "sigmoid"],
+        SameOnResume,
+        "early_exit: how layer_dropout grows from nothing at the first layer: exp, as in the "
+        "paper, by 2 to the power of the layer's share of the model's depth, less 1; uniform: the "
+        "same everywhere.",
+    ] = "exp"
 
 
 # The keys of an entry of `datasets` that name columns of only some rows.
@@ -853,6 +932,18 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
     "label_column": ("ratings", "classes", "ranked"),
     "answers_apart": ("answers",),
 }
+
+
+def choose_layers(numbers: tuple[int, ...] | str, count: int) -> tuple[int, ...]:
+    """Returns which of `count` layers are named by a list of numbers or a slice.
+
+    >>> choose_layers("1::4", 12), choose_layers((3, 0), 12)
+    ((1, 5, 9), (0, 3))
+    """
+    if isinstance(numbers, str):
+        parts = [int(part) if part else None for part in numbers.split(":")]
+        return tuple(range(count)[slice(*parts)])
+    return tuple(sorted({*numbers}))
 
 
 def fills_masks(values: Mapping[str, Any]) -> bool:

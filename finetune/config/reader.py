@@ -135,7 +135,6 @@ EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "string_pattern_mismatch": "a file's name",
     "tuple_type": "a list",
     "dict_type": "a mapping of keys to values",
     "none_required": "null",
@@ -180,6 +179,8 @@ def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
 def _expected(kind: str, context: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"one of {str(context['expected']).replace(chr(39), '').replace(' or ', ', ')}"
+    if kind == "string_pattern_mismatch":
+        return "a slice such as ::4" if ":" in context["pattern"] else "a file's name"
     if kind in EXPECTED:
         return EXPECTED[kind].format(**context)
     return kind.replace("_", " ")

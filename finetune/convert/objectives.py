@@ -113,6 +113,25 @@ NOISE_OF_ROWS = (
     "all documents of a row are masked with one probability there, each with its own here"
 )
 JOINED_DOCUMENTS = "documents of a row see each other there in pretraining; each is apart here"
+BEFORE_LAYERS = (
+    "each exit scores the state before its layer there, so that the last layer learns nothing; the "
+    "state after it here, as in the paper"
+)
+OUTPUT_SCORED = "the model's output is always scored here"
+# torchtune's classes and functions -> ours
+CURRICULA: Mapping[str, str] = {
+    "None": "none",
+    "RotationalEarlyExitCurriculum": "rotational",
+    "GradualEarlyExitCurriculum": "gradual",
+}
+EXIT_SCALES: Mapping[str, str] = {
+    "uniform_loss_scale": "uniform",
+    "linear_l_loss_scale": "linear",
+    "sum_l_loss_scale": "sum",
+    "sqrt_l_loss_scale": "root",
+    "inv_l_loss_scale": "inverse",
+    "inv_sqrt_l_loss_scale": "inverse_root",
+}
 LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the whole step here"
 
 
@@ -132,6 +151,8 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
         return "distill"
     if tool == "torchtune" and is_async(settings):
         return "grpo"
+    if tool == "torchtune" and (settings.get("early_exit_loss") or settings.get("layer_dropout")):
+        return "early_exit"
     loss = str(read_section(settings, "loss").get("_component_"))
     if tool == "torchtune" and loss.endswith("DPOLoss"):
         return "dpo"
@@ -232,7 +253,7 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
     method = find_method(tool, settings, source)
     if method == "grpo":
         yield from find_unsupported_online(settings)
-    if method in ("sft", "distill", "grpo", "reward", "masked_diffusion"):
+    if method in ("sft", "distill", "grpo", "reward", "masked_diffusion", "early_exit"):
         return
     losses = _read_losses(tool, settings)
     key = LOSS_KEYS.get(tool, "loss_type")
@@ -276,6 +297,8 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
         _adapt_reward(settings, source, conversion)
     elif method == "masked_diffusion":
         _adapt_masked_diffusion(settings, conversion)
+    elif method == "early_exit":
+        _adapt_early_exit(settings, conversion)
     else:
         _adapt_comparison(method, settings, source, conversion)
 
@@ -332,6 +355,60 @@ def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("sample_packing", True, NOISE_OF_ROWS)
         if settings.get("pretraining_dataset"):
             conversion.add_difference("sample_packing", True, JOINED_DOCUMENTS)
+
+
+def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds early exits and layer dropout, as dev/early_exit_finetune_distributed of torchtune 0.6.1
+    has them.
+    """
+    recipe = conversion.recipe
+    recipe["method"] = "early_exit"
+    _drop_unused("early_exit", conversion)
+    exits = read_section(settings, "early_exit_loss")
+    dropout = read_section(settings, "layer_dropout")
+    if exits:
+        curriculum = _read_component(exits.get("curriculum"))
+        scale_fn = _read_component(exits.get("scale_fn", "sum_l_loss_scale"))
+        recipe["exit_layers"] = _read_layers("early_exit_loss.layers", exits.get("layers", ":"))
+        recipe["exit_scale"] = read_number("early_exit_loss.scale", exits.get("scale", 1.0), "1.0")
+        for key, theirs, table in (
+            ("exit_curriculum", curriculum, CURRICULA),
+            ("exit_weights", scale_fn, EXIT_SCALES),
+        ):
+            if theirs in table:
+                recipe[key] = table[theirs]
+            else:
+                note = "one of torchtune's own is expected"
+                conversion.add_difference("early_exit_loss", theirs, note, "code of your own")
+        conversion.add_difference("early_exit_loss.layers", exits.get("layers", ":"), BEFORE_LAYERS)
+        if exits.get("include_last_layer") is False:
+            conversion.add_difference("include_last_layer", False, OUTPUT_SCORED)
+        if recipe.get("exit_curriculum") == "gradual":
+            conversion.add_remark("curriculum", curriculum, "each exit comes a step later there")
+    else:
+        recipe["exit_layers"] = []
+    if dropout:
+        recipe["layer_dropout"] = read_number("layer_dropout.prob", dropout.get("prob", 0.0), "0.2")
+        recipe["layer_dropout_layers"] = _read_layers(
+            "layer_dropout.layers", dropout.get("layers", ":")
+        )
+        recipe["layer_dropout_schedule"] = dropout.get("layers_scale", "uniform")
+
+
+def _read_component(name: Any) -> str:
+    """The last part of a dotted name."""
+    return str(name).rpartition(".")[2]
+
+
+def _read_layers(key: str, text: Any) -> str | list[int]:
+    """Torchtune's list of layers, or slice. Raises `WrongValue` for anything else.
+
+    >>> _read_layers("layers", "8,12"), _read_layers("layers", "::4"), _read_layers("layers", 3)
+    ([8, 12], '::4', [3])
+    """
+    if not re.fullmatch(r"\d+(,\d+)*|\d*:\d*(:[1-9]\d*)?", str(text)):
+        raise WrongValue.of_key(key, text, "a list of layers or a slice", '"::4"')
+    return str(text) if ":" in str(text) else [int(part) for part in str(text).split(",")]
 
 
 def _adapt_comparison(

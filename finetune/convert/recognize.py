@@ -64,10 +64,7 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         ),
         FROM_SCRATCH: ("train_from_scratch",),
     },
-    "torchtune": {
-        "online RL": ("reward_model", "ppo_epochs", "num_output_samples"),
-        "early exit": ("early_exit_loss", "layer_dropout"),
-    },
+    "torchtune": {"online RL": ("reward_model", "ppo_epochs", "num_output_samples")},
     "Automodel": {"diffusion": ("dllm", "flow_matching")},
     "ms-swift": {
         "a classifier by ms-swift, whose rows end with a prompt for an answer": ("num_labels",),

@@ -1,6 +1,6 @@
 """Batches: what a rank trains on in one optimizer step, and the tensors of its micro-batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -92,6 +92,17 @@ class MicroBatch:
             inputs |= {"images": self.images, "image_counts": self.image_counts}
         return inputs
 
+    def locate_documents(self) -> Iterator[tuple[int, int, slice]]:
+        """Yields (example id, its row, its tokens in the whole row) of each document."""
+        start = 0
+        row = 0
+        for example_id, length in zip(self.example_ids, self.document_lengths, strict=True):
+            yield example_id, row, slice(start, start + length)
+            if self.cu_seq_lens is None:
+                row += 1
+            else:
+                start += length
+
     def with_documents(self) -> "MicroBatch":
         """The same with `trained_documents`, also where documents are not compared."""
         if self.trained_documents is not None:
@@ -128,6 +139,13 @@ class MicroBatch:
             name: {key: change(each) for key, each in value.items()} for name, value in maps.items()
         }
         return replace(self, **changed, mismatched=mismatched)
+
+
+def copy_to(on_host: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, which the host does not wait for."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
 
 
 def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:

@@ -15,6 +15,7 @@ import psutil
 from finetune.config.methods import (
     ADDED_MASK,
     DEFAULT_METHOD,
+    EXITING,
     MASKING,
     METHODS,
     PAIRED,
@@ -134,7 +135,7 @@ MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
-    "answers": (DEFAULT_METHOD, *MASKING, *TAUGHT, *REWARDED),
+    "answers": (DEFAULT_METHOD, *MASKING, *EXITING, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
     "classes": tuple(name for name, facts in METHODS.items() if facts.rows == "classes"),

@@ -82,31 +82,34 @@ def linear_cross_entropy(
     return loss
 
 
-def weigh_losses(weights: Tensor) -> HeadFunction:
+def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
     """A `HeadFunction` whose loss multiplies that of each token by `weights`, fp32[tokens].
 
-    `model(..., head_function=weigh_losses(weights))` returns fp32[2]: the loss with its gradients,
-    and the sum without weights for the log.
+    `model(..., head_function=weigh_losses(weights))` returns fp32[1 + parts]: the loss with its
+    gradients, and for the log the sum without weights of each of as many equal `parts`.
     """
 
     def compute_loss(
         head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
     ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(len(labels), device=labels.device)
         product = head.prepare(hidden)
         needs_grad = product.needs_grad()
         chunks = head.chunk_options()._replace(shard=product.shard)
-        ids = labels[positions]
-        by_token = weights[positions]
+        if positions is None:
+            ids = labels
+            by_token = weights
+        else:
+            ids = labels[positions]
+            by_token = weights[positions]
 
         def compute(
             trained: Tensor, weight: Tensor, adapter_b: Tensor | None
         ) -> tuple[Tensor, Gradients]:
             given = trained, weight, product.bias, ids, chunks, needs_grad, by_token
             computed = compute_in_chunks(*given, adapter_b)
-            weighted = -(computed.log_probabilities * by_token).sum()
-            return torch.stack([weighted, computed.loss]), computed.gradients
+            losses = -computed.log_probabilities
+            weighted = (losses * by_token).sum(0, keepdim=True)
+            return torch.cat([weighted, losses.view(parts, -1).sum(1)]), computed.gradients
 
         sums: Tensor = HeadLoss.apply(*product[:4], positions, needs_grad, compute)  # type: ignore[no-untyped-call]
         return sums

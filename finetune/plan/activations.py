@@ -167,15 +167,18 @@ def kept_bytes(architecture: Architecture, run: Computation) -> dict[str, int]:
     layers = (len(kept) - dense) * sum(layer_bytes(architecture, run).values())
     layers += dense * sum(layer_bytes(architecture, run, is_dense=True).values())
     rotary = 2 * architecture.rotated_size * run.residual_itemsize
-    final_norm = (
-        _norm(architecture.hidden, architecture, run) + architecture.hidden * run.residual_itemsize
-    )
     return {
         "layers": layers,
         "checkpoints": _checkpoints(architecture, run, architecture.layers - len(kept)),
         "ids and rotary": TOKEN_ID + rotary,
-        "final norm": final_norm,
+        "final norm": final_norm_bytes(architecture, run),
     }
+
+
+def final_norm_bytes(architecture: Architecture, run: Computation) -> int:
+    """Bytes per token that the norm before the head saves, and its output."""
+    norm = _norm(architecture.hidden, architecture, run)
+    return norm + architecture.hidden * run.residual_itemsize
 
 
 def _checkpoints(architecture: Architecture, run: Computation, layers: int) -> int:

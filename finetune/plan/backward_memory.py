@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from finetune.plan.activations import (
+    final_norm_bytes,
     kept_bytes,
     layer_bytes,
     mask_bytes,
@@ -42,7 +43,10 @@ def kept_for_backward(spec: RunSpec) -> int:
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
     """Bytes per token that the forward leaves, by what they are of."""
     kept = kept_bytes(spec.computed, spec.computation)
-    return kept if spec.is_last_stage else kept | {"final norm": 0}
+    if not spec.is_last_stage:
+        return kept | {"final norm": 0}
+    of_exits = (spec.scored_outputs - 1) * final_norm_bytes(spec.computed, spec.computation)
+    return kept | {"final norm": kept["final norm"] + of_exits}
 
 
 @dataclass(slots=True)
@@ -316,7 +320,8 @@ def _after_layers(spec: RunSpec, done: int) -> int:
     kept = _kept_per_token(spec)
     # Offloaded, all layers together keep what one of them does.
     of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
-    handed_on = architecture.hidden * run.residual_itemsize - kept["final norm"] - done * of_one
+    gradients = spec.scored_outputs * architecture.hidden * run.residual_itemsize
+    handed_on = gradients - kept["final norm"] - done * of_one
     return kept_for_backward(spec) + int(spec.tokens * handed_on)
 
 

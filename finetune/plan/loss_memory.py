@@ -59,13 +59,16 @@ def loss_bytes(spec: RunSpec) -> int:
     else:
         head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
-    hidden = 2 * run.itemsize * architecture.hidden * spec.tokens
+    scored = spec.scored_outputs * spec.tokens
+    hidden = 2 * run.itemsize * architecture.hidden * scored
+    # those of early exits before they are joined
+    hidden += run.residual_itemsize * architecture.hidden * (scored - spec.tokens)
     hidden += critic_bytes(spec) + head_adapter_bytes(spec)
     if head_gradient:
-        product = weight_product_bytes(spec.part.head_rows, architecture.hidden, spec.tokens, run)
+        product = weight_product_bytes(spec.part.head_rows, architecture.hidden, scored, run)
     else:
         product = 0
-    return head_gradient + cast_head + hidden + max(chunk_bytes(spec, spec.tokens), product)
+    return head_gradient + cast_head + hidden + max(chunk_bytes(spec, scored), product)
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
@@ -122,7 +125,8 @@ def loss_backward_bytes(spec: RunSpec) -> int:
         cast_back = run.itemsize
     else:
         cast_back = 0
-    hidden = architecture.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
+    scored = spec.scored_outputs * spec.tokens
+    hidden = architecture.hidden * scored * (run.itemsize + FP32 + run.residual_itemsize)
     return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
 
 

@@ -16,6 +16,7 @@ from finetune.config.layout import (
     is_multiplied_in_fp8,
     split_layers,
 )
+from finetune.config.methods import choose_layers
 from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
@@ -108,6 +109,16 @@ class RunSpec:
             return model
         head = self.architecture.head_name.removesuffix(".weight")
         return replace(model, frozen_modules=(*model.frozen_modules, head))
+
+    @property
+    def scored_outputs(self) -> int:
+        """The layers whose output the head reads in a step, at most: the last one, and those of
+        `exit_layers`.
+        """
+        if not self.recipe.method_facts.exits:
+            return 1
+        layers = self.architecture.layers
+        return min(len(choose_layers(self.recipe.method.exit_layers, layers)) + 1, layers)
 
     @property
     def stages(self) -> int:

@@ -48,13 +48,13 @@ from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_trac
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
+from finetune.training.objectives.answers import make_answer_objectives
 from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import (
     Distillation,
     find_stored_teacher,
     teacher_flop_per_token,
 )
-from finetune.training.objectives.masked_diffusion import make_answer_objectives
 from finetune.training.objectives.objective import Objective, Objectives
 from finetune.training.objectives.online import make_policy_objectives
 from finetune.training.objectives.policy import PolicyObjective
@@ -180,7 +180,7 @@ def make_objectives(
     if facts.samples:
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
-        return make_answer_objectives(recipe, data.tokenizer)
+        return make_answer_objectives(recipe, data.tokenizer, data.train.steps)
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
         return Objectives(scoring, scoring.held_out())

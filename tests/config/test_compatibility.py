@@ -55,6 +55,7 @@ CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 GRPO = ["method=grpo", "rewards=[length]", "max_completion_length=16"]
 MASKED = ["method=masked_diffusion"]
+EXITS = ["method=early_exit"]
 PPO = ["method=ppo", "rewards=[length]", "max_completion_length=16", "beta=0"]
 QAT = ["quantization_aware_training=int8-int4"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
@@ -202,6 +203,12 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (MASKED, FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None, "they carry a state in one direction"),
     (MASKED, FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "reads a mask of transformers' own, which hides what is after a token"),
     (MASKED, FSDP2, 2, LLAMA | {"model_type": "mistral", "sliding_window": 16}, None, "see 16 tokens at most, and no more than those before a token; set max_length to 16 or less"),
+    # early exits
+    (EXITS, replace(FSDP2, pipeline_parallel_size=2), 2, None, None, "the head is on the last rank, and other ranks have the layers"),
+    (EXITS, FSDP2, 2, VISION, None, "cannot be combined with method: early_exit; name a language model"),
+    ([*EXITS, "layer_dropout=0.2"], FSDP2, 2, MIXTURE, None, "the balance of its routers is counted on all tokens"),
+    ([*EXITS, "exit_layers=[1, 99]"], FSDP2, 2, LLAMA, None, "exit_layers: 1, 99: M has"),
+    ([*EXITS, "exit_layers='99:'"], FSDP2, 2, LLAMA, None, "exit_layers: 99:: M has"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     ([], FSDP2, 2, LLAMA | {"model_type": "bloom"}, None, "M: bloom computes attention in its own code and cannot be trained on packed "

@@ -1516,6 +1516,34 @@ def test_axolotls_masked_diffusion_converts_with_each_difference(converted: Conv
     assert "not divided by the probability" in said and "no text is sampled" not in said
 
 
+def test_torchtunes_early_exits_convert_with_each_difference(converted: Convert) -> None:
+    """As dev/early_exit_finetune_distributed.py of torchtune 0.6.1 has them."""
+    module = "torchtune.modules.early_exit_loss"
+    lines = f"""
+early_exit_loss: {{layers: "8,12,16", curriculum: {module}.GradualEarlyExitCurriculum, scale_fn: {module}.inv_sqrt_l_loss_scale, scale: 0.2, include_last_layer: false}}
+layer_dropout: {{prob: 0.5, layers: "1::2", disable_on_eval: true}}
+"""
+    ours, said, _ = converted(TORCHTUNE + lines)
+    keys = {key: value for key, value in ours.items() if key.startswith(("exit_", "layer_drop"))}
+    assert ours["method"] == "early_exit"
+    assert keys == {
+        "exit_layers": [8, 12, 16],
+        "exit_curriculum": "gradual",
+        "exit_weights": "inverse_root",
+        "exit_scale": 0.2,
+        "layer_dropout": 0.5,
+        "layer_dropout_layers": "1::2",
+        "layer_dropout_schedule": "uniform",
+    }
+    assert "so that the last layer learns nothing" in said
+    assert "always scored here" in said and "a step later there" in said
+    ours, said, _ = converted(TORCHTUNE + "layer_dropout: {prob: 0.5}\n")
+    assert ours["exit_layers"] == [] and "learns nothing" not in said
+    ours, said, _ = converted(TORCHTUNE + "early_exit_loss: {scale_fn: mine.scale}\n")
+    assert (ours["exit_layers"], ours["exit_curriculum"]) == (":", "none")
+    assert "one of torchtune's own is expected" in said and "exit_weights" not in ours
+
+
 def test_the_keys_of_axolotl_0_21(converted: Convert) -> None:
     more = """
 context_parallel: {size: 2, backend: auto, ring_impl: auto}

@@ -19,6 +19,7 @@ from finetune.models.load import load_teacher
 from finetune.models.log_probabilities import DivergenceOptions
 from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import Distillation, StoredTeacher
+from finetune.training.objectives.early_exit import EarlyExit
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
 from finetune.training.objectives.objective import SFT, Objective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
@@ -237,6 +238,11 @@ CASES = (
         name="masked diffusion",
         method=Method(method="masked_diffusion"),
         make_objective=lambda recipe, world: MaskedDiffusion(3, 1e-3, 0),
+    ),
+    Case(
+        name="early exits",
+        method=Method(method="early_exit", exit_layers=":", layer_dropout=0.5),
+        make_objective=lambda recipe, world: EarlyExit(recipe.method, 0, None),
     ),
     Case(name="orpo", method=Method(method="orpo"), make_objective=compare_pairs(lambda _: None)),
     Case(

@@ -74,6 +74,7 @@ TECHNIQUES: dict[str, Recipe] = {
         data=replace(PLAIN.data, overlength="drop"),
     ),
     "`method: masked_diffusion`": replace(PLAIN, method=Method(method="masked_diffusion")),
+    "`method: early_exit`": replace(PLAIN, method=Method(method="early_exit")),
     "FP8": PLAIN,
     "`quantization_aware_training`": replace(
         PLAIN, quantization_aware=QuantizationAware(quantization_aware_training="int8-int4")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Recipe
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
 from finetune.models.contrast import Contrast, contrast, head_states
@@ -118,10 +118,7 @@ class ContrastiveObjective(Objective):
 
 def _copy_places(places: list[int], device: torch.device) -> Tensor:
     """int64[places] on `device`, which the host does not wait for."""
-    on_host = torch.tensor(places, dtype=torch.int64)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
+    return copy_to(torch.tensor(places, dtype=torch.int64), device)
 
 
 def embed_documents(

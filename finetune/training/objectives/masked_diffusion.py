@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
-from finetune.data.tokenizer import find_mask_id
 from finetune.models.cross_entropy import weigh_losses
-from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives
+from finetune.training.objectives.objective import Measured, Objective
 
 HELD_OUT = "held out"  # what names the noise of held-out data, in place of a step
 
@@ -50,7 +48,7 @@ class MaskedDiffusion(Objective):
         drawn, weights = self.draw(micro_batch, noise)
         device = micro_batch.labels.device
         is_trained = micro_batch.labels != IGNORE_INDEX
-        is_asked = _copy(drawn, device) & is_trained
+        is_asked = copy_to(drawn, device) & is_trained
         # The state before a token predicts it. The last of a row is never asked for anything.
         is_masked = is_asked.roll(1, 1)
         visible = micro_batch.token_mask
@@ -61,7 +59,7 @@ class MaskedDiffusion(Objective):
             "labels": micro_batch.labels.masked_fill(~is_asked, IGNORE_INDEX),
             "visible_tokens": visible,
         }
-        by_token = _copy(weights, device).flatten()
+        by_token = copy_to(weights, device).flatten()
         sums = model(**{**inputs, **noisy}, head_function=weigh_losses(by_token))
         masked = is_asked.sum().float()
         metrics = {
@@ -79,37 +77,10 @@ class MaskedDiffusion(Objective):
         """
         is_drawn = np.zeros(micro_batch.labels.shape, bool)
         weights = np.ones(micro_batch.labels.shape, np.float32)
-        start = 0
-        row = 0
-        documents = zip(micro_batch.example_ids, micro_batch.document_lengths, strict=True)
-        for example_id, length in documents:
+        for example_id, row, tokens in micro_batch.locate_documents():
             random = make_generator(self.seed, f"mask {noise}", example_id)
             probability = self.mask_eps + (1 - self.mask_eps) * random.random()
-            own = row, slice(start, start + length - 1)  # the labels that are in the document
-            is_drawn[own] = random.random(length)[1:] < probability
+            own = row, slice(tokens.start, tokens.stop - 1)  # the labels that are in the document
+            is_drawn[own] = random.random(tokens.stop - tokens.start)[1:] < probability
             weights[own] = 1 / probability
-            if micro_batch.cu_seq_lens is None:
-                row += 1
-            else:
-                start += length
         return torch.from_numpy(is_drawn), torch.from_numpy(weights)
-
-
-def _copy(on_host: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, which the host does not wait for."""
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
-
-
-def make_answer_objectives(recipe: Recipe, tokenizer: Any) -> Objectives:
-    """Makes the objectives of a method that learns answers and needs nothing but the model.
-
-    Raises `UserError` where no token stands for a masked one.
-    """
-    if not recipe.method_facts.masks:
-        return Objectives(SFT, SFT)
-    keys = recipe.method
-    mask_id = find_mask_id(tokenizer, keys.mask_token)
-    training = MaskedDiffusion(mask_id, keys.mask_eps, recipe.run.seed)
-    return Objectives(training, training.held_out())

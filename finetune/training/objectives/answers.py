@@ -1,0 +1,33 @@
+"""The objectives of methods that learn answers and need nothing but the model."""
+
+from typing import Any
+
+from finetune.config.schema import Recipe
+from finetune.data.tokenizer import find_mask_id
+from finetune.errors import UserError
+from finetune.training.objectives.early_exit import EarlyExit
+from finetune.training.objectives.masked_diffusion import MaskedDiffusion
+from finetune.training.objectives.objective import SFT, Objectives
+
+
+def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objectives:
+    """Makes the objectives of the recipe's method.
+
+    `steps`: of the run; None where nothing says how many. Raises `UserError` where no token stands
+    for a masked one, or a curriculum needs the steps.
+    """
+    facts = recipe.method_facts
+    keys = recipe.method
+    seed = recipe.run.seed
+    if facts.masks:
+        mask_id = find_mask_id(tokenizer, keys.mask_token)
+        diffusion = MaskedDiffusion(mask_id, keys.mask_eps, seed)
+        return Objectives(diffusion, diffusion.held_out())
+    if facts.exits:
+        if keys.exit_curriculum == "gradual" and steps is None:
+            raise UserError(
+                "exit_curriculum: gradual goes by the steps of the run, which neither max_steps "
+                "nor data says; set max_steps"
+            )
+        return Objectives(EarlyExit(keys, seed, steps), SFT)
+    return Objectives(SFT, SFT)
