@@ -318,6 +318,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
 
 def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
     excluded = convert_names(peft.get("exclude_modules")) or []
+    conversion.excluded_layers = frozenset(name.split(".")[-1] for name in excluded)
     targets = peft.get("target_modules")
     unadaptable = find_family(family).unadaptable
     left_out = [

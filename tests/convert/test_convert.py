@@ -1801,8 +1801,12 @@ def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
         "LoRA without some layers" in converted(without)[1]
         or "they get adapters here" in converted(without)[1]
     )
-    _, said, _ = converted(without.replace("org/model", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"))
+    nemotron = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
+    _, said, _ = converted(without.replace("org/model", nemotron))
     assert "they get adapters here" not in said
+    assert "gets no adapter here" not in said  # nor does it there
+    _, said, _ = converted(AUTOMODEL.replace("org/model", nemotron))
+    assert "out_proj of nemotron_h gets no adapter here" in said
     _, said, _ = converted(
         AUTOMODEL + "tokenizer: {add_bos_token: true, pretrained_model_name_or_path: org/model}\n"
     )
