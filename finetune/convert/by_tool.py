@@ -85,6 +85,18 @@ OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
 }
+# torchtune's models by their builders' names -> what they compute otherwise than transformers'
+TORCHTUNE_MODELS = {
+    # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps what the head reads
+    r"gemma2_\d+b": (
+        "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
+        "logits; as its config says here: scores at 50, logits at 30"
+    ),
+    r"(mistral_7b|phi3_mini)$": (
+        "a token attends to all before it there; here to those in the sliding window, where the "
+        "model's config has one"
+    ),
+}
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
@@ -208,6 +220,10 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
+    component = str(read_section(settings, "model").get("_component_"))
+    for pattern, note in TORCHTUNE_MODELS.items():
+        if re.search(pattern, component):
+            conversion.add_difference("model._component_", component, note)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if read_section(settings, "optimizer"):
         recipe.setdefault("weight_decay", 0.01)  # torch's AdamW

@@ -4,7 +4,7 @@ from finetune.config.quantization import LOAD_KEYS, read_recipe_quantization
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import recipe_keys
 from finetune.convert.defaults import FOUR_BIT_DEFAULTS
-from finetune.convert.model_names import BITSANDBYTES_MODEL
+from finetune.convert.model_names import BITSANDBYTES_MODEL, HEADER
 from finetune.convert.rules import Conversion
 
 # -> the key that steps alone reads
@@ -19,6 +19,8 @@ def remove_contradictions(conversion: Conversion) -> None:
     _drop_evaluation(conversion)
     _fit_schedule(conversion)
     _drop_empty(conversion)
+    if conversion.recipe.get("assistant_only_loss") is False:  # which trains every header
+        conversion.remarks = [line for line in conversion.remarks if HEADER not in line]
 
 
 def _keep_stream(conversion: Conversion) -> None:

@@ -464,7 +464,8 @@ SPACE_TRAINED = (
 )
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
-HEADER_TRAINED = "chat_template: the header of an answer is trained too there, about three tokens"
+HEADER = "the header of an answer is trained too there"
+HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")

@@ -950,8 +950,32 @@ def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(
     alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
     assert converted(alpaca)[0]["assistant_only_loss"] is False
     assert converted(alpaca)[0]["datasets"][0]["alpaca_prompt"] is True  # type: ignore[index]
-    ours, _, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
+    assert "the header of an answer" not in converted(alpaca)[1]  # which is trained here too
+    ours, said, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
     assert ours.get("assistant_only_loss", True) is True and ours["packing"] is False
+    assert "the header of an answer is trained too there" in said
+
+
+@pytest.mark.parametrize(
+    ("component", "said"),
+    [
+        ("gemma2.lora_gemma2_9b", "attention scores are capped at 30 there"),
+        ("gemma2.gemma2_27b", "attention scores are capped at 30 there"),
+        ("gemma.lora_gemma_7b", None),
+        ("mistral.mistral_7b", "a token attends to all before it there"),
+        ("mistral.qlora_mistral_7b", "a token attends to all before it there"),
+        ("phi3.phi3_mini", "a token attends to all before it there"),
+        ("llama3_1.lora_llama3_1_8b", None),
+    ],
+)
+def test_what_torchtunes_own_models_compute_otherwise_is_listed(
+    converted: Convert, component: str, said: str | None
+) -> None:
+    """Source: torchtune/models/gemma2 (hidden_capping_value=30.0, final_capping_value=50.0), mistral and phi3."""
+    theirs = TORCHTUNE.replace("llama3_1.lora_llama3_1_8b", component)
+    text = converted(theirs)[2].read_text()
+    assert ("#   model._component_:" in text) == (said is not None)
+    assert said is None or said in text
 
 
 def test_layers_of_torchtunes_mlp_and_of_a_pattern(converted: Convert) -> None:
