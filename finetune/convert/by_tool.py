@@ -85,6 +85,10 @@ OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
 }
+# of bitsandbytes, for which Trainer leaves them so (register_module_override)
+EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+# peft casts adapters to float32, and no other modules (cast_adapter_dtype)
+COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 # torchtune's models by their builders' names -> what they compute otherwise than transformers'
 TORCHTUNE_MODELS = {
     # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps what the head reads
@@ -121,6 +125,20 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         and conversion.recipe.get("weight_decay")
     ):
         conversion.remarks.append(ALL_DECAYED)
+    _report_embedding_moments(settings, conversion)
+
+
+def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Trainer has bitsandbytes keep the embedding's moments in 32 bits."""
+    recipe = conversion.recipe
+    key = "optimizer" if conversion.tool == "Axolotl" else "optim"
+    name = str(settings.get(key))
+    if not re.search("^(?!.*torch).*8bit", name):
+        return
+    has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
+    copies = recipe.get("modules_to_save") or ()
+    if not has_adapters or any("embed" in str(copy) for copy in copies):
+        conversion.add_remark(key, name, EMBEDDING_MOMENTS)
 
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
@@ -171,6 +189,9 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
+    copies = settings.get("lora_modules_to_save")
+    if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
+        conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
     attention = settings.get("attn_implementation")
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
     if settings.get("sample_packing") and not isolates:

@@ -201,7 +201,11 @@ MASTER_WEIGHTS = (
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
 # its name.
 OPTIMIZER_NOTES = {
-    "paged": "its state is not paged to the host here; the update is the same",
+    "paged.*8bit": "its state is not paged to the host here",
+    "^(?!.*8bit).*paged": (
+        "its state is not paged to the host here, and has the dtype of what is trained; there "
+        "float32"
+    ),
     "^(?!.*torch).*8bit": (
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"

@@ -661,6 +661,8 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
+# utils/collators/mm_chat.py of Axolotl
+IMAGES_UNCUT = "rows of images are trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
 # Keys of added tokens, by tool, beside those in special_tokens.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
@@ -854,5 +856,6 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     elif not re.search("language_model|text_model", str(targets)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
+    conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
     if "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

@@ -299,7 +299,11 @@ def test_what_cannot_be_quantized_so_is_listed(converted: Convert, theirs: str, 
 @pytest.mark.parametrize(
     ("name", "ours", "sentences"),
     [
-        ("paged_adamw_32bit", "adamw_torch_fused", ["not paged to the host here"]),
+        (
+            "paged_adamw_32bit",
+            "adamw_torch_fused",
+            ["has the dtype of what is trained; there float32"],
+        ),
         (
             "paged_adamw_8bit",
             "adamw_8bit",
@@ -2171,3 +2175,41 @@ def test_rotations_of_another_kind_are_said_to_be_missing(theirs: str, tmp_path:
     assert any(
         "OFT" in cause for cause in convert_file(tmp_path / "theirs.yaml").missing_capabilities
     )
+
+
+LORA = "adapter: lora\nlora_target_linear: true\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "theirs"),
+    [
+        ("optimizer", SMALL_AXOLOTL + "optimizer: NAME\n"),
+        (
+            "optimizer",
+            SMALL_AXOLOTL + LORA + "lora_modules_to_save: [embed_tokens]\noptimizer: NAME\n",
+        ),
+        (
+            "optim",
+            LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full\noptim: NAME"),
+        ),
+        ("optim", TRL.replace("use_peft: true", "optim: NAME")),
+    ],
+)
+def test_the_embeddings_moments_of_trainer_are_said(
+    converted: Convert, key: str, theirs: str
+) -> None:
+    """Source: Trainer.create_optimizer of transformers, register_module_override(module, "weight", {"optim_bits": 32})."""
+    line = f'#   {key}: "adamw_bnb_8bit"   (the embedding\'s moments are in 32 bits there)'
+    text = converted(theirs.replace("NAME", "adamw_bnb_8bit"))[2].read_text()
+    assert line in text
+    frozen = converted(SMALL_AXOLOTL + LORA + "optimizer: adamw_bnb_8bit\n")[2].read_text()
+    assert line not in frozen
+    assert "32 bits there" not in converted(theirs.replace("NAME", "adamw_torch_8bit"))[1]
+
+
+def test_modules_that_axolotl_trains_whole_have_the_bases_dtype(converted: Convert) -> None:
+    """peft's cast_adapter_dtype leaves modules_to_save as they are."""
+    copies = SMALL_AXOLOTL + LORA + "lora_modules_to_save: [lm_head]\n"
+    line = 'lora_modules_to_save: ["lm_head"]   (trained in bfloat16 there'
+    assert line in converted(copies + "bf16: auto\n")[1]
+    assert "trained in bfloat16" not in converted(copies)[1]

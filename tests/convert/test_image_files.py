@@ -82,6 +82,10 @@ def test_axolotls_file_for_qwen2_vl_means_the_same_and_trains(shared: Path, tmp_
     expected["datasets"] = [{key: theirs["datasets"][0][key] for key in ("path", "split")}]
     assert {key: found.recipe[key] for key in expected} == expected
     assert "chat_template" not in found.recipe  # the model's own writes the images
+    assert any(  # its MultiModalChatDataCollator knows no length
+        line.startswith("sequence_len: ") and "at any length there" in line
+        for line in found.differences
+    )
     assert not found.to_do and not found.missing_capabilities
     trained, said = start(make_trial(file, found, tmp_path))
     assert trained and "images" in said, said
