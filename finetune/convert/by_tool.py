@@ -8,12 +8,19 @@ import yaml
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
+from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
-from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
+from finetune.convert.rules import (
+    Conversion,
+    convert_names,
+    convert_targets,
+    find_method_facts,
+    read_section,
+)
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (
@@ -85,6 +92,15 @@ OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
 }
+# drop_last=True of its recipes, and _steps_per_epoch
+WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+# its calculate_total_num_steps, and _configure_warmup_and_logging
+FEWER_STEPS = (
+    "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
+    "rounds the warm-up's share down; here a short step ends each epoch"
+)
+ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
+GROUPED = "group_by_length"  # of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
@@ -126,6 +142,24 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     ):
         conversion.remarks.append(ALL_DECAYED)
     _report_embedding_moments(settings, conversion)
+
+
+def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how an epoch goes otherwise: how it ends, and which rows share a step."""
+    recipe = conversion.recipe
+    tool = conversion.tool
+    if find_method_facts(recipe).samples:
+        return
+    is_packed = recipe.get("packing", recipe_keys()["packing"].default)
+    epochs = recipe.get("num_train_epochs", 1)
+    if tool == "torchtune" and "max_steps" not in recipe:
+        conversion.remarks.append(WHOLE_STEPS)
+    elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
+        conversion.remarks.append(FEWER_STEPS)
+    is_asked = settings.get("group_by_length") or GROUPED in settings.values()
+    is_in_order = any(IN_ORDER in line for line in conversion.differences)
+    if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
+        conversion.remarks.append(ALIKE_LENGTHS)
 
 
 def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:

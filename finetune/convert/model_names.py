@@ -661,8 +661,13 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
+# train/sft/trainer.py of LLaMA-Factory: with a processor model_accepts_loss_kwargs = False
+MICRO_BATCHES_ALIKE = (
+    "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
+    "over those of the whole step"
+)
 # utils/collators/mm_chat.py of Axolotl
-IMAGES_UNCUT = "rows of images are trained on at any length there; a longer one is dropped here"
+IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
 # Keys of added tokens, by tool, beside those in special_tokens.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
@@ -791,6 +796,7 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.images is None:
         return
     if conversion.tool == "LLaMA-Factory":
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
         frozen = read_section(settings, "freeze_config")

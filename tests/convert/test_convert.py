@@ -838,12 +838,15 @@ def test_what_is_left_to_do_is_listed_and_is_exit_code_1(tmp_path: Path) -> None
     assert f"to do: {line}\n" in ended.stderr and f"# To do:\n#   {line}\n" in ended.stdout
 
 
+ALIKE = "rows: those of similar length share a step here; they are drawn at random there"
+
+
 def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
     columns = {"path": "c/d", "prompt_column": "q", "completion_column": "a"}
     ours, said, _ = converted(
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
-    assert (ours["datasets"], said) == ([columns], "")
+    assert (ours["datasets"], said) == ([columns], f"{ALIKE}\n")
 
 
 @pytest.mark.parametrize("entries", ["foo", "[foo]", "{path: a/b}", "[[path]]"])
@@ -2213,3 +2216,30 @@ def test_modules_that_axolotl_trains_whole_have_the_bases_dtype(converted: Conve
     line = 'lora_modules_to_save: ["lm_head"]   (trained in bfloat16 there'
     assert line in converted(copies + "bf16: auto\n")[1]
     assert "trained in bfloat16" not in converted(copies)[1]
+
+
+ENDS_EARLIER = "the run ends up to a step an epoch earlier there"
+
+
+def test_how_an_epoch_ends_is_said(converted: Convert) -> None:
+    """Source: drop_last=True in torchtune's recipes, calculate_total_num_steps of Axolotl; TRL trains the last batch."""
+    left_out = "rows that fill no step are left out there"
+    assert left_out in converted(TORCHTUNE)[1]
+    assert left_out not in converted(TORCHTUNE + "max_steps_per_epoch: 10\n")[1]
+    assert ENDS_EARLIER in converted(SMALL_AXOLOTL + "num_epochs: 3\n")[1]
+    assert ENDS_EARLIER in converted(SMALL_AXOLOTL + "sample_packing: true\n")[1]
+    assert ENDS_EARLIER not in converted(SMALL_AXOLOTL)[1]  # ceil(rows / batch), as here
+    assert ENDS_EARLIER not in converted(SMALL_AXOLOTL + "num_epochs: 3\nmax_steps: 10\n")[1]
+    said = converted(TRL)[1]
+    assert left_out not in said and ENDS_EARLIER not in said
+
+
+def test_rows_that_share_a_step_by_their_length_are_said(converted: Convert) -> None:
+    assert ALIKE in converted(SMALL_AXOLOTL)[1]
+    assert ALIKE not in converted(SMALL_AXOLOTL + "sample_packing: true\n")[1]
+    assert ALIKE not in converted(SMALL_AXOLOTL + "group_by_length: true\n")[1]
+    assert ALIKE in converted(TRL.replace("packing: true", "packing: false"))[1]
+    grouped = "packing: false\ntrain_sampling_strategy: group_by_length"
+    assert ALIKE not in converted(TRL.replace("packing: true", grouped))[1]
+    assert ALIKE in converted(AUTOMODEL)[1]
+    assert ALIKE not in converted(AUTOMODEL + "dataloader: {shuffle: false}\n")[1]
