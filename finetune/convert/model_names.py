@@ -469,6 +469,8 @@ HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
+# tokenize_messages_no_special_tokens of torchtune
+SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -551,6 +553,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
+    if name in ("inst-torchtune", "joined"):
+        conversion.remarks.append(SPACES_LEFT_OUT)
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False

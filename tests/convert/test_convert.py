@@ -1299,9 +1299,14 @@ def test_torchtunes_tokenizers_have_their_chat_format_built_in(
     converted: Convert, tokenizer: str, ours: str | None
 ) -> None:
     theirs = TORCHTUNE.replace("llama3.llama3_tokenizer", tokenizer)
-    recipe, _, _ = converted(theirs)
+    recipe, said, _ = converted(theirs)
     assert recipe.get("chat_template") == ours
     assert ours is None or ours in NAMED
+    assert ("spaces at the end of a message" in said) == (ours in ("inst-torchtune", "joined"))
+    said = converted(theirs.replace("packed: true", "train_on_input: true"))[1]
+    assert ("the line break after the last answer is trained too here" in said) == (
+        ours == "chatml"
+    )
     assert (
         "chat_template"
         not in converted(theirs.replace("instruct_dataset", "text_completion_dataset"))[0]
@@ -2243,3 +2248,12 @@ def test_rows_that_share_a_step_by_their_length_are_said(converted: Convert) -> 
     assert ALIKE not in converted(TRL.replace("packing: true", grouped))[1]
     assert ALIKE in converted(AUTOMODEL)[1]
     assert ALIKE not in converted(AUTOMODEL + "dataloader: {shuffle: false}\n")[1]
+
+
+def test_a_line_break_that_is_trained_here_too_is_not_said_to_be_trained_there(
+    converted: Convert,
+) -> None:
+    chatml = LLAMA_FACTORY.replace("template: llama3", "template: qwen3_nothink")
+    note = "the line break after an answer is trained too there"
+    assert note not in converted(chatml)[1]  # train_on_prompt: true
+    assert note in converted(chatml.replace("train_on_prompt: true\n", ""))[1]
