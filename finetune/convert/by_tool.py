@@ -100,7 +100,7 @@ FEWER_STEPS = (
     "rounds the warm-up's share down; here a short step ends each epoch"
 )
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
-GROUPED = "group_by_length"  # of train_sampling_strategy
+GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
@@ -156,7 +156,9 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WHOLE_STEPS)
     elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
         conversion.remarks.append(FEWER_STEPS)
-    is_asked = settings.get("group_by_length") or GROUPED in settings.values()
+    is_asked = GROUPED in settings.values() or any(
+        section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
+    )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
         conversion.remarks.append(ALIKE_LENGTHS)

@@ -670,6 +670,8 @@ MICRO_BATCHES_ALIKE = (
     "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
     "over those of the whole step"
 )
+# transformers' get_keys_to_not_convert, which leaves the head in 16 bits
+QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
@@ -799,6 +801,9 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     """
     if conversion.images is None:
         return
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
+        conversion.add_difference(load_key, True, QUANTIZED_TOWER)
     if conversion.tool == "LLaMA-Factory":
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
         _report_frozen(settings, conversion)

@@ -2247,7 +2247,8 @@ def test_rows_that_share_a_step_by_their_length_are_said(converted: Convert) -> 
     grouped = "packing: false\ntrain_sampling_strategy: group_by_length"
     assert ALIKE not in converted(TRL.replace("packing: true", grouped))[1]
     assert ALIKE in converted(AUTOMODEL)[1]
-    assert ALIKE not in converted(AUTOMODEL + "dataloader: {shuffle: false}\n")[1]
+    for asked in ("shuffle: false", "group_by_length: true"):
+        assert ALIKE not in converted(f"{AUTOMODEL}dataloader: {{{asked}}}\n")[1]
 
 
 def test_a_line_break_that_is_trained_here_too_is_not_said_to_be_trained_there(

@@ -155,3 +155,12 @@ def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path:
             match=f"training on images is not supported for {family}; it is tested with gemma3",
         ):
             convert_file(file)
+
+
+def test_a_tower_in_few_bits_is_said(tmp_path: Path) -> None:
+    """BitsAndBytesConfig without llm_int8_skip_modules in both tools: transformers leaves the head alone as it is."""
+    note = "load_in_4bit: true   (the vision tower's linear layers are in as few bits there"
+    quantized = write_factory(tmp_path, FACTORY + "quantization_bit: 4\n")
+    assert any(line.startswith(note) for line in convert_file(quantized).differences)
+    plain = write_factory(tmp_path / "plain")
+    assert not any(line.startswith(note) for line in convert_file(plain).differences)
