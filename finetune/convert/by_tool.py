@@ -99,6 +99,13 @@ FEWER_STEPS = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
     "rounds the warm-up's share down; here a short step ends each epoch"
 )
+# _configure_embedding_dtypes of its loaders/model.py
+PARTS_IN_FP32 = (
+    "the embedding, the output head and norms are in float32 there under this attention; all "
+    "weights are in bfloat16 here"
+)
+KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
+CASTING_KEYS = (*ISOLATING_SWITCHES[:4], "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
 GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
@@ -142,6 +149,17 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     ):
         conversion.remarks.append(ALL_DECAYED)
     _report_embedding_moments(settings, conversion)
+
+
+def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which weights Axolotl keeps in float32 where all are in bfloat16 here."""
+    if (
+        conversion.tool == "Axolotl"
+        and conversion.recipe.get("dtype") == "bfloat16"
+        and settings.get("attn_implementation") in KEPT_IN_FP32
+        and not any(map(settings.get, CASTING_KEYS))
+    ):
+        conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:

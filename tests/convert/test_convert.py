@@ -2258,3 +2258,19 @@ def test_a_line_break_that_is_trained_here_too_is_not_said_to_be_trained_there(
     note = "the line break after an answer is trained too there"
     assert note not in converted(chatml)[1]  # train_on_prompt: true
     assert note in converted(chatml.replace("train_on_prompt: true\n", ""))[1]
+
+
+def test_weights_that_axolotl_keeps_in_float32_are_said(converted: Convert) -> None:
+    """Source: _configure_embedding_dtypes of its loaders/model.py."""
+    note = "the embedding, the output head and norms are in float32 there"
+    full = SMALL_AXOLOTL + "bf16: true\n"
+    assert note in converted(full)[1]
+    assert note in converted(full + "attn_implementation: sdpa\n")[1]
+    for cast in (
+        "attn_implementation: flash_attention_2",
+        "flash_attention: true",
+        "cut_cross_entropy: true",
+        "fsdp_config: {reshard_after_forward: true}",
+        LORA.strip(),
+    ):
+        assert note not in converted(f"{full}{cast}\n")[1], cast
