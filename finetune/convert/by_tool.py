@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
@@ -13,7 +14,12 @@ from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
-from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
+from finetune.convert.model_names import (
+    HEADER_TRAINED,
+    guess_family,
+    guess_vision_family,
+    report_turn_ends,
+)
 from finetune.convert.rules import (
     Conversion,
     convert_names,
@@ -84,6 +90,11 @@ OUT_PROJECTION = (
     "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
+# model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
+MICRO_BATCHES_ALIKE = (
+    "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
+    "over those of the whole step"
+)
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -290,6 +301,10 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         recipe["overlength"] = "truncate"
     elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
+    family = conversion.images or guess_vision_family(str(settings.get("model_name_or_path")))
+    has_processor = family in IMAGE_FAMILIES and not is_factory_v1(yaml.safe_load(text))
+    if has_processor and settings.get("stage") in ("pt", "sft"):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:

@@ -665,11 +665,6 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
-# train/sft/trainer.py of LLaMA-Factory: with a processor model_accepts_loss_kwargs = False
-MICRO_BATCHES_ALIKE = (
-    "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
-    "over those of the whole step"
-)
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # utils/collators/mm_chat.py of Axolotl
@@ -805,7 +800,6 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
         conversion.add_difference(load_key, True, QUANTIZED_TOWER)
     if conversion.tool == "LLaMA-Factory":
-        conversion.remarks.append(MICRO_BATCHES_ALIKE)
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
         frozen = read_section(settings, "freeze_config")

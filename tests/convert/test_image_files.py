@@ -119,8 +119,6 @@ def test_what_a_tool_trains_beside_the_language_model_is_listed(tmp_path: Path) 
     unfrozen = FACTORY.replace("freeze_vision_tower: true", "freeze_vision_tower: false")
     found = convert_file(write_factory(tmp_path, unfrozen))
     assert any(line.startswith("freeze_vision_tower: false") for line in found.differences)
-    # of train/sft/trainer.py, where there is a processor
-    assert any("the mean of each micro-batch" in line for line in found.remarks)
     assert any(
         "columns.images" in line and "rename it" in line
         for line in convert_file(write_factory(tmp_path / "named", images="pictures")).differences
@@ -164,3 +162,19 @@ def test_a_tower_in_few_bits_is_said(tmp_path: Path) -> None:
     assert any(line.startswith(note) for line in convert_file(quantized).differences)
     plain = write_factory(tmp_path / "plain")
     assert not any(line.startswith(note) for line in convert_file(plain).differences)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"), [("Qwen/Qwen2.5-VL-7B-Instruct", True), ("Qwen/Qwen2.5-7B", False)]
+)
+def test_llama_factorys_mean_of_means_is_said(model: str, is_said: bool, tmp_path: Path) -> None:
+    """Source: model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor."""
+    text_alone = FACTORY.replace("Qwen/Qwen2.5-VL-7B-Instruct", model)
+    for key in ("image_max_pixels: 262144", "freeze_vision_tower: true"):
+        text_alone = text_alone.replace(key, "")
+    text_alone = text_alone.replace("freeze_multi_modal_projector: true", "")
+    text_alone = text_alone.replace("mllm_demo", "texts").replace("qwen2_vl", "qwen")
+    (tmp_path / "theirs.yaml").write_text(text_alone)
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.images is None
+    assert any("the mean of each micro-batch" in line for line in found.remarks) == is_said
