@@ -6,14 +6,27 @@ from typing import Any
 
 import yaml
 
+from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
+from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
-from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
-from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
+from finetune.convert.model_names import (
+    HEADER_TRAINED,
+    guess_family,
+    guess_vision_family,
+    report_turn_ends,
+)
+from finetune.convert.rules import (
+    Conversion,
+    convert_names,
+    convert_targets,
+    find_method_facts,
+    read_section,
+)
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (
@@ -77,6 +90,11 @@ OUT_PROJECTION = (
     "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
+# model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
+MICRO_BATCHES_ALIKE = (
+    "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
+    "over those of the whole step"
+)
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -84,6 +102,38 @@ SHARED_CUT = (
 OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
+}
+# drop_last=True of its recipes, and _steps_per_epoch
+WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+# its calculate_total_num_steps, and _configure_warmup_and_logging
+FEWER_STEPS = (
+    "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
+    "rounds the warm-up's share down; here a short step ends each epoch"
+)
+# _configure_embedding_dtypes of its loaders/model.py
+PARTS_IN_FP32 = (
+    "the embedding, the output head and norms are in float32 there under this attention; all "
+    "weights are in bfloat16 here"
+)
+KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
+CASTING_KEYS = (*ISOLATING_SWITCHES[:4], "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
+ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
+GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
+# of bitsandbytes, for which Trainer leaves them so (register_module_override)
+EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+# peft casts adapters to float32, and no other modules (cast_adapter_dtype)
+COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
+# torchtune's models by their builders' names -> what they compute otherwise than transformers'
+TORCHTUNE_MODELS = {
+    # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps what the head reads
+    r"gemma2_\d+b": (
+        "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
+        "logits; as its config says here: scores at 50, logits at 30"
+    ),
+    r"(mistral_7b|phi3_mini)$": (
+        "a token attends to all before it there; here to those in the sliding window, where the "
+        "model's config has one"
+    ),
 }
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
@@ -109,6 +159,51 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         and conversion.recipe.get("weight_decay")
     ):
         conversion.remarks.append(ALL_DECAYED)
+    _report_embedding_moments(settings, conversion)
+
+
+def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which weights Axolotl keeps in float32 where all are in bfloat16 here."""
+    if (
+        conversion.tool == "Axolotl"
+        and conversion.recipe.get("dtype") == "bfloat16"
+        and settings.get("attn_implementation") in KEPT_IN_FP32
+        and not any(map(settings.get, CASTING_KEYS))
+    ):
+        conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
+
+
+def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how an epoch goes otherwise: how it ends, and which rows share a step."""
+    recipe = conversion.recipe
+    tool = conversion.tool
+    if find_method_facts(recipe).samples:
+        return
+    is_packed = recipe.get("packing", recipe_keys()["packing"].default)
+    epochs = recipe.get("num_train_epochs", 1)
+    if tool == "torchtune" and "max_steps" not in recipe:
+        conversion.remarks.append(WHOLE_STEPS)
+    elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
+        conversion.remarks.append(FEWER_STEPS)
+    is_asked = GROUPED in settings.values() or any(
+        section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
+    )
+    is_in_order = any(IN_ORDER in line for line in conversion.differences)
+    if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
+        conversion.remarks.append(ALIKE_LENGTHS)
+
+
+def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Trainer has bitsandbytes keep the embedding's moments in 32 bits."""
+    recipe = conversion.recipe
+    key = "optimizer" if conversion.tool == "Axolotl" else "optim"
+    name = str(settings.get(key))
+    if not re.search("^(?!.*torch).*8bit", name):
+        return
+    has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
+    copies = recipe.get("modules_to_save") or ()
+    if not has_adapters or any("embed" in str(copy) for copy in copies):
+        conversion.add_remark(key, name, EMBEDDING_MOMENTS)
 
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
@@ -159,6 +254,9 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
+    copies = settings.get("lora_modules_to_save")
+    if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
+        conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
     attention = settings.get("attn_implementation")
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
     if settings.get("sample_packing") and not isolates:
@@ -203,11 +301,19 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         recipe["overlength"] = "truncate"
     elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
+    family = conversion.images or guess_vision_family(str(settings.get("model_name_or_path")))
+    has_processor = family in IMAGE_FAMILIES and not is_factory_v1(yaml.safe_load(text))
+    if has_processor and settings.get("stage") in ("pt", "sft"):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
+    component = str(read_section(settings, "model").get("_component_"))
+    for pattern, note in TORCHTUNE_MODELS.items():
+        if re.search(pattern, component):
+            conversion.add_difference("model._component_", component, note)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if read_section(settings, "optimizer"):
         recipe.setdefault("weight_decay", 0.01)  # torch's AdamW

@@ -4,11 +4,17 @@ from finetune.config.quantization import LOAD_KEYS, read_recipe_quantization
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import recipe_keys
 from finetune.convert.defaults import FOUR_BIT_DEFAULTS
-from finetune.convert.model_names import BITSANDBYTES_MODEL
+from finetune.convert.model_names import BITSANDBYTES_MODEL, BREAK_TRAINED, HEADER
 from finetune.convert.rules import Conversion
 
 # -> the key that steps alone reads
 STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
+
+# _tokenize_footer of torchtune's Qwen tokenizers
+WHOLE_TEXT = (
+    "chat_template: the line break after the last answer is trained too here, and a row is one "
+    "text; there it ends with <|im_end|>, and each message is tokenized apart"
+)
 
 
 def remove_contradictions(conversion: Conversion) -> None:
@@ -19,6 +25,19 @@ def remove_contradictions(conversion: Conversion) -> None:
     _drop_evaluation(conversion)
     _fit_schedule(conversion)
     _drop_empty(conversion)
+    if conversion.recipe.get("assistant_only_loss") is False:
+        _compare_whole_rows(conversion)
+
+
+def _compare_whole_rows(conversion: Conversion) -> None:
+    """Drops what is said of tokens beside the answers, for all are trained here."""
+    conversion.remarks = [
+        line
+        for line in conversion.remarks
+        if not any(note in line for note in (HEADER, BREAK_TRAINED))
+    ]
+    if conversion.tool == "torchtune" and conversion.recipe.get("chat_template") == "chatml":
+        conversion.remarks.append(WHOLE_TEXT)
 
 
 def _keep_stream(conversion: Conversion) -> None:

@@ -22,7 +22,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
-from finetune.convert.by_tool import adapt_tool
+from finetune.convert.by_tool import adapt_tool, report_dtypes, report_epochs
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import (
@@ -201,7 +201,11 @@ MASTER_WEIGHTS = (
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
 # its name.
 OPTIMIZER_NOTES = {
-    "paged": "its state is not paged to the host here; the update is the same",
+    "paged.*8bit": "its state is not paged to the host here",
+    "^(?!.*8bit).*paged": (
+        "its state is not paged to the host here, and has the dtype of what is trained; there "
+        "float32"
+    ),
     "^(?!.*torch).*8bit": (
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"
@@ -257,6 +261,8 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
     make_runnable(conversion)
+    report_dtypes(settings, conversion)
+    report_epochs(settings, conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }

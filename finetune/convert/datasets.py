@@ -22,7 +22,7 @@ from finetune.convert.entries import (
     take_first_rows,
 )
 from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import guess_vision_family
+from finetune.convert.model_names import HEADER, guess_vision_family
 from finetune.convert.rules import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
@@ -200,7 +200,7 @@ AUTOMODEL_ENDS = {
     ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
-HEADER_THERE = "under a chat template the header of an answer is trained too there"
+HEADER_THERE = f"under a chat template {HEADER}"
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"

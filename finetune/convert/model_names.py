@@ -318,6 +318,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
 
 def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
     excluded = convert_names(peft.get("exclude_modules")) or []
+    conversion.excluded_layers = frozenset(name.split(".")[-1] for name in excluded)
     targets = peft.get("target_modules")
     unadaptable = find_family(family).unadaptable
     left_out = [
@@ -463,10 +464,13 @@ SPACE_TRAINED = (
 )
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
-HEADER_TRAINED = "chat_template: the header of an answer is trained too there, about three tokens"
+HEADER = "the header of an answer is trained too there"
+HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
+# tokenize_messages_no_special_tokens of torchtune
+SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -549,6 +553,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
+    if name in ("inst-torchtune", "joined"):
+        conversion.remarks.append(SPACES_LEFT_OUT)
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False
@@ -659,6 +665,10 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
+# transformers' get_keys_to_not_convert, which leaves the head in 16 bits
+QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
+# utils/collators/mm_chat.py of Axolotl
+IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
 # Keys of added tokens, by tool, beside those in special_tokens.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
@@ -786,6 +796,9 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     """
     if conversion.images is None:
         return
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
+        conversion.add_difference(load_key, True, QUANTIZED_TOWER)
     if conversion.tool == "LLaMA-Factory":
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
@@ -852,5 +865,6 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     elif not re.search("language_model|text_model", str(targets)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
+    conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
     if "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

@@ -28,6 +28,8 @@ class Conversion:
     # the text of one to write beside the recipe, where no shipped one does it
     accelerate_file: str | None = None
     images: str | None = None  # the model_type of the whole model, where the file trains on images
+    # layers that the file itself leaves without adapters
+    excluded_layers: frozenset[str] = frozenset()
     # those behind some of the differences
     missing_capabilities: list[str] = field(default_factory=list)
 

@@ -258,7 +258,8 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         layer = unadaptable[-1]
         reason = READ_UNCALLED if layer == "dt_proj" else "peft has none for it"
         note = f"{layer} of {family} gets no adapter here: {reason}"
-        conversion.differences.append(f"lora_target_modules: {note}")
+        if layer not in conversion.excluded_layers:
+            conversion.differences.append(f"lora_target_modules: {note}")
         return
     if targets and not layers and read_family_source(family):
         conversion.add_difference(

@@ -299,7 +299,11 @@ def test_what_cannot_be_quantized_so_is_listed(converted: Convert, theirs: str, 
 @pytest.mark.parametrize(
     ("name", "ours", "sentences"),
     [
-        ("paged_adamw_32bit", "adamw_torch_fused", ["not paged to the host here"]),
+        (
+            "paged_adamw_32bit",
+            "adamw_torch_fused",
+            ["has the dtype of what is trained; there float32"],
+        ),
         (
             "paged_adamw_8bit",
             "adamw_8bit",
@@ -834,12 +838,15 @@ def test_what_is_left_to_do_is_listed_and_is_exit_code_1(tmp_path: Path) -> None
     assert f"to do: {line}\n" in ended.stderr and f"# To do:\n#   {line}\n" in ended.stdout
 
 
+ALIKE = "rows: those of similar length share a step here; they are drawn at random there"
+
+
 def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
     columns = {"path": "c/d", "prompt_column": "q", "completion_column": "a"}
     ours, said, _ = converted(
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
-    assert (ours["datasets"], said) == ([columns], "")
+    assert (ours["datasets"], said) == ([columns], f"{ALIKE}\n")
 
 
 @pytest.mark.parametrize("entries", ["foo", "[foo]", "{path: a/b}", "[[path]]"])
@@ -950,8 +957,32 @@ def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(
     alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
     assert converted(alpaca)[0]["assistant_only_loss"] is False
     assert converted(alpaca)[0]["datasets"][0]["alpaca_prompt"] is True  # type: ignore[index]
-    ours, _, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
+    assert "the header of an answer" not in converted(alpaca)[1]  # which is trained here too
+    ours, said, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
     assert ours.get("assistant_only_loss", True) is True and ours["packing"] is False
+    assert "the header of an answer is trained too there" in said
+
+
+@pytest.mark.parametrize(
+    ("component", "said"),
+    [
+        ("gemma2.lora_gemma2_9b", "attention scores are capped at 30 there"),
+        ("gemma2.gemma2_27b", "attention scores are capped at 30 there"),
+        ("gemma.lora_gemma_7b", None),
+        ("mistral.mistral_7b", "a token attends to all before it there"),
+        ("mistral.qlora_mistral_7b", "a token attends to all before it there"),
+        ("phi3.phi3_mini", "a token attends to all before it there"),
+        ("llama3_1.lora_llama3_1_8b", None),
+    ],
+)
+def test_what_torchtunes_own_models_compute_otherwise_is_listed(
+    converted: Convert, component: str, said: str | None
+) -> None:
+    """Source: torchtune/models/gemma2 (hidden_capping_value=30.0, final_capping_value=50.0), mistral and phi3."""
+    theirs = TORCHTUNE.replace("llama3_1.lora_llama3_1_8b", component)
+    text = converted(theirs)[2].read_text()
+    assert ("#   model._component_:" in text) == (said is not None)
+    assert said is None or said in text
 
 
 def test_layers_of_torchtunes_mlp_and_of_a_pattern(converted: Convert) -> None:
@@ -1268,9 +1299,14 @@ def test_torchtunes_tokenizers_have_their_chat_format_built_in(
     converted: Convert, tokenizer: str, ours: str | None
 ) -> None:
     theirs = TORCHTUNE.replace("llama3.llama3_tokenizer", tokenizer)
-    recipe, _, _ = converted(theirs)
+    recipe, said, _ = converted(theirs)
     assert recipe.get("chat_template") == ours
     assert ours is None or ours in NAMED
+    assert ("spaces at the end of a message" in said) == (ours in ("inst-torchtune", "joined"))
+    said = converted(theirs.replace("packed: true", "train_on_input: true"))[1]
+    assert ("the line break after the last answer is trained too here" in said) == (
+        ours == "chatml"
+    )
     assert (
         "chat_template"
         not in converted(theirs.replace("instruct_dataset", "text_completion_dataset"))[0]
@@ -1829,8 +1865,12 @@ def test_what_automodels_own_classes_do_is_said(converted: Convert) -> None:
         "LoRA without some layers" in converted(without)[1]
         or "they get adapters here" in converted(without)[1]
     )
-    _, said, _ = converted(without.replace("org/model", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"))
+    nemotron = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
+    _, said, _ = converted(without.replace("org/model", nemotron))
     assert "they get adapters here" not in said
+    assert "gets no adapter here" not in said  # nor does it there
+    _, said, _ = converted(AUTOMODEL.replace("org/model", nemotron))
+    assert "out_proj of nemotron_h gets no adapter here" in said
     _, said, _ = converted(
         AUTOMODEL + "tokenizer: {add_bos_token: true, pretrained_model_name_or_path: org/model}\n"
     )
@@ -2171,3 +2211,94 @@ def test_rotations_of_another_kind_are_said_to_be_missing(theirs: str, tmp_path:
     assert any(
         "OFT" in cause for cause in convert_file(tmp_path / "theirs.yaml").missing_capabilities
     )
+
+
+LORA = "adapter: lora\nlora_target_linear: true\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "theirs"),
+    [
+        ("optimizer", SMALL_AXOLOTL + "optimizer: NAME\n"),
+        (
+            "optimizer",
+            SMALL_AXOLOTL + LORA + "lora_modules_to_save: [embed_tokens]\noptimizer: NAME\n",
+        ),
+        (
+            "optim",
+            LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full\noptim: NAME"),
+        ),
+        ("optim", TRL.replace("use_peft: true", "optim: NAME")),
+    ],
+)
+def test_the_embeddings_moments_of_trainer_are_said(
+    converted: Convert, key: str, theirs: str
+) -> None:
+    """Source: Trainer.create_optimizer of transformers, register_module_override(module, "weight", {"optim_bits": 32})."""
+    line = f'#   {key}: "adamw_bnb_8bit"   (the embedding\'s moments are in 32 bits there)'
+    text = converted(theirs.replace("NAME", "adamw_bnb_8bit"))[2].read_text()
+    assert line in text
+    frozen = converted(SMALL_AXOLOTL + LORA + "optimizer: adamw_bnb_8bit\n")[2].read_text()
+    assert line not in frozen
+    assert "32 bits there" not in converted(theirs.replace("NAME", "adamw_torch_8bit"))[1]
+
+
+def test_modules_that_axolotl_trains_whole_have_the_bases_dtype(converted: Convert) -> None:
+    """peft's cast_adapter_dtype leaves modules_to_save as they are."""
+    copies = SMALL_AXOLOTL + LORA + "lora_modules_to_save: [lm_head]\n"
+    line = 'lora_modules_to_save: ["lm_head"]   (trained in bfloat16 there'
+    assert line in converted(copies + "bf16: auto\n")[1]
+    assert "trained in bfloat16" not in converted(copies)[1]
+
+
+ENDS_EARLIER = "the run ends up to a step an epoch earlier there"
+
+
+def test_how_an_epoch_ends_is_said(converted: Convert) -> None:
+    """Source: drop_last=True in torchtune's recipes, calculate_total_num_steps of Axolotl; TRL trains the last batch."""
+    left_out = "rows that fill no step are left out there"
+    assert left_out in converted(TORCHTUNE)[1]
+    assert left_out not in converted(TORCHTUNE + "max_steps_per_epoch: 10\n")[1]
+    assert ENDS_EARLIER in converted(SMALL_AXOLOTL + "num_epochs: 3\n")[1]
+    assert ENDS_EARLIER in converted(SMALL_AXOLOTL + "sample_packing: true\n")[1]
+    assert ENDS_EARLIER not in converted(SMALL_AXOLOTL)[1]  # ceil(rows / batch), as here
+    assert ENDS_EARLIER not in converted(SMALL_AXOLOTL + "num_epochs: 3\nmax_steps: 10\n")[1]
+    said = converted(TRL)[1]
+    assert left_out not in said and ENDS_EARLIER not in said
+
+
+def test_rows_that_share_a_step_by_their_length_are_said(converted: Convert) -> None:
+    assert ALIKE in converted(SMALL_AXOLOTL)[1]
+    assert ALIKE not in converted(SMALL_AXOLOTL + "sample_packing: true\n")[1]
+    assert ALIKE not in converted(SMALL_AXOLOTL + "group_by_length: true\n")[1]
+    assert ALIKE in converted(TRL.replace("packing: true", "packing: false"))[1]
+    grouped = "packing: false\ntrain_sampling_strategy: group_by_length"
+    assert ALIKE not in converted(TRL.replace("packing: true", grouped))[1]
+    assert ALIKE in converted(AUTOMODEL)[1]
+    for asked in ("shuffle: false", "group_by_length: true"):
+        assert ALIKE not in converted(f"{AUTOMODEL}dataloader: {{{asked}}}\n")[1]
+
+
+def test_a_line_break_that_is_trained_here_too_is_not_said_to_be_trained_there(
+    converted: Convert,
+) -> None:
+    chatml = LLAMA_FACTORY.replace("template: llama3", "template: qwen3_nothink")
+    note = "the line break after an answer is trained too there"
+    assert note not in converted(chatml)[1]  # train_on_prompt: true
+    assert note in converted(chatml.replace("train_on_prompt: true\n", ""))[1]
+
+
+def test_weights_that_axolotl_keeps_in_float32_are_said(converted: Convert) -> None:
+    """Source: _configure_embedding_dtypes of its loaders/model.py."""
+    note = "the embedding, the output head and norms are in float32 there"
+    full = SMALL_AXOLOTL + "bf16: true\n"
+    assert note in converted(full)[1]
+    assert note in converted(full + "attn_implementation: sdpa\n")[1]
+    for cast in (
+        "attn_implementation: flash_attention_2",
+        "flash_attention: true",
+        "cut_cross_entropy: true",
+        "fsdp_config: {reshard_after_forward: true}",
+        LORA.strip(),
+    ):
+        assert note not in converted(f"{full}{cast}\n")[1], cast

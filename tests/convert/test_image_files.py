@@ -82,6 +82,10 @@ def test_axolotls_file_for_qwen2_vl_means_the_same_and_trains(shared: Path, tmp_
     expected["datasets"] = [{key: theirs["datasets"][0][key] for key in ("path", "split")}]
     assert {key: found.recipe[key] for key in expected} == expected
     assert "chat_template" not in found.recipe  # the model's own writes the images
+    assert any(  # its MultiModalChatDataCollator knows no length
+        line.startswith("sequence_len: ") and "at any length there" in line
+        for line in found.differences
+    )
     assert not found.to_do and not found.missing_capabilities
     trained, said = start(make_trial(file, found, tmp_path))
     assert trained and "images" in said, said
@@ -113,10 +117,8 @@ def test_llama_factorys_images_are_read_from_their_column(tmp_path: Path) -> Non
 
 def test_what_a_tool_trains_beside_the_language_model_is_listed(tmp_path: Path) -> None:
     unfrozen = FACTORY.replace("freeze_vision_tower: true", "freeze_vision_tower: false")
-    assert any(
-        line.startswith("freeze_vision_tower: false")
-        for line in convert_file(write_factory(tmp_path, unfrozen)).differences
-    )
+    found = convert_file(write_factory(tmp_path, unfrozen))
+    assert any(line.startswith("freeze_vision_tower: false") for line in found.differences)
     assert any(
         "columns.images" in line and "rename it" in line
         for line in convert_file(write_factory(tmp_path / "named", images="pictures")).differences
@@ -151,3 +153,28 @@ def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path:
             match=f"training on images is not supported for {family}; it is tested with gemma3",
         ):
             convert_file(file)
+
+
+def test_a_tower_in_few_bits_is_said(tmp_path: Path) -> None:
+    """BitsAndBytesConfig without llm_int8_skip_modules in both tools: transformers leaves the head alone as it is."""
+    note = "load_in_4bit: true   (the vision tower's linear layers are in as few bits there"
+    quantized = write_factory(tmp_path, FACTORY + "quantization_bit: 4\n")
+    assert any(line.startswith(note) for line in convert_file(quantized).differences)
+    plain = write_factory(tmp_path / "plain")
+    assert not any(line.startswith(note) for line in convert_file(plain).differences)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"), [("Qwen/Qwen2.5-VL-7B-Instruct", True), ("Qwen/Qwen2.5-7B", False)]
+)
+def test_llama_factorys_mean_of_means_is_said(model: str, is_said: bool, tmp_path: Path) -> None:
+    """Source: model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor."""
+    text_alone = FACTORY.replace("Qwen/Qwen2.5-VL-7B-Instruct", model)
+    for key in ("image_max_pixels: 262144", "freeze_vision_tower: true"):
+        text_alone = text_alone.replace(key, "")
+    text_alone = text_alone.replace("freeze_multi_modal_projector: true", "")
+    text_alone = text_alone.replace("mllm_demo", "texts").replace("qwen2_vl", "qwen")
+    (tmp_path / "theirs.yaml").write_text(text_alone)
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.images is None
+    assert any("the mean of each micro-batch" in line for line in found.remarks) == is_said
