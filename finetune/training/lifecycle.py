@@ -183,7 +183,7 @@ def make_objectives(
         return make_answer_objectives(recipe, data.tokenizer)
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
-        return Objectives(scoring, scoring.held_out())
+        return Objectives(scoring, scoring.for_evaluation())
     if facts.embeds:
         contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
         return Objectives(contrastive, replace(contrastive, is_held_out=True))

@@ -38,7 +38,7 @@ class MaskedDiffusion(Objective):
     seed: int
     is_held_out: bool = False
 
-    def held_out(self) -> "MaskedDiffusion":
+    def for_evaluation(self) -> "MaskedDiffusion":
         """The same under noise that no step changes."""
         return replace(self, is_held_out=True)
 
@@ -112,4 +112,4 @@ def make_answer_objectives(recipe: Recipe, tokenizer: Any) -> Objectives:
     keys = recipe.method
     mask_id = find_mask_id(tokenizer, keys.mask_token)
     training = MaskedDiffusion(mask_id, keys.mask_eps, recipe.run.seed)
-    return Objectives(training, training.held_out())
+    return Objectives(training, training.for_evaluation())
