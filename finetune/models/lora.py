@@ -74,7 +74,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    known = {shorten(name) for name in layers}.difference(left_out)
+    known = {find_name_suffix(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(
         lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
     )
@@ -163,11 +163,11 @@ def _find_task(model: nn.Module) -> str:
     return "TOKEN_CLS" if scores_tokens(model.config) else "SEQ_CLS"
 
 
-def shorten(name: str) -> str:
+def find_name_suffix(name: str) -> str:
     """The end of a layer's name from its last part that is no number, by which peft finds the layer
     and no other.
 
-    >>> shorten("layers.0.self_attn.q_proj"), shorten("layers.1.adapters.0.1")
+    >>> find_name_suffix("layers.0.self_attn.q_proj"), find_name_suffix("layers.1.adapters.0.1")
     ('q_proj', 'adapters.0.1')
     """
     parts = name.split(".")
