@@ -323,7 +323,7 @@ def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class RolloutBatches:
     """The step batches of a run that samples, for one rank."""
 
     sampler: Sampler
