@@ -13,7 +13,12 @@ from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import HEADER_TRAINED, guess_family, report_turn_ends
-from finetune.convert.rules import Conversion, convert_names, convert_targets, read_section
+from finetune.convert.value_conversion import (
+    Conversion,
+    convert_names,
+    convert_targets,
+    read_section,
+)
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (

@@ -49,8 +49,8 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, convert_value, read_trackers
 from finetune.convert.runnable import make_runnable
+from finetune.convert.value_conversion import LEAVE, Conversion, convert_value, read_trackers
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
