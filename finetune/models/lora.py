@@ -531,12 +531,12 @@ def fuse_adapters(model: nn.Module) -> int:
     the adapter's matrices are whole in the forward of the layer: not under FSDP1, whose units they
     are, nor tensor parallelism, which shards them.
     """
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Linear as PeftLinear
 
     layers = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is Linear and _is_plain(module)
+        if type(module) is PeftLinear and _is_plain(module)
     }
     for layer in layers.values():
         layer.__class__ = _fused_class()
@@ -564,10 +564,10 @@ def _is_plain(layer: Any) -> bool:
 
 @cache
 def _fused_class() -> type[nn.Module]:
-    """peft's layer with another forward, under the same name. Importing peft takes a second."""
+    """peft's layer with another forward. Importing peft takes a second."""
     from peft.tuners.lora.layer import Linear as PeftLinear
 
-    class Linear(PeftLinear):  # type: ignore[misc]
+    class FusedLinear(PeftLinear):  # type: ignore[misc]
         casts_parameters = True  # which FSDP2 need not do
         group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
         # an input, and the output that the first of its group has computed for it
@@ -598,7 +598,7 @@ def _fused_class() -> type[nn.Module]:
             is_known = type(base) in (nn.Linear, QuantizedLinear)
             return is_known and has_frozen_bias and not self.disable_adapters and not self.merged
 
-    return Linear
+    return FusedLinear
 
 
 @cache
