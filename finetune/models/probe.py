@@ -174,10 +174,10 @@ def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
     third = ids[:REPEATED]
     if packed:
         rows = torch.cat([ids, third])[None]
-        lengths = (DOCUMENT, OTHER, REPEATED)
+        lengths = [DOCUMENT, OTHER, REPEATED]
     else:
         rows = torch.stack([first, torch.cat([third, ids[REPEATED - DOCUMENT :]])])
-        lengths = (DOCUMENT, DOCUMENT)
+        lengths = [DOCUMENT, DOCUMENT]
     positions = [torch.arange(length, device=ids.device) for length in lengths]
     padding = (0, rows.numel() - DOCUMENT)
     batch: dict[str, Any] = {
