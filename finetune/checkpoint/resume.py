@@ -373,7 +373,7 @@ def read_progress(checkpoint: Path) -> Progress:
     )
 
 
-def list_changes(
+def compare_to_saved(
     state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Lists what differs between the run that saved `state` (state.json) and this one.
@@ -434,7 +434,7 @@ def _find_and_compare(
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
-    deciding, other = list_changes(then, recipe, inputs)
+    deciding, other = compare_to_saved(then, recipe, inputs)
     before = then["global_batch_size"]
     after = compute_global_batch_size(recipe.batch, ranks)
     if before != after:

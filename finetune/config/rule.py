@@ -252,7 +252,7 @@ def samples(case: Case) -> bool:
 
 def samples_itself(case: Case) -> bool:
     """Whether the model in training samples them, not a server."""
-    return samples(case) and case["vllm_server_base_url"] is None
+    return case.recipe.samples_itself
 
 
 BF16 = {"mixed_precision": "bf16"}

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.entries import DataSetEntry, Sources, list_entries, make_sources
 from finetune.convert.foreign_values import WrongValue, read_number
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 
 DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 

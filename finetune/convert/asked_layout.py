@@ -10,7 +10,7 @@ import yaml
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 from finetune.config.layout import GROUP_KEYS
 from finetune.convert.counterparts import Tool, ToolFile
-from finetune.convert.rules import read_section
+from finetune.convert.value_conversion import read_section
 
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]

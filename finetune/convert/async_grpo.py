@@ -10,7 +10,7 @@ from typing import Any
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.model_names import HEADER_TRAINED
-from finetune.convert.rules import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, read_section
 
 SECTIONS = ("orchestration", "inference", "training", "postprocessing")
 # A section and its key -> a key of torchtune's other files, or of TRL's trainer for GRPO.

@@ -20,7 +20,7 @@ from finetune.convert.model_names import (
     guess_vision_family,
     report_turn_ends,
 )
-from finetune.convert.rules import (
+from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
     convert_targets,

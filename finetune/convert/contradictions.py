@@ -5,7 +5,7 @@ from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import recipe_keys
 from finetune.convert.defaults import FOUR_BIT_DEFAULTS
 from finetune.convert.model_names import BITSANDBYTES_MODEL, BREAK_TRAINED, HEADER
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 
 # -> the key that steps alone reads
 STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}

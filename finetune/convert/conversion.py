@@ -49,8 +49,8 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
-from finetune.convert.rules import LEAVE, Conversion, convert_value, list_trackers
 from finetune.convert.runnable import make_runnable
+from finetune.convert.value_conversion import LEAVE, Conversion, convert_value, read_trackers
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -276,7 +276,7 @@ def _report_trackers(
     asked: dict[str, None] = {}
     for key, value in _walk(settings, known):
         if key in known and known[key].carry == "tracker":
-            asked |= dict.fromkeys(list_trackers(key, value))
+            asked |= dict.fromkeys(read_trackers(key, value))
     kept = conversion.recipe.get("report_to")
     left_out = [name for name in asked if name != kept]
     if left_out:

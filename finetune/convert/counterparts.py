@@ -20,8 +20,8 @@ Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel", "ms-
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
 
-# How a value becomes ours; convert/rules.py says what each does. "by-code" is read by convert's own
-# code.
+# How a value becomes ours; convert/value_conversion.py says what each does. "by-code" is read by
+# convert's own code.
 Carry = Literal[
     "same",
     "not",

@@ -23,7 +23,7 @@ from finetune.convert.entries import (
 )
 from finetune.convert.foreign_values import shorten
 from finetune.convert.model_names import HEADER, guess_vision_family
-from finetune.convert.rules import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError

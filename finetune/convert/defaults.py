@@ -7,7 +7,7 @@ from finetune.config.keys import keys_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Lora, recipe_keys
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
-from finetune.convert.rules import Conversion, find_method_facts, read_section
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that
 # warmup_ratio decides.

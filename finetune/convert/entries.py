@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.convert.counterparts import DATA_SET_KEYS, Tool, list_counterparts
 from finetune.convert.foreign_values import shorten
-from finetune.convert.rules import Conversion, find_method_facts
+from finetune.convert.value_conversion import Conversion, find_method_facts
 from finetune.errors import UserError
 
 # Values that ask for the behavior here.

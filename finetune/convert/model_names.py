@@ -13,7 +13,7 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
-from finetune.convert.rules import LINEAR_LAYERS, Conversion, convert_names, read_section
+from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
 
 # evidence in a file, the capability that it asks for, whether the file trains

@@ -16,7 +16,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns
-from finetune.convert.rules import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 # The key that names the losses of preferences, and the one for their weights, where it is not

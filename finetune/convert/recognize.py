@@ -35,7 +35,7 @@ from finetune.convert.objectives import (
     find_rounding,
     find_unsupported_losses,
 )
-from finetune.convert.rules import read_section
+from finetune.convert.value_conversion import read_section
 from finetune.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")

@@ -27,7 +27,7 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.model_names import guess_family, is_mixture
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 

@@ -306,29 +306,41 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
-    """The format of a row, from the columns that the source names, else those of the row.
+    """The format of a row: the one whose columns the source names, else the first of `FORMATS` that
+    fits the row's own.
+
+    A list under `chosen` is a conversation, unless a prompt or another conversation stands beside.
 
     Raises `BadRow`.
     """
     present = {column for column, value in row.items() if value is not None}
-    is_sharegpt = bool(present.intersection(CONVERSATION_COLUMNS[1:]))
-    completes_sharegpt = is_sharegpt and "prompt" not in present
-    named = {
-        "messages": source.messages_column,
-        "prompt_completion": source.prompt_column
-        or (None if completes_sharegpt else source.completion_column),
-        "text": source.text_column,
-    }
-    for row_format, column in named.items():
-        if column is not None:
-            return row_format
+    named = _find_named_format(present, source)
+    if named is not None:
+        return named
     fitting = next((name for name, facts in FORMATS.items() if facts.fits(present)), None)
     is_chat = fitting is not None and FORMATS[fitting].is_chat
     if isinstance(row.get("chosen"), list) and "prompt" not in present and not is_chat:
         return "messages"
-    if fitting is not None:
-        return fitting
-    _refuse_null_column(row, present)
+    if fitting is None:
+        _refuse_null_column(row, present)
+        raise BadRow(_explain_unknown(row, present))
+    return fitting
+
+
+def _find_named_format(present: set[str], source: DatasetSource) -> str | None:
+    """The format whose columns the source names, in a row that has the columns `present`."""
+    if source.messages_column is not None:
+        return "messages"
+    # In a ShareGPT row completion_column names the answer to its conversation.
+    completes_sharegpt = FORMATS["sharegpt"].fits(present) and "prompt" not in present
+    names_completion = source.completion_column is not None and not completes_sharegpt
+    if source.prompt_column or names_completion:
+        return "prompt_completion"
+    return None if source.text_column is None else "text"
+
+
+def _explain_unknown(row: Row, present: set[str]) -> str:
+    """The message on a row of no known format."""
     known = (
         " + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "")
         for facts in FORMATS.values()
@@ -341,7 +353,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
                 f"{' or '.join(PAIRED)} learns from such pairs; to train on the better answers "
                 f"alone, set prompt_column and completion_column: {chosen}"
             )
-    raise BadRow(
+    return (
         f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: "
         f"{', '.join(known)}. {hint}"
     )

@@ -4,7 +4,7 @@ batches of examples.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +41,7 @@ from finetune.data.examples import (
     make_generator,
     mix_sources,
 )
-from finetune.data.findings import refuse_fatal
+from finetune.data.findings import Finding, refuse_fatal
 from finetune.data.given_columns import attach_columns, read_columns
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.source_tokens import SourceStats, tokenize_rows
@@ -386,8 +386,7 @@ def batch_rows(
     refuse_fatal(report.findings)
     if not len(examples):
         raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
-    if any(finding.name == "plain_template" for finding in report.findings):
-        tokenizer.chat_template = PLAIN
+    _set_plain_template(tokenizer, report.findings)
     config = BatchConfig.from_recipe(recipe, len(examples))  # all in one step
     size = recipe.batch.per_device_train_batch_size
     batches = make_batches(examples, config, world, size, tokenizer)
@@ -429,7 +428,10 @@ def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> 
 def _read_stored(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
-    """Returns (training, held-out, report) of data that is read before training."""
+    """Returns (training, held-out, report) of data that is read before training.
+
+    A tokenizer without a chat template gets `plain` where rows were rendered by it.
+    """
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
@@ -443,14 +445,21 @@ def _read_stored(
         leaked = []
     else:
         leaked = find_held_out_in_training(examples, held_out)
-    if any(finding.name == "plain_template" for finding in findings):
-        tokenizer.chat_template = PLAIN
+    _set_plain_template(tokenizer, findings)
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
     report = make_report(
         train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]
     )
     return train, evaluation, report
+
+
+def _set_plain_template(tokenizer: Any, findings: Iterable[Finding]) -> None:
+    """Gives the tokenizer the template `plain` where a finding says that rows were rendered by it:
+    the run then saves it with the model.
+    """
+    if any(finding.name == "plain_template" for finding in findings):
+        tokenizer.chat_template = PLAIN
 
 
 def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport]) -> str:

@@ -117,7 +117,8 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     renderer = add_variables(renderer, document.variables)
     document = replace(document, variables={})
     if renderer.turns == "last":
-        document = _keep_turns(document, _trained_turns(document)[-1:])
+        trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
+        document = _keep_turns(document, trained[-1:])
     if renderer.turns != "split":
         laid_out = _render_laid_out(document, renderer)
     else:
@@ -192,10 +193,6 @@ def _render_apart(
 def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
     """Whether `text`, of a longer conversation, has a turn as inference has it, token by token."""
     return turn.is_in(text) and not _cuts_token(text, (turn.start, turn.end), renderer)
-
-
-def _trained_turns(conversation: Conversation) -> list[int]:
-    return [i for i, is_trained in enumerate(conversation.trained) if is_trained]
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:

@@ -112,7 +112,7 @@ class World:
         return self.size // self.stages
 
     @property
-    def stage_rank(self) -> int:
+    def rank_in_stage(self) -> int:
         """This rank's index among those that hold the same layers."""
         return self.rank % self.stage_size
 
@@ -131,7 +131,7 @@ class World:
     @property
     def shard_rank(self) -> int:
         """This rank's position in its shard group, which ranks of a tensor-parallel group share."""
-        return self.sharding.tensor_group_of(self.stage_rank % self.shard_group_size)
+        return self.sharding.tensor_group_of(self.rank_in_stage % self.shard_group_size)
 
     @property
     def data_parallel(self) -> DataParallelRank:
@@ -140,7 +140,7 @@ class World:
         """
         sequence = self.sharding.sequence_parallel_size
         shared = self.sharding.ranks_per_row
-        rank = self.stage_rank // shared
+        rank = self.rank_in_stage // shared
         size = self.stage_size // shared
         part = self.tensor_group_index % sequence
         return DataParallelRank(rank, size, self.local_rank, self.device, part, sequence)
@@ -157,7 +157,7 @@ class World:
         """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same
         losses.
         """
-        return self.sharding.tensor_group_of(self.stage_rank)
+        return self.sharding.tensor_group_of(self.rank_in_stage)
 
     @property
     def tensor_group_count(self) -> int:

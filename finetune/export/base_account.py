@@ -32,7 +32,7 @@ from finetune.models.carried import (
 from finetune.models.head_scores import is_left_out
 from finetune.models.load import build_on_meta, read_carried_of
 from finetune.models.quantized_weights import StoredQuantized, split_quantized
-from finetune.models.weights import Box, boxes_of_parameters, convert_to_parameters
+from finetune.models.weights import BoxedTensor, boxes_of_parameters, convert_to_parameters
 
 LISTED = 10  # tensors in an error
 
@@ -224,7 +224,7 @@ def _account(
     return _leave_out(account, other_rows)
 
 
-def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, Box]) -> TargetModel:
+def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, BoxedTensor]) -> TargetModel:
     """`target` with the names of the base's files for the tensors of a tower, which is never
     trained.
 
@@ -257,7 +257,7 @@ def _is_the_trained_one(source: Source, base: Path, carried: Mapping[str, Stored
 
 
 def _find_other_rows(
-    target: TargetModel, boxes: Mapping[str, Box], carried: Mapping[str, StoredTensor]
+    target: TargetModel, boxes: Mapping[str, BoxedTensor], carried: Mapping[str, StoredTensor]
 ) -> str | None:
     """Why nothing is carried over where some of it has a row for each token of the base, and the
     model has more.

@@ -244,11 +244,13 @@ def _find_commands(
         kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
         rope = config.get("rope_parameters") or {}
         if is_reranker(source.recipe):
-            return {"sentence-transformers": _rank_by_library(folder)}
+            call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
+            return {"sentence-transformers": _use_library("CrossEncoder", folder, call)}
         if has_scores(target.model):
             return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
         if is_embedder(source.recipe):
-            return {"sentence-transformers": _embed_by_library(folder)}
+            call = f"encode_query('{QUESTION}')"
+            return {"sentence-transformers": _use_library("SentenceTransformer", folder, call)}
         commands |= use_model(
             folder,
             has_template=has_chat_template(source.description),
@@ -335,17 +337,8 @@ def _score_by_pipeline(folder: Path, scores_tokens: bool) -> str:
     )
 
 
-def _embed_by_library(folder: Path) -> str:
-    """The command that embeds a text by an exported model."""
-    return _use_library("SentenceTransformer", folder, f"encode_query('{QUESTION}')")
-
-
-def _rank_by_library(folder: Path) -> str:
-    """The command that scores documents beside a query by an exported reranker."""
-    return _use_library("CrossEncoder", folder, f"rank('{QUESTION}', ['Yes.', 'Why?'])")
-
-
 def _use_library(name: str, folder: Path, call: str) -> str:
+    """The command that embeds a text by an exported embedder, or ranks documents by a reranker."""
     code = f"from sentence_transformers import {name}; print({name}({str(folder)!r}).{call})"
     return shlex.join(["python", "-c", code])
 

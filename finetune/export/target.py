@@ -24,7 +24,7 @@ from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
 from finetune.models.weights import (
-    Box,
+    BoxedTensor,
     are_equal,
     boxes_of_files,
     convert_to_parameters,
@@ -56,7 +56,7 @@ class TargetModel:
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
     # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
-    files: dict[str, Box]
+    files: dict[str, BoxedTensor]
     # names of what a vision-language model has beside its language model, never trained
     beside: frozenset[str]
     # name of a tensor that the source's model has tied, and this one not -> name of the first one

@@ -222,11 +222,11 @@ def compare_values(
             problems.append(
                 f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}"
             )
-    _raise_if_any(problems, "the files do not hold what the model needs")
+    refuse_differences(problems, "not exported: the files do not hold what the model needs")
     differing = [name for name in expected if read.get(name) != written[name]]
-    _raise_if_any(
+    refuse_differences(
         [f"{name}: differs from the checkpoint" for name in differing],
-        "values read back differ from the checkpoint's",
+        "not exported: values read back differ from the checkpoint's",
     )
 
 
@@ -335,13 +335,13 @@ def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) 
     return difference
 
 
-def _raise_if_any(problems: list[str], what: str) -> None:
-    if problems:
-        if len(problems) > LISTED_DIFFERENCES:
-            more = [f"and {len(problems) - LISTED_DIFFERENCES} more"]
-        else:
-            more = []
-        raise UserError.of([f"not exported: {what}", *problems[:LISTED_DIFFERENCES], *more])
+def refuse_differences(differences: list[str], what: str) -> None:
+    """Raises `UserError` with `what`, and the first of `differences`, if there are any."""
+    listed = differences[:LISTED_DIFFERENCES]
+    if len(differences) > LISTED_DIFFERENCES:
+        listed.append(f"and {len(differences) - LISTED_DIFFERENCES} more")
+    if listed:
+        raise UserError.of([what, *listed])
 
 
 def main(arguments: list[str]) -> int:

@@ -42,7 +42,7 @@ from finetune.export.values import (
 )
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
-from finetune.models.weights import Box, Slices
+from finetune.models.weights import BoxedTensor, Slices
 from finetune.units import read_size
 
 SYNC_BYTES = 64 * 1024 * 1024  # how much is written before the disk is waited for
@@ -235,13 +235,13 @@ def _plan_files(
             return updates[parameter].apply(values, slices)
         return values
 
-    def rows(box: Box, start: int, stop: int) -> torch.Tensor:
+    def rows(box: BoxedTensor, start: int, stop: int) -> torch.Tensor:
         return box.read((slice(start, stop),), read)
 
     for name, box in target.files.items():
         first = box.parts[0].name
         parameters = {part.name for part in box.parts}
-        if box.parts == Box.whole(first, target.shapes[first]).parts:
+        if box.parts == BoxedTensor.whole(first, target.shapes[first]).parts:
             yield replace(planned[first], name=name)
         elif parameters & source.quantized.keys() or any(
             updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()

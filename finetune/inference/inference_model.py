@@ -131,7 +131,7 @@ def load_inference_model(
     return InferenceModel(reference.name, model.eval(), tokenizer, template, variables, has_adapter)
 
 
-def load_whole(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
+def load_trunk(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
     """Returns (the model of a folder without its head, its tokenizer), to compute states with.
 
     Raises `UserError` where it cannot be loaded.

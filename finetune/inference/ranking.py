@@ -16,7 +16,7 @@ from finetune.errors import UserError, print_styled, printable
 from finetune.export.sentence_transformer import LIMITS, MODULES, POOLING, SETTINGS
 from finetune.files.json_files import load_json, write_json_line
 from finetune.inference.conversation import read_turn
-from finetune.inference.inference_model import LoadOptions, load_whole
+from finetune.inference.inference_model import LoadOptions, load_trunk
 from finetune.inference.inputs import ModelReference
 
 BATCH = 16  # texts in a forward
@@ -93,7 +93,7 @@ def load_embedder(reference: ModelReference, options: LoadOptions) -> Embedder:
             f"{reference.name}: no export of embeddings (it has no {MODULES}); --rank takes "
             "what method: embed exports"
         )
-    model, tokenizer = load_whole(reference, options)
+    model, tokenizer = load_trunk(reference, options)
     tokenizer.padding_side = "right"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     limit = load_json(folder / LIMITS).get("max_seq_length")

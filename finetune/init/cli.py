@@ -368,7 +368,7 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     first, places, taken = read_first_rows(source)
     kind = KINDS.get(options.method) or find_kind(first[0], source)
     if kind == "answers":
-        source = choose_columns(first[0], source, has_chat_template(model))
+        source = choose_columns(first[0], source, finds_chat_template(model))
     summary = summarize_data(source, first, places, taken, kind, model)
     if summary.is_counted:
         rows = counted(summary.rows, "row")
@@ -520,7 +520,7 @@ def _is_data(path: Path) -> bool:
     return file_kind(str(path)) is not None and not is_hidden and path.name not in SAVED_BESIDE_DATA
 
 
-def has_chat_template(model: str) -> bool:
+def finds_chat_template(model: str) -> bool:
     """Whether the tokenizer of a folder or hub name has a chat template."""
     for name in TEMPLATE_FILES:
         try:

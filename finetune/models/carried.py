@@ -97,7 +97,7 @@ def list_patterns(names: Iterable[str]) -> list[str]:
     patterns = sorted(_fill_in(pattern, numbers) for pattern, numbers in numbers_of.items())
     depth = max((pattern.count(".") for pattern in patterns), default=0)
     while len(patterns) > NAMED_PATTERNS and depth > 0:
-        patterns = sorted({_shorten(pattern, depth) for pattern in patterns})
+        patterns = sorted({_cut_at_depth(pattern, depth) for pattern in patterns})
         depth -= 1
     return patterns
 
@@ -109,10 +109,10 @@ def _fill_in(pattern: str, numbers: list[list[str]]) -> str:
     return pattern.replace("\0", "*")
 
 
-def _shorten(pattern: str, depth: int) -> str:
+def _cut_at_depth(pattern: str, depth: int) -> str:
     """The first `depth` parts of a name, and `*` for the others.
 
-    >>> _shorten("mtp.layers.*.mlp.up_proj.weight", 2), _shorten("mtp.norm", 2)
+    >>> _cut_at_depth("mtp.layers.*.mlp.up_proj.weight", 2), _cut_at_depth("mtp.norm", 2)
     ('mtp.layers.*', 'mtp.norm')
     """
     parts = pattern.split(".")

@@ -379,15 +379,16 @@ def _without_adapters(module: Any) -> nn.Module:
 def quantize_experts(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype
 ) -> frozenset[str]:
-    """Puts quantized weights into the experts of `model`.
+    """Replaces the frozen weights of the experts by quantized ones, which are empty until they are
+    loaded.
 
-    Call it after adapters and activation checkpointing are in.
+    The layers' forward changes too: it dequantizes the weights and adds peft's adapters to them,
+    which peft no longer does. Call it after adapters and activation checkpointing are in.
 
     Args:
         model: On meta.
-        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they
-            are.
-        dtype: Of computation, as which the quantized bytes are kept.
+        quantization: How frozen weights are quantized. Trained ones (modules_to_save) stay.
+        dtype: The dtype of computation. The parameters have it, whatever their bytes mean.
 
     Returns:
         The names of the parameters that hold codes and scales.
@@ -399,13 +400,14 @@ def quantize_experts(
             name: weight for name, weight in weights_of(experts).items() if not weight.requires_grad
         }
         for name, parameter in frozen.items():
-            delattr(experts, name)
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
             weight.keeps_dequantized = experts in recomputed
+            delattr(experts, name)  # torch refuses a module under the name of a parameter
             setattr(experts, name, weight)
             added |= {f"{path}.{name}.{CODES}", f"{path}.{name}.{SCALES}"}
         if frozen:
-            experts.forward = _QuantizedExperts(experts, take_over_adapters(model, experts)).forward
+            adapters = take_over_adapters(model, experts)
+            experts.forward = _QuantizedExperts(experts, adapters).forward
     return frozenset(added)
 
 

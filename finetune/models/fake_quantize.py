@@ -80,7 +80,7 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
 
     Raises `UserError` where a layer's inputs are no multiple of the group size.
     """
-    from peft.tuners.lora.layer import Linear as AdaptedLinear
+    from peft.tuners.lora.layer import Linear as PeftLinear
 
     assert keys.quantization_aware_training is not None
     group = SCHEMES[keys.quantization_aware_training].group_of(keys.qat_group_size)
@@ -97,7 +97,7 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
         layer.rounding = rounding  # type: ignore[assignment]
         layer.is_rounded = keys.fake_quant_after_n_steps == 0  # type: ignore[assignment]
     for module in model.modules():
-        if type(module) is AdaptedLinear and isinstance(module.base_layer, FakeQuantizedLinear):
+        if type(module) is PeftLinear and isinstance(module.base_layer, FakeQuantizedLinear):
             module.__class__ = _adapted_class()
     return len(layers)
 
@@ -256,10 +256,10 @@ class FakeQuantizedLinear(nn.Linear):
 
 @cache
 def _adapted_class() -> type[nn.Module]:
-    """peft's layer with another forward, under the same name. Importing peft takes a second."""
-    from peft.tuners.lora.layer import Linear as AdaptedLinear
+    """peft's layer with another forward. Importing peft takes a second."""
+    from peft.tuners.lora.layer import Linear as PeftLinear
 
-    class Linear(AdaptedLinear):  # type: ignore[misc]
+    class RoundedLinear(PeftLinear):  # type: ignore[misc]
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
             is_usual = not (arguments or keys or self.disable_adapters or self.merged)
             if not is_usual or not self.base_layer.is_rounded:
@@ -270,7 +270,7 @@ def _adapted_class() -> type[nn.Module]:
             base: FakeQuantizedLinear = self.base_layer
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
-    return Linear
+    return RoundedLinear
 
 
 def _compute_dtype(inputs: Tensor) -> torch.dtype:

@@ -74,7 +74,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    known = {shorten(name) for name in layers}.difference(left_out)
+    known = {find_name_suffix(name) for name in layers}.difference(left_out)
     refuse_unknown_layers(
         lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
     )
@@ -163,11 +163,11 @@ def _find_task(model: nn.Module) -> str:
     return "TOKEN_CLS" if scores_tokens(model.config) else "SEQ_CLS"
 
 
-def shorten(name: str) -> str:
+def find_name_suffix(name: str) -> str:
     """The end of a layer's name from its last part that is no number, by which peft finds the layer
     and no other.
 
-    >>> shorten("layers.0.self_attn.q_proj"), shorten("layers.1.adapters.0.1")
+    >>> find_name_suffix("layers.0.self_attn.q_proj"), find_name_suffix("layers.1.adapters.0.1")
     ('q_proj', 'adapters.0.1')
     """
     parts = name.split(".")
@@ -531,12 +531,12 @@ def fuse_adapters(model: nn.Module) -> int:
     the adapter's matrices are whole in the forward of the layer: not under FSDP1, whose units they
     are, nor tensor parallelism, which shards them.
     """
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Linear as PeftLinear
 
     layers = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is Linear and _is_plain(module)
+        if type(module) is PeftLinear and _is_plain(module)
     }
     for layer in layers.values():
         layer.__class__ = _fused_class()
@@ -564,10 +564,10 @@ def _is_plain(layer: Any) -> bool:
 
 @cache
 def _fused_class() -> type[nn.Module]:
-    """peft's layer with another forward, under the same name. Importing peft takes a second."""
+    """peft's layer with another forward. Importing peft takes a second."""
     from peft.tuners.lora.layer import Linear as PeftLinear
 
-    class Linear(PeftLinear):  # type: ignore[misc]
+    class FusedLinear(PeftLinear):  # type: ignore[misc]
         casts_parameters = True  # which FSDP2 need not do
         group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
         # an input, and the output that the first of its group has computed for it
@@ -598,7 +598,7 @@ def _fused_class() -> type[nn.Module]:
             is_known = type(base) in (nn.Linear, QuantizedLinear)
             return is_known and has_frozen_bias and not self.disable_adapters and not self.merged
 
-    return Linear
+    return FusedLinear
 
 
 @cache

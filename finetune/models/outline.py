@@ -28,7 +28,7 @@ from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, read_head_size
 from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
-from finetune.models.lora import shorten
+from finetune.models.lora import find_name_suffix
 from finetune.models.quantized_layers import weights_of
 
 Shape = tuple[int, ...]
@@ -184,7 +184,7 @@ def _describe(
         adaptable={
             f"{name}.weight": tuple(weight.shape)
             for name, weight in adaptable.items()
-            if shorten(name) not in left_out
+            if find_name_suffix(name) not in left_out
         },
         experts=own(weight for module in experts for weight in weights_of(module).values()),
         routed=own(parameter for module in experts for parameter in module.parameters()),

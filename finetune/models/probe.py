@@ -70,7 +70,7 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
             )
             # where the loss depends most on a scale of the logits
             labels = own.result[0, :DOCUMENT].float().argmax(-1)
-            batch = _batch(ids, labels, packed=data.packing)
+            batch = _lay_out(ids, labels, packed=data.packing)
             group = world.sequence_group
             if group is None:
                 trained = _forward(model, **batch)
@@ -161,28 +161,35 @@ def _advise(data: Data, recipe: Model) -> str:
     return "set attn_implementation: auto, or packing: false"
 
 
-def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
-    """The three documents as training brings them: in one packed row, or the first and the third in
-    a row each, the third filled up with other tokens.
+def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
+    """The inputs of a training forward over three documents in one packed row, or over the first
+    and the third in a row each, the third filled up with other tokens.
 
-    `labels` belong to the first; nothing else is trained.
+    Args:
+        ids: The first document and the second. The third repeats the beginning of the first.
+        labels: Of the first document. Nothing else is trained.
+        packed: Whether they are one row.
     """
-    lengths = (DOCUMENT, OTHER, REPEATED) if packed else (DOCUMENT, DOCUMENT)
-    filler = ids[:0] if packed else ids[-(DOCUMENT - REPEATED) :]
-    row = torch.cat([ids if packed else ids[:DOCUMENT], ids[:REPEATED], filler])
-    shape = (1, -1) if packed else (2, DOCUMENT)
-    batch = {
-        "input_ids": row.view(shape),
-        "labels": F.pad(labels, (0, len(row) - DOCUMENT), value=IGNORE_INDEX).view(shape),
-        "position_ids": torch.cat(
-            [torch.arange(length, device=ids.device) for length in lengths]
-        ).view(shape),
-        "trained_positions": torch.arange(DOCUMENT, device=ids.device),
+    first = ids[:DOCUMENT]
+    third = ids[:REPEATED]
+    if packed:
+        rows = torch.cat([ids, third])[None]
+        lengths = [DOCUMENT, OTHER, REPEATED]
+    else:
+        rows = torch.stack([first, torch.cat([third, ids[REPEATED - DOCUMENT :]])])
+        lengths = [DOCUMENT, DOCUMENT]
+    positions = [torch.arange(length, device=ids.device) for length in lengths]
+    padding = (0, rows.numel() - DOCUMENT)
+    batch: dict[str, Any] = {
+        "input_ids": rows,
+        "labels": F.pad(labels, padding, value=IGNORE_INDEX).view_as(rows),
+        "position_ids": torch.cat(positions).view_as(rows),
+        "trained_positions": positions[0],
     }
-    if not packed:
-        return batch
-    boundaries = torch.tensor(lengths, device=ids.device).cumsum(0).to(torch.int32)
-    return batch | {"cu_seq_lens": F.pad(boundaries, (1, 0)), "max_document_length": DOCUMENT}
+    if packed:
+        ends = torch.tensor(lengths, device=ids.device).cumsum(0).to(torch.int32)
+        batch |= {"cu_seq_lens": F.pad(ends, (1, 0)), "max_document_length": DOCUMENT}
+    return batch
 
 
 def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:

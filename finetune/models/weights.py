@@ -35,7 +35,7 @@ class UnsupportedConversion(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BoxPart:
-    """A box of a named tensor, at its place in a `Box`."""
+    """A box of a named tensor, at its place in a `BoxedTensor`."""
 
     name: str
     begin: Shape  # of its first element in the named tensor
@@ -46,7 +46,7 @@ class BoxPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class BoxedTensor:
     """The tensor that a conversion makes: its shape, and the parts that fill it.
 
     Stands in for a tensor in torch's functions, as far as transformers' conversions of weights in
@@ -57,7 +57,7 @@ class Box:
     parts: tuple[BoxPart, ...]
 
     @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> "Box":
+    def whole(cls, name: str, shape: Sequence[int]) -> "BoxedTensor":
         """All of the tensor `name`."""
         shape, zeros = tuple(shape), (0,) * len(shape)
         return cls(shape, (BoxPart(name, zeros, zeros, shape, tuple(range(len(shape)))),))
@@ -91,10 +91,10 @@ class Box:
     def size(self, dim: int) -> int:
         return self.shape[dim]
 
-    def contiguous(self) -> "Box":
+    def contiguous(self) -> "BoxedTensor":
         return self
 
-    def squeeze(self, dim: int | None = None) -> "Box":
+    def squeeze(self, dim: int | None = None) -> "BoxedTensor":
         if dim is None:  # all dimensions of size 1, as transformers 5.17 has it
             if 1 in self.shape:
                 return self.squeeze(self.shape.index(1)).squeeze()
@@ -110,7 +110,7 @@ class Box:
             )
             for p in self.parts
         )
-        return Box(_without(self.shape, dim), parts)
+        return BoxedTensor(_without(self.shape, dim), parts)
 
     def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
         """The elements `slices` (of step 1; missing dimensions are whole), by `read(name, slices)`
@@ -159,7 +159,9 @@ def convert_to_parameters(
         raise _unsupported(model, where, str(error)) from None
 
 
-def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> dict[str, Box]:
+def boxes_of_parameters(
+    model: Any, shapes: Mapping[str, Shape], where: str
+) -> dict[str, BoxedTensor]:
     """For each parameter of `model` the tensors of the files (given by their shapes) that it is
     made of.
 
@@ -179,13 +181,13 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     prefix = model.base_model_prefix
-    boxes: dict[str, Box] = {}
+    boxes: dict[str, BoxedTensor] = {}
     collected: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
-        box = Box.whole(name, shapes[name])
+        box = BoxedTensor.whole(name, shapes[name])
         if target not in state or target in boxes:
             boxes[name] = box
         elif pattern is None:
@@ -206,7 +208,7 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
     return boxes
 
 
-def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
+def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, BoxedTensor]:
     """For each tensor that transformers writes to `model`'s files, the parameters (given by their
     shapes) that it is made of, in their order.
 
@@ -215,7 +217,7 @@ def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    parameters: Any = {name: Box.whole(name, shape) for name, shape in shapes.items()}
+    parameters: Any = {name: BoxedTensor.whole(name, shape) for name, shape in shapes.items()}
     try:
         written = revert_weight_conversion(model, parameters)
     except UnsupportedConversion as error:
@@ -232,7 +234,7 @@ def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
     )
 
 
-def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+def _as_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
     """The parameter `name` as one tensor on disk, whose parts lie wherever the files' tensors
     do.
     """
@@ -292,7 +294,7 @@ def _source_slices(part: BoxPart) -> Slices:
 # torch's functions, for boxes.
 
 
-def _cat(boxes: Sequence[Box], dim: int = 0) -> Box:
+def _cat(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
     parts = []
     length = 0
     first = boxes[0].shape
@@ -303,10 +305,10 @@ def _cat(boxes: Sequence[Box], dim: int = 0) -> Box:
             replace(p, offsets=_changed(p.offsets, dim, p.offsets[dim] + length)) for p in box.parts
         ]
         length += box.shape[dim]
-    return Box(_changed(first, dim, length), tuple(parts))
+    return BoxedTensor(_changed(first, dim, length), tuple(parts))
 
 
-def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
+def _stack(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
     def add(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:dim], value, *values[dim:])
 
@@ -315,11 +317,11 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
             part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None)
         )
 
-    layers = [Box(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
+    layers = [BoxedTensor(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
     return _cat(layers, dim)
 
 
-def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
+def _split(box: BoxedTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[BoxedTensor, ...]:
     length = box.shape[dim]
     if isinstance(sizes, int):
         each = [sizes] * -(-length // sizes)
@@ -332,7 +334,7 @@ def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...
     )
 
 
-def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
+def _narrow(box: BoxedTensor, dim: int, start: int, stop: int) -> BoxedTensor:
     """The elements from `start` to `stop` of dimension `dim`."""
     if (start, stop) == (0, box.shape[dim]):
         return box
@@ -352,7 +354,7 @@ def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
                     part, begin=begin, offsets=_changed(part.offsets, dim, low - start), shape=shape
                 )
             )
-    return Box(_changed(box.shape, dim, stop - start), tuple(parts))
+    return BoxedTensor(_changed(box.shape, dim, stop - start), tuple(parts))
 
 
 def _changed(values: Shape, index: int, value: int) -> Shape:

@@ -26,6 +26,7 @@ from finetune.plan.loss_memory import (
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import State
 from finetune.plan.temporary_memory import (
+    LayoutMemory,
     Snapshot,
     fp8_bytes,
     plan_layout_memory,
@@ -64,23 +65,23 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     state = spec.state()
     on_cpu = spec.sharding.cpu_offload
     on_device = State(0, 0, 0, 0) if on_cpu else state
+    # The first update makes the optimizer's state, but for the buffers of its files.
     keeps_state_in_files = spec.files() is not None
-    weights = Snapshot(
+    loaded = Snapshot(
         "weights in place",
         parameters=on_device.trained + on_device.frozen,
         teacher=0 if on_cpu else spec.teacher_bytes,
         rewards=spec.reward_bytes,
+        optimizer=on_device.optimizer if keeps_state_in_files else 0,
     )
-    at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
-    if keeps_state_in_files:  # the buffers of the optimizer's files are there from the start
-        weights = replace(at_rest, name=weights.name)
+    at_rest = replace(loaded, name="between steps", optimizer=on_device.optimizer)
     step = [
         replace(point, activations=point.activations + pipeline_bytes(spec))
-        for point in _step(spec, replace(at_rest, gradients=on_device.gradients))
+        for point in _step_points(spec, replace(at_rest, gradients=on_device.gradients))
     ]
-    points = {"load": [_load(spec, weights)]}
+    points = {"load": [_load(spec, loaded)]}  # by phase, in the order of a run
     if spec.reference == "stored":
-        points["reference"] = [plan_forward(spec, weights, "a batch", spec.tokens)]
+        points["reference"] = [plan_forward(spec, loaded, "a batch", spec.tokens)]
     rollout = plan_rollout(spec, at_rest)
     sampling = [] if rollout is None else [rollout]
     sampling += score_completions(spec, at_rest)
@@ -92,7 +93,7 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points["save"] = [at_rest]
     points["resume"] = [_read_optimizer(spec, at_rest)]
     points["export"] = [at_rest]
-    return tuple(Phase(name, _find_highest(spec, points[name])) for name in points)
+    return tuple(Phase(name, _find_highest(spec, of_phase)) for name, of_phase in points.items())
 
 
 def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
@@ -100,10 +101,10 @@ def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
     return max(with_overhead, key=lambda point: point.total)
 
 
-def _load(spec: RunSpec, weights: Snapshot) -> Snapshot:
+def _load(spec: RunSpec, loaded: Snapshot) -> Snapshot:
     state = spec.loaded_state()
     on_cpu = spec.sharding.cpu_offload
-    return replace(weights, parameters=0 if on_cpu else state.trained + state.frozen)
+    return replace(loaded, parameters=0 if on_cpu else state.trained + state.frozen)
 
 
 def _read_optimizer(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
@@ -178,37 +179,20 @@ def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
     return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
 
 
-def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
-    """The points of an optimizer step that could be its peak.
+def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
+    """The points of an optimizer step that could be its peak, in their order.
 
     `full` has the whole state, gradients included.
     """
     layout = plan_layout_memory(spec)
-    all_kept = kept_for_backward(spec)
-    # of earlier micro-batches
-    if spec.accumulation > 1:
-        before = full
-    else:
-        before = replace(full, gradients=0)
+    # Gradients of earlier micro-batches are there before a forward.
+    before = full if spec.accumulation > 1 else replace(full, gradients=0)
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
     yield from teacher_first(spec, before, spec.tokens)
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
     yield from compare_vectors(spec, before, whole_step, spec.rows_per_step)
-    head = replace(before, activations=all_kept, communication=layout.buckets)
-    tail = layout.tail.gathered
-    layers = layout.kept_in_forward
-    at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
-    of_loss, of_backward = (
-        (loss_bytes(spec), loss_backward_bytes(spec)) if spec.is_last_stage else (0, 0)
-    )
-    yield replace(head, name="loss", loss=of_loss, gathered=at_loss)
-    if not layout.layer_staying:
-        following = layout.layer.arriving
-    else:
-        following = 0
-    at_backward = tail + layout.layers * layout.layer_staying + following
-    yield replace(head, name="backward of the head", loss=of_backward, gathered=at_backward)
+    yield from _head_points(spec, layout, before)
     layer_temporaries = dequantized_bytes(
         spec, recomputes_layer=spec.computation.checkpoint_every is not None
     )
@@ -220,6 +204,28 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if not spec.recipe.optimization.optim_in_backward:
         update = replace(full, name="optimizer step", communication=layout.buckets)
         yield replace(update, temporaries=update_temporaries(spec))
+
+
+def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
+    """The loss and the head's backward, when the activations of all layers are kept."""
+    head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
+    gathered = layout.tail.gathered
+    yield replace(
+        head,
+        name="loss",
+        loss=loss_bytes(spec) if spec.is_last_stage else 0,
+        gathered=gathered + layout.tail.arriving + layout.kept_in_forward + teachers_tail(spec),
+    )
+    if layout.layer_staying:
+        gathered += layout.layers * layout.layer_staying
+    else:  # the last layer arrives meanwhile
+        gathered += layout.layer.arriving
+    yield replace(
+        head,
+        name="backward of the head",
+        loss=loss_backward_bytes(spec) if spec.is_last_stage else 0,
+        gathered=gathered,
+    )
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:

@@ -323,7 +323,7 @@ def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class RolloutBatches:
     """The step batches of a run that samples, for one rank."""
 
     sampler: Sampler
@@ -574,7 +574,7 @@ class Rollouts:
                 "token_ids": each.token_ids,
                 "ended": each.ended.value,
                 **(
-                    {"tool_mask": each.tool_mask, "parts": _split(each, tokenizer)}
+                    {"tool_mask": each.tool_mask, "parts": _split_by_speaker(each, tokenizer)}
                     if each.tool_mask
                     else {}
                 ),
@@ -594,7 +594,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _split(completion: Sampled, tokenizer: Any) -> list[str]:
+def _split_by_speaker(completion: Sampled, tokenizer: Any) -> list[str]:
     """Splits a completion into the model's words and the tools' answers, in turn."""
     parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
     return [tokenizer.decode([token for _, token in each]) for _, each in parts]

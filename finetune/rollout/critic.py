@@ -70,8 +70,8 @@ def find_targets(rollout: Rollout, recipe: Recipe) -> TokenTargets:
     advantages = np.where(is_learned, _whiten(estimates, is_learned), 0.0)
     returns = values + np.where(is_learned, estimates, 0.0)
     return TokenTargets(
-        _split(advantages, lengths),
-        _split(returns, lengths),
+        _unpad(advantages, lengths),
+        _unpad(returns, lengths),
         _explain(returns[is_learned], values[is_learned]),
     )
 
@@ -90,7 +90,7 @@ def _pad(of_tokens: list[list[float]], is_token: NDArray[np.bool_]) -> Matrix:
     return padded
 
 
-def _split(padded: Matrix, lengths: list[int]) -> list[list[float]]:
+def _unpad(padded: Matrix, lengths: list[int]) -> list[list[float]]:
     columns = padded.shape[1]
     return [row[columns - length :].tolist() for row, length in zip(padded, lengths, strict=True)]
 

@@ -256,7 +256,7 @@ class Operations:
             )
         return {
             "sampled": every,
-            "prompts": self._score(scored, head_log_probabilities),
+            "prompts": self._run_head(scored, head_log_probabilities),
             "tops": self._find_top(topped, widths),
         }
 
@@ -287,10 +287,10 @@ class Operations:
         """Finds for each token after a prompt's first the likeliest ids with their
         log-probabilities, as many as the prompt's width.
         """
-        every = self._score(prompts, head_top(max(widths, default=1)))
+        every = self._run_head(prompts, head_top(max(widths, default=1)))
         return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
 
-    def _score(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
+    def _run_head(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
         """Returns the results of `head` at each prompt's tokens after the first, by the adapter
         that is in the model.
         """

@@ -19,7 +19,7 @@ from torch import nn
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
 from finetune.checkpoint.manifest import Progress, find_damage, hash_recipe, read_state
-from finetune.checkpoint.resume import list_changes, read_progress, refuse_damaged_model
+from finetune.checkpoint.resume import compare_to_saved, read_progress, refuse_damaged_model
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import gathers_fp8
 from finetune.config.pretrained import text_config_of
@@ -183,7 +183,7 @@ def make_objectives(
         return make_answer_objectives(recipe, data.tokenizer, data.train.steps)
     if facts.scores:
         scoring = SCORING[facts.rows](recipe, world.sequence_group)
-        return Objectives(scoring, scoring.held_out())
+        return Objectives(scoring, scoring.for_evaluation())
     if facts.embeds:
         contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
         return Objectives(contrastive, replace(contrastive, is_held_out=True))
@@ -555,7 +555,7 @@ def _refuse_other_training(
     """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is
     `newest`.
     """
-    deciding, other = list_changes(read_state(newest), recipe, inputs)
+    deciding, other = compare_to_saved(read_state(newest), recipe, inputs)
     changed = [
         change
         for change in other

@@ -17,7 +17,7 @@ from finetune.config.quantization import SCHEMES
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import guess_family, is_mixture
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.models.families import build

@@ -8,7 +8,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.convert.conversion import EXIT_TO_DO, convert_file
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 
 TRL = "model_name_or_path: org/model\ndataset_name: org/rows\nlearning_rate: 1.0e-5\nmax_length: 512\npacking: true\n"

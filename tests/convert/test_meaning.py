@@ -14,7 +14,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe, to_dict
 from finetune.convert.conversion import MISSING_FILE, as_text, convert_file, read_back
 from finetune.convert.recognize import Refusal
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 
 Meaning = dict[str, Any]

@@ -15,7 +15,7 @@ from finetune.convert.model_names import (
     guess_family,
     is_mixture,
 )
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from tests.conftest import let_states_last, make_chat, make_tokenizer
 from tests.models.sweep import tiny_config
 from tests.training import reference

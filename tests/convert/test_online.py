@@ -11,7 +11,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.conversion import convert_file
 from finetune.convert.counterparts import GRPO, list_counterparts
 from finetune.convert.recognize import Refusal
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from tests.training.layouts import steps_of, train_all, write_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.recognize import Refusal
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"

@@ -30,7 +30,7 @@ from finetune.convert.model_names import (
     TOKENIZERS,
     TURN_ENDS,
 )
-from finetune.convert.rules import Conversion
+from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns
 from finetune.data.source_tokens import SourceStats, tokenize_rows

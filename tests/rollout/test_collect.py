@@ -17,7 +17,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.world import alone
 from finetune.errors import UserError
 from finetune.rollout import completion_rows
-from finetune.rollout.collect import Rollouts
+from finetune.rollout.collect import RolloutBatches
 from finetune.rollout.completion_rows import RowOptions, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
 from finetune.training.objectives.policy import HeldOutRewards
@@ -27,7 +27,7 @@ SIZE, GENERATIONS, EXAMPLES = 4, 2, 40
 
 def make_rollouts(
     steps: int, flat: Any, *keys: str
-) -> tuple[Rollouts, list[tuple[int, list[int], int]]]:
+) -> tuple[RolloutBatches, list[tuple[int, list[int], int]]]:
     """Rollouts over `EXAMPLES` prompts, and what their sampler is asked for: (step, prompts, first place). The completions of a
     prompt get the same reward where `flat` says so."""
     asked: list[tuple[int, list[int], int]] = []
@@ -64,7 +64,7 @@ def make_rollouts(
     prompts: Any = SimpleNamespace(
         examples=range(EXAMPLES), steps=steps, rows_of=lambda step: rows[step % len(rows)]
     )
-    return Rollouts(sampler, prompts), asked
+    return RolloutBatches(sampler, prompts), asked
 
 
 def test_flat_groups_are_drawn_again_until_there_are_enough() -> None:

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from finetune.config.families import FAMILIES
-from finetune.models.lora import shorten
+from finetune.models.lora import find_name_suffix
 from tests.conftest import let_states_last, make_chat, make_tokenizer, slow_but
 from tests.models import sweep
 from tests.training import reference
@@ -67,7 +67,7 @@ def find_adapted(folder: Path, family: str) -> list[str]:
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     names = {
-        shorten(name)
+        find_name_suffix(name)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }

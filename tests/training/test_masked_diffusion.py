@@ -179,7 +179,7 @@ def test_noise_is_of_the_document_whatever_lies_beside_it_and_stays_for_held_out
     assert not torch.equal(other, alone)
     model = ours(build("llama"))
     losses = [
-        objective.held_out()
+        objective.for_evaluation()
         .measure(model, batch, batch.inputs, SimpleNamespace(step=step))
         .loss_sum  # type: ignore[arg-type]
         for step, batch in (

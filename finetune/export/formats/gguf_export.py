@@ -45,6 +45,7 @@ from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import scale_of
+from finetune.export.verify import refuse_differences
 from finetune.export.write import Weights
 from finetune.files.tensors import StoredTensor
 from finetune.units import counted, disk_size
@@ -54,6 +55,7 @@ from finetune.units import counted, disk_size
 # printed, and bounded by a wrong tensor's error.
 BOUNDS = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1, "q8_0": 0.1}
 QUANTIZED_BOUND = 1.0
+INCOMPLETE = "not exported: the file does not hold what the model needs"
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 CONVERSATION = [
     {"role": "user", "content": "What's 12,345 + 1?"},
@@ -98,7 +100,10 @@ class GgufPlan:
                 written = write_file(folder, file, advance)
                 verdict = "not verified"
                 if logits is not None:
-                    _raise_if_any(file.name, find_differences(folder / file.name, file, written))
+                    refuse_differences(
+                        find_differences(folder / file.name, file, written),
+                        f"{file.name}: {INCOMPLETE}",
+                    )
                     if file.name in self.asked:
                         ran = _compare_with_llama_cpp(
                             folder / file.name, self, logits, BOUNDS[file_type]
@@ -278,7 +283,7 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = {tensor.name for tensor, _ in of.tensors}
     problems = [f"{name}: in one file only" for name in sorted(names ^ tensors.keys())]
-    _raise_if_any(path.name, problems)
+    refuse_differences(problems, f"{path.name}: {INCOMPLETE}")
     worst = 0.0
     for tensor, _ in of.tensors:
         theirs = tensors[tensor.name]
@@ -311,11 +316,6 @@ def _largest_error(path: Path, of: PlannedFile) -> float:
     return worst
 
 
-def _raise_if_any(name: str, problems: list[str], what: str = "what the model needs") -> None:
-    if problems:
-        raise UserError.of([f"{name}: not exported: the file does not hold {what}", *problems[:10]])
-
-
 A = ".lora_A.weight"
 B = ".lora_B.weight"
 
@@ -341,10 +341,9 @@ class AdapterPlan:
             for file in self.files:
                 written = write_file(folder, file, advance)
                 if self.verify:
-                    _raise_if_any(
-                        file.name,
+                    refuse_differences(
                         find_differences(folder / file.name, file, written),
-                        "the adapter",
+                        f"{file.name}: not exported: the file does not hold the adapter",
                     )
                 if self.verify:
                     verdict = "verified: every tensor"

@@ -22,7 +22,7 @@ def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) ->
     if facts.masks:
         mask_id = find_mask_id(tokenizer, keys.mask_token)
         diffusion = MaskedDiffusion(mask_id, keys.mask_eps, seed)
-        return Objectives(diffusion, diffusion.held_out())
+        return Objectives(diffusion, diffusion.for_evaluation())
     if facts.exits:
         if keys.exit_curriculum == "gradual" and steps is None:
             raise UserError(

@@ -55,7 +55,7 @@ class EarlyExit(Objective):
     seed: int
     steps: int | None  # of the run; a gradual curriculum needs them
 
-    def held_out(self) -> Objective:
+    def for_evaluation(self) -> Objective:
         """Fine-tuning's loss, of the model's output."""
         return SFT
 

@@ -36,7 +36,7 @@ class MaskedDiffusion(Objective):
     seed: int
     is_held_out: bool = False
 
-    def held_out(self) -> "MaskedDiffusion":
+    def for_evaluation(self) -> "MaskedDiffusion":
         """The same under noise that no step changes."""
         return replace(self, is_held_out=True)
 

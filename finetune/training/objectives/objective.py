@@ -146,7 +146,7 @@ class Objective(Protocol):
         """Adds metrics that follow from the averaged ones."""
         return means
 
-    def held_out(self) -> "Objective":
+    def for_evaluation(self) -> "Objective":
         """The same, as it measures held-out data."""
         return self
 

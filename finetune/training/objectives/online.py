@@ -24,7 +24,7 @@ from finetune.models.documents import can_continue
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.routing import Routing, find_routing
-from finetune.rollout.collect import MeasureTokens, Rollouts, Sampler, read_rows
+from finetune.rollout.collect import MeasureTokens, RolloutBatches, Sampler, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
 from finetune.rollout.episodes import Episodes, list_own_rewards
@@ -83,7 +83,7 @@ def make_policy_objectives(
         paying,
     )
     other_model = _make_other_model(recipe, teacher)
-    rollouts = Rollouts(sampler, data.train, _make_measure(model, recipe, world, other_model))
+    rollouts = RolloutBatches(sampler, data.train, _make_measure(model, recipe, world, other_model))
     if recipe.method_facts.has_critic:
         other_model = None  # it was asked with the values: rewards hold its log-probabilities
     training = PolicyObjective(recipe, rollouts, other_model, teacher)

@@ -22,7 +22,7 @@ from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.value_head import head_log_probabilities_and_values
-from finetune.rollout.collect import Rollouts, Sampler
+from finetune.rollout.collect import RolloutBatches, Sampler
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.policy_losses import (
     Completions,
@@ -68,7 +68,7 @@ class PolicyObjective(Objective):
     """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
 
     recipe: Recipe
-    rollouts: Rollouts
+    rollouts: RolloutBatches
     other_model: "OtherModel | None" = None  # the reference or the teacher
     teacher: Teacher | None = None  # it, where it is a model of its own
 

@@ -84,7 +84,7 @@ class ClassScores(Objective):
         weights = recipe.method.class_weights or (1.0,) * len(labels)
         return cls(labels, weights, recipe.data.problem_type == MULTI_LABEL, sequence_group)
 
-    def held_out(self) -> "ClassScores":
+    def for_evaluation(self) -> "ClassScores":
         """The same, with the scores of all documents for `describe_rows`."""
         return replace(self, is_held_out=True)
 

@@ -185,12 +185,12 @@ def _convert_attention(value: Any) -> Any:
     return None
 
 
-def list_trackers(key: str, value: Any) -> list[str]:
+def read_trackers(key: str, value: Any) -> list[str]:
     """Lists the trackers that a key names (`use_wandb: true`), else those that its value does.
 
-    >>> list_trackers("use_wandb", True), list_trackers("report_to", ["tensorboard", "comet_ml"])
+    >>> read_trackers("use_wandb", True), read_trackers("report_to", ["tensorboard", "comet_ml"])
     (['wandb'], ['tensorboard', 'comet_ml'])
-    >>> list_trackers("use_swanlab", True), list_trackers("report_to", "none")
+    >>> read_trackers("use_swanlab", True), read_trackers("report_to", "none")
     (['swanlab'], [])
     """
     is_switch = key.startswith("use_") or any(tracker in key for tracker in TRACKERS)
@@ -205,7 +205,7 @@ def list_trackers(key: str, value: Any) -> list[str]:
 
 def _convert_tracker(key: str, value: Any) -> Any:
     """Returns the first of our trackers that a key or its value names."""
-    named = list_trackers(key, value)
+    named = read_trackers(key, value)
     return next((tracker for tracker in TRACKERS if tracker in named), LEAVE)
 
 
