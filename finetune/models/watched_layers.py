@@ -27,6 +27,7 @@ class WatchedLayers:
     def __init__(self, model: Any) -> None:
         self.layers = decoder_layers(model)
         self.norm = find_last_norm(model)
+        self._is_proven = False
         self._kept: frozenset[int] = frozenset()
         self._states: dict[int, Tensor] = {}
         self._given: Mapping[int, Tensor] = {}  # for the next forward
@@ -36,26 +37,69 @@ class WatchedLayers:
             layer.register_forward_hook(partial(self._watch, index), with_kwargs=True)
 
     @contextmanager
-    def watch(
-        self, kept: Iterable[int], passed_by: Mapping[int, Tensor]
-    ) -> Iterator[dict[int, Tensor]]:
-        """Yields the states after the layers `kept`, [rows, tokens, hidden] each by layer, which
-        one forward within fills in.
+    def watch(self, kept: Iterable[int], passed_by: Mapping[int, Tensor]) -> Iterator[None]:
+        """Keeps the states of one forward within, for `score`.
 
         Args:
-            kept: Layers, from 0.
+            kept: The layers, from 0, whose output is kept.
             passed_by: Layer -> bool[rows, tokens], True where a token's state stays what it was
                 before that layer.
         """
-        self._kept = frozenset(kept)
+        # the last one for the proof
+        self._kept = frozenset(kept if self._is_proven else (*kept, len(self.layers) - 1))
         self._given = passed_by
         self._states = {}
         try:
-            yield self._states
+            yield
         finally:
             self._kept = frozenset()
             self._given = {}
             self._states = {}
+
+    def score(self, exits: Sequence[int], weights: Tensor) -> HeadFunction:
+        """A `HeadFunction`: the weighted sum of the losses after several layers.
+
+        `model(..., head_function=...)` within `watch` returns fp32[exits + 2]: that sum with its
+        gradients, and for the log the loss of each exit and of the model's output.
+
+        Args:
+            exits: The layers that are scored beside the model's output.
+            weights: fp32[exits + 1]: of each exit, then of the model's output.
+        """
+
+        def compute_loss(
+            head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+        ) -> Tensor:
+            if positions is None:
+                positions = torch.arange(len(labels), device=labels.device)
+            self._prove(head, hidden)
+            early = [self._exit(head, layer)[positions] for layer in exits]
+            scored = torch.cat([*early, hidden[positions]])
+            by_token = weights.repeat_interleave(len(positions))
+            compute = weigh_losses(by_token, parts=len(weights))
+            return compute(head, scored, labels[positions].repeat(len(weights)), None)
+
+        return compute_loss
+
+    def _exit(self, head: LossHead, layer: int) -> Tensor:
+        """What the head would read after a layer, [tokens, hidden]."""
+        return head.scale(self.norm(self._states[layer])).flatten(0, -2)
+
+    @torch.no_grad()
+    def _prove(self, head: LossHead, hidden: Tensor) -> None:
+        """Compares what the head reads with the norm of the last layer's state, once.
+
+        Raises `UserError` where the model computes something else between them.
+        """
+        if self._is_proven:
+            return
+        found = self._exit(head, len(self.layers) - 1)
+        if found.shape != hidden.shape or not torch.allclose(found, hidden, rtol=1e-2, atol=1e-3):
+            raise UserError(
+                "exit_layers: the output head of this model reads something else than the norm of "
+                "its last layer, so that a layer before it cannot be scored; name another model"
+            )
+        self._is_proven = True
 
     def _begin(self, _trunk: nn.Module, _arguments: object) -> None:
         self._passed_by = self._given
@@ -109,32 +153,3 @@ def find_last_norm(model: Any) -> nn.Module:
         f"exit_layers: {type(trunk).__name__} has {len(found)} norms after its last layer, "
         "and one is expected that the output head reads; name another model"
     )
-
-
-def score_exits(
-    states: Mapping[int, Tensor], exits: Sequence[int], norm: nn.Module, weights: Tensor
-) -> HeadFunction:
-    """A `HeadFunction`: the weighted sum of the losses after several layers.
-
-    `model(..., head_function=score_exits(...))` returns fp32[exits + 2]: that sum with its
-    gradients, and for the log the loss of each exit and of the model's output.
-
-    Args:
-        states: By layer, [rows, tokens, hidden], before the norm; there once the head is called.
-        exits: The layers that are scored beside the model's output.
-        norm: The norm before the head, through which each exit goes.
-        weights: fp32[exits + 1]: of each exit, then of the model's output.
-    """
-
-    def compute_loss(
-        head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
-    ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(len(labels), device=labels.device)
-        early = [head.scale(norm(states[layer])).flatten(0, -2)[positions] for layer in exits]
-        scored = torch.cat([*early, hidden[positions]])
-        by_token = weights.repeat_interleave(len(positions))
-        compute = weigh_losses(by_token, parts=len(weights))
-        return compute(head, scored, labels[positions].repeat(len(weights)), None)
-
-    return compute_loss

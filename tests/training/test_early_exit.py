@@ -31,7 +31,7 @@ from finetune.errors import UserError
 from finetune.models.cross_entropy import CrossEntropyHead
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.loss_chunks import UNCHANGED
-from finetune.models.watched_layers import score_exits, watch_layers
+from finetune.models.watched_layers import watch_layers
 from finetune.plan.loss_memory import loss_bytes
 from finetune.training.objectives.early_exit import (
     SCHEDULES,
@@ -371,8 +371,20 @@ def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
     head = nn.Linear(256, vocabulary, bias=False, dtype=dtype)
     head.__class__ = CrossEntropyHead
     head.before, head.logits, head.label_smoothing = 1.0, UNCHANGED, 0.0  # type: ignore[assignment]
-    states = {layer: torch.randn(1, tokens, 256, dtype=dtype).requires_grad_() for layer in range(exits)}  # fmt: skip
-    hidden, labels = torch.randn(1, tokens, 256, dtype=dtype).requires_grad_(), torch.randint(0, vocabulary, (1, tokens))  # fmt: skip
-    score = score_exits(states, range(exits), nn.Identity(), torch.full((exits + 1,), 0.25))
+    watched = watch_layers(build("llama", num_hidden_layers=4))
+    watched.norm = nn.Identity()
+    states = [torch.randn(1, tokens, 256, dtype=dtype).requires_grad_() for _ in range(4)]
+    watched._states = dict(enumerate(states))
+    hidden, labels = states[-1], torch.randint(0, vocabulary, (1, tokens))
+    score = watched.score(range(exits), torch.full((exits + 1,), 0.25))
+    score(head, *(each.flatten(0, 1) for each in (hidden, labels)), None)  # the proof
     seen = allocated_peak(lambda: head(hidden, labels, torch.arange(tokens), score))
     assert loss_bytes(spec) / seen == pytest.approx(1, rel=0.02)
+
+
+def test_a_head_that_reads_something_else_than_the_norm_is_refused() -> None:
+    model, batch = ours(build("llama")), collate(examples_of(), is_packed=True)
+    model.model.norm.register_forward_hook(lambda _norm, _inputs, output: output * 1.5)
+    watch_layers(model).norm = nn.Identity()
+    with pytest.raises(UserError, match="reads something else than the norm"):
+        measure(model, batch)

@@ -18,7 +18,7 @@ from finetune.config.methods import Method, choose_layers
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
-from finetune.models.watched_layers import score_exits, watch_layers
+from finetune.models.watched_layers import watch_layers
 from finetune.training.objectives.objective import SFT, Measured, Objective
 
 # exit_weights -> the weights of exits after so many layers each
@@ -72,9 +72,8 @@ class EarlyExit(Objective):
             layer: copy_to(documents, device)
             for layer, documents in self.draw(micro_batch, batch.step, count).items()
         }
-        with watched.watch(exits, passed_by) as states:
-            score = score_exits(states, exits, watched.norm, weights)
-            loss, *losses = model(**inputs, head_function=score)
+        with watched.watch(exits, passed_by):
+            loss, *losses = model(**inputs, head_function=watched.score(exits, weights))
         trained = (micro_batch.labels != IGNORE_INDEX).sum().float()
         names = [*(f"exit_loss/{layer}" for layer in exits), "output_loss"]
         metrics = {
