@@ -73,7 +73,7 @@ class WatchedLayers:
             if positions is None:
                 positions = torch.arange(len(labels), device=labels.device)
             self._prove(head, hidden)
-            early = [self._exit(head, layer)[positions] for layer in exits]
+            early = [self._read_after(head, layer)[positions] for layer in exits]
             scored = torch.cat([*early, hidden[positions]])
             by_token = weights.repeat_interleave(len(positions))
             compute = weigh_losses(by_token, parts=len(weights))
@@ -81,7 +81,7 @@ class WatchedLayers:
 
         return compute_loss
 
-    def _exit(self, head: LossHead, layer: int) -> Tensor:
+    def _read_after(self, head: LossHead, layer: int) -> Tensor:
         """What the head would read after a layer, [tokens, hidden]."""
         return head.scale(self.norm(self._states[layer])).flatten(0, -2)
 
@@ -93,7 +93,7 @@ class WatchedLayers:
         """
         if self._is_proven:
             return
-        found = self._exit(head, len(self.layers) - 1)
+        found = self._read_after(head, len(self.layers) - 1)
         if found.shape != hidden.shape or not torch.allclose(found, hidden, rtol=1e-2, atol=1e-3):
             raise UserError(
                 "exit_layers: the output head of this model reads something else than the norm of "
