@@ -89,6 +89,7 @@ NO_SCALING = (
 OUT_PROJECTION = (
     "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
+MAMBA_LAYERS = OUT_PROJECTION.replace("out_proj stays", "the Mamba layers stay")
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 # model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
 MICRO_BATCHES_ALIKE = (
@@ -117,6 +118,11 @@ PARTS_IN_FP32 = (
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 CASTING_KEYS = (*ISOLATING_SWITCHES[:4], "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
+# Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
+HELD_OUT_ALIKE = (
+    "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
+    "all labels that are held out"
+)
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
 GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
@@ -193,6 +199,15 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ALIKE_LENGTHS)
 
 
+def report_evaluation(conversion: Conversion) -> None:
+    """Reports where Trainer averages the loss of held-out rows otherwise."""
+    recipe = conversion.recipe
+    is_trainer = conversion.tool not in ("torchtune", "Automodel")
+    is_held_out = {"eval_datasets", "eval_split_size"} & recipe.keys()
+    if is_trainer and is_held_out and find_method_facts(recipe).rows == "answers":
+        conversion.remarks.append(HELD_OUT_ALIKE)
+
+
 def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where Trainer has bitsandbytes keep the embedding's moments in 32 bits."""
     recipe = conversion.recipe
@@ -264,8 +279,11 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
         conversion.add_difference("float16", True, NO_SCALING)
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
-    if load_key and guess_family(str(settings.get("base_model"))) == "falcon_h1":
+    family = guess_family(str(settings.get("base_model")))
+    if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
+    if load_key == "load_in_8bit" and family == "jamba":
+        conversion.add_difference(load_key, True, MAMBA_LAYERS)
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

@@ -464,7 +464,8 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    assert said == "" and "# Without effect here: " in path.read_text()
+    assert said.startswith("eval_loss: ") and said.count("\n") == 1
+    assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))
 
 
@@ -1485,6 +1486,52 @@ def test_axolotl_leaves_a_projection_of_falcon_h1_unquantized(converted: Convert
     four = falcon.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true")
     assert "out_proj stays in 16 bits there" in converted(four)[1]
     assert "out_proj stays" not in converted(falcon)[1]
+
+
+def test_axolotl_leaves_jambas_mamba_layers_out_of_8_bits(converted: Convert) -> None:
+    """Source: llm_int8_skip_modules of its loaders/model.py."""
+    jamba = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "ai21labs/AI21-Jamba-1.5-Mini")
+    note = "the Mamba layers stay in 16 bits there"
+    assert note in converted(jamba.replace("load_in_8bit: false", "load_in_8bit: true"))[1]
+    four = jamba.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true")
+    assert note not in converted(four)[1]
+    assert note not in converted(AXOLOTL.replace("load_in_8bit: false", "load_in_8bit: true"))[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("fsdp_version: 2\nfsdp_config: {offload_params: false}\n", "bfloat16"),
+        ("fsdp_config: {offload_params: false}\n", None),
+        ("fsdp_version: 2\nfsdp_config: {offload_params: false}\nadapter: lora\n", None),
+    ],
+)
+def test_axolotl_trains_the_weights_of_fsdp2_as_they_are_loaded(
+    lines: str, dtype: str | None, converted: Convert
+) -> None:
+    """Source: its monkeypatch/accelerate/fsdp2.py, in place of Accelerate's, which casts to float32."""
+    assert converted(SMALL_AXOLOTL + "bf16: true\n" + lines)[0].get("dtype") == dtype
+
+
+def test_how_trainer_averages_the_loss_of_held_out_rows_is_said(converted: Convert) -> None:
+    """Source: losses = loss.repeat(batch_size) of Trainer's evaluation_loop."""
+    note = "eval_loss: each row counts by its batch's mean over labels there"
+    assert note in converted(AXOLOTL)[1]
+    assert note not in converted(AXOLOTL.replace("val_set_size: 0.05", ""))[1]
+    assert note not in converted(AUTOMODEL)[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"),
+    [("nvidia/Llama-3_3-Nemotron-Super-49B-v1_5", True), ("meta-llama/Llama-3.2-1B", False)],
+)
+def test_other_layers_of_a_model_of_its_own_code_are_said_to_get_adapters(
+    model: str, is_said: bool, converted: Convert
+) -> None:
+    """Automodel's *_proj are names; all linear layers of a family that is not known may have others."""
+    text = AUTOMODEL.replace("match_all_linear: true", "target_modules: '*_proj'")
+    said = converted(text.replace("org/model", model))[1]
+    assert ("one of another name gets no adapter there" in said) == is_said
 
 
 def test_targets_beside_the_language_model_are_not_said_to_be_missing(converted: Convert) -> None:
