@@ -123,6 +123,10 @@ HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
     "all labels that are held out"
 )
+# torchtune's run_val_every_n_steps: null, and _configure_save_and_eval_strategy of Axolotl
+NOT_MEASURED = (
+    "eval_loss: not measured there without a number of steps; here before and after training"
+)
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
 GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
@@ -200,11 +204,15 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_evaluation(conversion: Conversion) -> None:
-    """Reports where Trainer averages the loss of held-out rows otherwise."""
+    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise."""
     recipe = conversion.recipe
+    if not {"eval_datasets", "eval_split_size"} & recipe.keys():
+        return
+    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
+    if conversion.tool in ("torchtune", "Axolotl") and not is_measured:
+        conversion.remarks.append(NOT_MEASURED)
     is_trainer = conversion.tool not in ("torchtune", "Automodel")
-    is_held_out = {"eval_datasets", "eval_split_size"} & recipe.keys()
-    if is_trainer and is_held_out and find_method_facts(recipe).rows == "answers":
+    if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
 
 

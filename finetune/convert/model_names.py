@@ -481,6 +481,8 @@ BREAKS_OF_IMAGES = re.compile(
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
 # tokenize_messages_no_special_tokens of torchtune
 SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
+# _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
+MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -559,6 +561,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
+    if component.endswith("_transform"):
+        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
     data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):

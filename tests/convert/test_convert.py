@@ -1516,9 +1516,34 @@ def test_axolotl_trains_the_weights_of_fsdp2_as_they_are_loaded(
 def test_how_trainer_averages_the_loss_of_held_out_rows_is_said(converted: Convert) -> None:
     """Source: losses = loss.repeat(batch_size) of Trainer's evaluation_loop."""
     note = "eval_loss: each row counts by its batch's mean over labels there"
-    assert note in converted(AXOLOTL)[1]
-    assert note not in converted(AXOLOTL.replace("val_set_size: 0.05", ""))[1]
+    assert note in converted(AXOLOTL + "eval_steps: 10\n")[1]
+    assert note not in converted(AXOLOTL.replace("val_set_size: 0.05", "eval_steps: 10"))[1]
     assert note not in converted(AUTOMODEL)[1]
+
+
+def test_rows_that_are_held_out_and_not_measured_are_said(converted: Convert) -> None:
+    """Sources: _configure_save_and_eval_strategy of Axolotl; run_val_every_n_steps of torchtune's recipes."""
+    note = "eval_loss: not measured there"
+    assert note in converted(AXOLOTL)[1]
+    assert note not in converted(AXOLOTL + "eval_steps: 10\n")[1]
+    held_out = (
+        "dataset_val: {_component_: torchtune.datasets.alpaca_dataset, split: 'train[95%:]'}\n"
+    )
+    assert note in converted(TORCHTUNE + held_out)[1]
+    assert note not in converted(TORCHTUNE + held_out + "run_val_every_n_steps: 10\n")[1]
+    assert note not in converted(TORCHTUNE)[1]
+
+
+def test_messages_in_torchtunes_transforms_are_trimmed_and_headers_trained(
+    converted: Convert,
+) -> None:
+    """Source: _tokenize_body and tokenize_messages of its models/llama4/_tokenizer.py."""
+    trimmed, header = "white space around a message is left out there", "the header of an answer"
+    assert trimmed not in converted(TORCHTUNE)[1]
+    images = TORCHTUNE.replace("llama3.llama3_tokenizer", "llama4.llama4_transform")
+    assert trimmed in converted(images)[1] and header in converted(images)[1]
+    whole = images.replace("source: org/pairs", "source: org/pairs\n  train_on_input: true")
+    assert trimmed in converted(whole)[1] and header not in converted(whole)[1]
 
 
 @pytest.mark.parametrize(
