@@ -82,6 +82,12 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
+# whose recurrent layers transformers gives no bounds of documents, nor Axolotl's monkeypatch/models
+PASSING_STATES_ON = ("jamba", "lfm2", "lfm2_moe")
+STATE_PASSED_ON = (
+    "documents in a packed row start from the state of those before in recurrent layers and "
+    "convolutions there; each is apart here"
+)
 NO_SCALING = (
     "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
     "scaling; under mixed precision with both here"
@@ -280,18 +286,25 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     copies = settings.get("lora_modules_to_save")
     if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
         conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
-    attention = settings.get("attn_implementation")
-    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
-    if settings.get("sample_packing") and not isolates:
-        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    family = guess_family(str(settings.get("base_model")))
+    if settings.get("sample_packing"):
+        _report_axolotl_packing(settings, family, conversion)
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
         conversion.add_difference("float16", True, NO_SCALING)
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
-    family = guess_family(str(settings.get("base_model")))
     if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
     if load_key == "load_in_8bit" and family == "jamba":
         conversion.add_difference(load_key, True, MAMBA_LAYERS)
+
+
+def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
+    attention = settings.get("attn_implementation")
+    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    if not isolates:
+        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    if family in PASSING_STATES_ON:
+        conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

@@ -1499,6 +1499,24 @@ def test_axolotl_leaves_jambas_mamba_layers_out_of_8_bits(converted: Convert) ->
 
 
 @pytest.mark.parametrize(
+    ("model", "is_said"),
+    [
+        ("ai21labs/AI21-Jamba-1.5-Mini", True),
+        ("LiquidAI/LFM2-8B-A1B", True),
+        ("tiiuae/Falcon-H1-1.5B-Instruct", False),  # by its monkeypatch/models/falcon_h1
+        ("Qwen/Qwen3-0.6B", False),
+    ],
+)
+def test_states_that_pass_from_document_to_document_in_axolotl_are_said(
+    model: str, is_said: bool, converted: Convert
+) -> None:
+    packed = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", model)
+    note = "start from the state of those before"
+    assert (note in converted(packed)[1]) == is_said
+    assert note not in converted(packed.replace("sample_packing: true", ""))[1]
+
+
+@pytest.mark.parametrize(
     ("lines", "dtype"),
     [
         ("fsdp_version: 2\nfsdp_config: {offload_params: false}\n", "bfloat16"),
