@@ -140,7 +140,7 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
     is_full_bf16 = (
         tool == "Axolotl"
         and precision == "bf16"
-        and (sharding == "none" or settings.get("bf16") == "full")
+        and (sharding == "none" or settings.get("bf16") == "full" or _keeps_loaded_dtype(settings))
     )
     is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
@@ -160,6 +160,14 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
         tensors=max(map(_read_size, tensors)),
         sequences=max(map(_read_size, sequences)),
     )
+
+
+def _keeps_loaded_dtype(settings: ToolFile) -> bool:
+    """Whether Axolotl's own fsdp2_prepare_model, which casts nothing to float32, takes the place of
+    Accelerate's.
+    """
+    is_second = str(settings.get("fsdp_version")) == "2"
+    return is_second and bool(settings.get("fsdp_config")) and not settings.get("deepspeed")
 
 
 def _find_precision(tool: Tool, settings: ToolFile) -> Precision:

@@ -82,6 +82,12 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
+# whose recurrent layers transformers gives no bounds of documents, nor Axolotl's monkeypatch/models
+PASSING_STATES_ON = ("jamba", "lfm2", "lfm2_moe")
+STATE_PASSED_ON = (
+    "documents in a packed row start from the state of those before in recurrent layers and "
+    "convolutions there; each is apart here"
+)
 NO_SCALING = (
     "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
     "scaling; under mixed precision with both here"
@@ -89,6 +95,7 @@ NO_SCALING = (
 OUT_PROJECTION = (
     "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
+MAMBA_LAYERS = OUT_PROJECTION.replace("out_proj stays", "the Mamba layers stay")
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 # model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
 MICRO_BATCHES_ALIKE = (
@@ -117,6 +124,15 @@ PARTS_IN_FP32 = (
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 CASTING_KEYS = (*ISOLATING_SWITCHES[:4], "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
+# Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
+HELD_OUT_ALIKE = (
+    "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
+    "all labels that are held out"
+)
+# torchtune's run_val_every_n_steps: null, and _configure_save_and_eval_strategy of Axolotl
+NOT_MEASURED = (
+    "eval_loss: not measured there without a number of steps; here before and after training"
+)
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
 GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
@@ -193,6 +209,19 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ALIKE_LENGTHS)
 
 
+def report_evaluation(conversion: Conversion) -> None:
+    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise."""
+    recipe = conversion.recipe
+    if not {"eval_datasets", "eval_split_size"} & recipe.keys():
+        return
+    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
+    if conversion.tool in ("torchtune", "Axolotl") and not is_measured:
+        conversion.remarks.append(NOT_MEASURED)
+    is_trainer = conversion.tool not in ("torchtune", "Automodel")
+    if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
+        conversion.remarks.append(HELD_OUT_ALIKE)
+
+
 def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where Trainer has bitsandbytes keep the embedding's moments in 32 bits."""
     recipe = conversion.recipe
@@ -257,15 +286,25 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     copies = settings.get("lora_modules_to_save")
     if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
         conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
-    attention = settings.get("attn_implementation")
-    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
-    if settings.get("sample_packing") and not isolates:
-        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    family = guess_family(str(settings.get("base_model")))
+    if settings.get("sample_packing"):
+        _report_axolotl_packing(settings, family, conversion)
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
         conversion.add_difference("float16", True, NO_SCALING)
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
-    if load_key and guess_family(str(settings.get("base_model"))) == "falcon_h1":
+    if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
+    if load_key == "load_in_8bit" and family == "jamba":
+        conversion.add_difference(load_key, True, MAMBA_LAYERS)
+
+
+def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
+    attention = settings.get("attn_implementation")
+    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    if not isolates:
+        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    if family in PASSING_STATES_ON:
+        conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

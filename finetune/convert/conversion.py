@@ -22,7 +22,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
-from finetune.convert.by_tool import adapt_tool, report_dtypes, report_epochs
+from finetune.convert.by_tool import adapt_tool, report_dtypes, report_epochs, report_evaluation
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import (
@@ -263,6 +263,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     make_runnable(conversion)
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
+    report_evaluation(conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }

@@ -202,6 +202,10 @@ BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")
 AUTOMODEL_ADAPTERS = (
     "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 )
+OTHER_LAYERS = (
+    "all linear layers but the head here, for this model's code is its own: one of another name "
+    "gets no adapter there"
+)
 AUXILIARY = (
     "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
     "it here"
@@ -343,6 +347,8 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
             conversion.recipe["lora_target_modules"] = projections
         else:
             conversion.recipe["lora_target_modules"] = "all-linear"
+        if not layers:
+            conversion.add_difference("peft.target_modules", "*_proj", OTHER_LAYERS)
 
 
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
@@ -467,10 +473,16 @@ BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
 HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
 BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
+# its templates of images that write one
+BREAKS_OF_IMAGES = re.compile(
+    "chatml|qwen|(?<!pali)gemma|paligemma_chat|intern|minicpm|keye|lfm2|moss|mimo|yi|youtu"
+)
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
 # tokenize_messages_no_special_tokens of torchtune
 SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
+# _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
+MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -522,6 +534,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
     name = str(value)
     if conversion.images:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
+        if conversion.tool == "LLaMA-Factory" and BREAKS_OF_IMAGES.search(name):
+            conversion.add_remark(key, value, BREAK_TRAINED)
         return
     if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
@@ -547,6 +561,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
+    if component.endswith("_transform"):
+        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
     data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):

@@ -57,7 +57,8 @@ KTO_ROWS = (
 )
 ASFT = (
     "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the "
-    "same; a mean over all tokens of a step here, of each micro-batch's mean there"
+    "same; a mean over all tokens of a step here, the sum of each micro-batch's mean there, for "
+    "which max_grad_norm is divided by gradient_accumulation_steps too"
 )
 # Of reward models.
 NAMED_REWARD = (
@@ -208,13 +209,16 @@ def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
 def _read_asft(settings: ToolFile) -> dict[str, Any]:
     share = read_number("asft_alpha", settings.get("asft_alpha", 0.1), "0.1", 0)
     clip = read_number("max_grad_norm", settings.get("max_grad_norm", 1.0) or 0, "1.0")
+    name = "gradient_accumulation_steps"
+    # Trainer divides by it no loss of a compute_loss_func
+    micro_batches = read_number(name, settings.get(name) or 1, "1", 1)
     return {
         "method": "distill",
         "distill_beta": 0.0,
         "distill_alpha": round(share / (1 + share), 9),
         "token_loss": "dft",
         "teacher_model_name_or_path": settings.get("model_name_or_path"),
-        "max_grad_norm": clip / (1 + share) if clip else None,
+        "max_grad_norm": clip / (1 + share) / micro_batches if clip else None,
     }
 
 

@@ -464,7 +464,8 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    assert said == "" and "# Without effect here: " in path.read_text()
+    assert said.startswith("eval_loss: ") and said.count("\n") == 1
+    assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))
 
 
@@ -1485,6 +1486,95 @@ def test_axolotl_leaves_a_projection_of_falcon_h1_unquantized(converted: Convert
     four = falcon.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true")
     assert "out_proj stays in 16 bits there" in converted(four)[1]
     assert "out_proj stays" not in converted(falcon)[1]
+
+
+def test_axolotl_leaves_jambas_mamba_layers_out_of_8_bits(converted: Convert) -> None:
+    """Source: llm_int8_skip_modules of its loaders/model.py."""
+    jamba = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "ai21labs/AI21-Jamba-1.5-Mini")
+    note = "the Mamba layers stay in 16 bits there"
+    assert note in converted(jamba.replace("load_in_8bit: false", "load_in_8bit: true"))[1]
+    four = jamba.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true")
+    assert note not in converted(four)[1]
+    assert note not in converted(AXOLOTL.replace("load_in_8bit: false", "load_in_8bit: true"))[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"),
+    [
+        ("ai21labs/AI21-Jamba-1.5-Mini", True),
+        ("LiquidAI/LFM2-8B-A1B", True),
+        ("tiiuae/Falcon-H1-1.5B-Instruct", False),  # by its monkeypatch/models/falcon_h1
+        ("Qwen/Qwen3-0.6B", False),
+    ],
+)
+def test_states_that_pass_from_document_to_document_in_axolotl_are_said(
+    model: str, is_said: bool, converted: Convert
+) -> None:
+    packed = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", model)
+    note = "start from the state of those before"
+    assert (note in converted(packed)[1]) == is_said
+    assert note not in converted(packed.replace("sample_packing: true", ""))[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("fsdp_version: 2\nfsdp_config: {offload_params: false}\n", "bfloat16"),
+        ("fsdp_config: {offload_params: false}\n", None),
+        ("fsdp_version: 2\nfsdp_config: {offload_params: false}\nadapter: lora\n", None),
+    ],
+)
+def test_axolotl_trains_the_weights_of_fsdp2_as_they_are_loaded(
+    lines: str, dtype: str | None, converted: Convert
+) -> None:
+    """Source: its monkeypatch/accelerate/fsdp2.py, in place of Accelerate's, which casts to float32."""
+    assert converted(SMALL_AXOLOTL + "bf16: true\n" + lines)[0].get("dtype") == dtype
+
+
+def test_how_trainer_averages_the_loss_of_held_out_rows_is_said(converted: Convert) -> None:
+    """Source: losses = loss.repeat(batch_size) of Trainer's evaluation_loop."""
+    note = "eval_loss: each row counts by its batch's mean over labels there"
+    assert note in converted(AXOLOTL + "eval_steps: 10\n")[1]
+    assert note not in converted(AXOLOTL.replace("val_set_size: 0.05", "eval_steps: 10"))[1]
+    assert note not in converted(AUTOMODEL)[1]
+
+
+def test_rows_that_are_held_out_and_not_measured_are_said(converted: Convert) -> None:
+    """Sources: _configure_save_and_eval_strategy of Axolotl; run_val_every_n_steps of torchtune's recipes."""
+    note = "eval_loss: not measured there"
+    assert note in converted(AXOLOTL)[1]
+    assert note not in converted(AXOLOTL + "eval_steps: 10\n")[1]
+    held_out = (
+        "dataset_val: {_component_: torchtune.datasets.alpaca_dataset, split: 'train[95%:]'}\n"
+    )
+    assert note in converted(TORCHTUNE + held_out)[1]
+    assert note not in converted(TORCHTUNE + held_out + "run_val_every_n_steps: 10\n")[1]
+    assert note not in converted(TORCHTUNE)[1]
+
+
+def test_messages_in_torchtunes_transforms_are_trimmed_and_headers_trained(
+    converted: Convert,
+) -> None:
+    """Source: _tokenize_body and tokenize_messages of its models/llama4/_tokenizer.py."""
+    trimmed, header = "white space around a message is left out there", "the header of an answer"
+    assert trimmed not in converted(TORCHTUNE)[1]
+    images = TORCHTUNE.replace("llama3.llama3_tokenizer", "llama4.llama4_transform")
+    assert trimmed in converted(images)[1] and header in converted(images)[1]
+    whole = images.replace("source: org/pairs", "source: org/pairs\n  train_on_input: true")
+    assert trimmed in converted(whole)[1] and header not in converted(whole)[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"),
+    [("nvidia/Llama-3_3-Nemotron-Super-49B-v1_5", True), ("meta-llama/Llama-3.2-1B", False)],
+)
+def test_other_layers_of_a_model_of_its_own_code_are_said_to_get_adapters(
+    model: str, is_said: bool, converted: Convert
+) -> None:
+    """Automodel's *_proj are names; all linear layers of a family that is not known may have others."""
+    text = AUTOMODEL.replace("match_all_linear: true", "target_modules: '*_proj'")
+    said = converted(text.replace("org/model", model))[1]
+    assert ("one of another name gets no adapter there" in said) == is_said
 
 
 def test_targets_beside_the_language_model_are_not_said_to_be_missing(converted: Convert) -> None:

@@ -178,3 +178,16 @@ def test_llama_factorys_mean_of_means_is_said(model: str, is_said: bool, tmp_pat
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.images is None
     assert any("the mean of each micro-batch" in line for line in found.remarks) == is_said
+
+
+@pytest.mark.parametrize(
+    ("template", "is_said"),
+    [("qwen2_vl", True), ("gemma3", True), ("paligemma", False), ("kimi_vl", False)],
+)
+def test_llama_factory_trains_a_line_break_after_answers_about_images(
+    template: str, is_said: bool, tmp_path: Path
+) -> None:
+    """Source: format_assistant of its data/template.py."""
+    path = write_factory(tmp_path, FACTORY.replace("qwen2_vl", template))
+    said = "the line break after an answer is trained too there"
+    assert any(said in line for line in convert_file(path).remarks) == is_said

@@ -84,6 +84,9 @@ def test_asft_is_a_distillation_from_the_model_before_training(
         "dft",
     )
     assert recipe["max_grad_norm"] == pytest.approx(1.0 / 1.05)
+    path.write_text(yaml.safe_dump(file | {"gradient_accumulation_steps": 4}))
+    # no loss of a compute_loss_func is divided by it in Trainer's training_step
+    assert convert_file(path).recipe["max_grad_norm"] == pytest.approx(1.0 / 1.05 / 4)
     hidden, weight, bias, labels = problem()
     sources, count = [hidden, weight, bias], int((labels != -100).sum())
     before = weight.detach() + 0.3 * torch.randn_like(weight), bias.detach()
