@@ -152,6 +152,8 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
+        _make_chart("output_loss", "Loss of the output", "nats per trained token, after the last layer, of early exits", _smooth_lines(runs, "output_loss")),
+        _make_chart("masked_loss", "Loss of masked tokens", "nats per masked token", _smooth_lines(runs, "masked_loss")),
         *_preference_charts(runs),
         *_online_charts(runs),
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
