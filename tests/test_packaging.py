@@ -202,7 +202,9 @@ def test_nothing_advises_a_package_of_another_project() -> None:
     assert project["name"] != "finetune"
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "finetune").rglob("*.py")]
     files += [*(ROOT / "examples").rglob("*.*"), *(ROOT / "recipes").rglob("*.yaml")]
-    advice = re.compile(r"""(pip|uv pip|pipx) install [^\n`]*?["' ]finetune(\[|["'\s`]|$)""")
+    advice = re.compile(
+        r"""(pip|uv pip|pipx) install [^\n`]*?["' ]finetune(-exact)?(\[|["'\s`]|$)"""
+    )
     wrong = [
         str(path)
         for path in files

@@ -25,7 +25,14 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import Recipe
-from finetune.errors import AgreedError, UserError, end_process, exit_code, set_library_environment
+from finetune.errors import (
+    AgreedError,
+    UserError,
+    end_process,
+    exit_code,
+    install_command,
+    set_library_environment,
+)
 from finetune.run import launch_script
 from finetune.units import read_size
 
@@ -47,8 +54,7 @@ def serve_training_command(options: argparse.Namespace) -> int:
     _find_key(options.host)
     if not all(map(_is_installed, PACKAGES)):
         raise UserError(
-            "serve-training needs Starlette, uvicorn and protobuf: pip install "
-            "'finetune-exact[serve]'"
+            f"serve-training needs Starlette, uvicorn and protobuf: {install_command('serve')}"
         )
     names = ("host", "port", "max_stacked", "max_sessions", "max_body", "max_disk")
     flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
