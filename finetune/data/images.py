@@ -142,12 +142,19 @@ def _read_file(path: Path) -> EncodedImage:
         raise BadRow(f"image: {path}: cannot be read: {error}") from None
 
 
-def open_image(image: EncodedImage) -> Any:
-    """The picture, upright and in RGB, as transformers' `load_image` gives it. Raises `BadRow`."""
+def _import_pillow() -> None:
+    """Raises `UserError` where it is not installed."""
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        import PIL  # noqa: F401
     except ImportError:
         raise UserError(f"images need Pillow; {install_command('images')}") from None
+
+
+def open_image(image: EncodedImage) -> Any:
+    """The picture, upright and in RGB, as transformers' `load_image` gives it. Raises `BadRow`."""
+    _import_pillow()
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
     try:
         # our own bounds are below it
@@ -247,6 +254,7 @@ class ImageProcessor:
                 f"{name or family}: a row holds an image, and this model takes none; name another "
                 "model"
             )
+        _import_pillow()  # transformers' processor would ask to restart a notebook
         if name == self._model.model_name_or_path:
             options = {"revision": self._model.model_revision}
         else:

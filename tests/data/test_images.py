@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from PIL import Image
 
 from finetune.cli import main
 from finetune.config.reader import read_recipe
+from finetune.config.schema import Model
 from finetune.constants import IGNORE_INDEX
-from finetune.data.images import EncodedImage, open_image
+from finetune.data.images import EncodedImage, ImageProcessor, open_image
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
@@ -547,3 +549,15 @@ def test_images_that_nothing_reads_are_a_warning_for_a_model_without_a_tower(
         ("warning", 1)
     ]
     assert "images_dropped" not in {f.name for f in report.findings}
+
+
+def test_without_pillow_an_image_and_its_processor_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = add_processor(make_vision_model(tmp_path / "model", "qwen2_5_vl"), "qwen2_5_vl")
+    processor = ImageProcessor(Model(model_name_or_path=str(folder)), None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"^images need Pillow; pip install -e"):
+        open_image(EncodedImage(b""))
+    with pytest.raises(UserError, match=r"^images need Pillow; pip install -e"):
+        _ = processor._own
