@@ -24,7 +24,7 @@ from finetune.config.layout import Sharding
 from finetune.config.methods import EXIT_WEIGHTS, Method, choose_layers
 from finetune.config.reader import read_recipe
 from finetune.data.examples import make_generator
-from finetune.data.packing import make_filler, pack_documents, pad_documents
+from finetune.data.packing import make_filler
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
@@ -46,10 +46,10 @@ from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_peak
 from tests.session_on_ranks import ROWS
 from tests.training import reference
+from tests.training.documents import collate, examples_of, held_out, train_kinds, train_plainly
 from tests.training.layouts import (
     assert_last_step_again_is_bit_equal,
     steps_of,
-    train_all,
     write_config,
     write_recipe,
 )
@@ -57,18 +57,6 @@ from tests.training.layouts import (
 LAYERS, SEED, STEP, STEPS = 4, 11, 3, 4
 LENGTHS = (13, 5, 22, 7)
 KEYS = Method(method="early_exit", exit_layers="::2", exit_scale=0.5, layer_dropout=0.6)
-
-
-def examples_of(lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
-    """Documents whose labels are the next ids, of which some are not trained on."""
-    random = np.random.default_rng(1)
-    made = []
-    for length in lengths:
-        ids = random.integers(3, 60, length).astype(np.int32)
-        labels = np.append(ids[1:], -100).astype(np.int32)
-        labels[: length // 3] = -100
-        made.append(SimpleNamespace(input_ids=ids, labels=labels))
-    return made
 
 
 def passed_by(example_id: int, step: int, keys: Method = KEYS, layers: int = LAYERS) -> set[int]:
@@ -102,11 +90,6 @@ def plain_loss(model: Any, examples: list[Any], step: int = STEP, keys: Method =
     return (torch.stack(losses) * weights).sum()
 
 
-def collate(examples: list[Any], *, is_packed: bool) -> Any:
-    batch = pack_documents(examples) if is_packed else pad_documents(examples, 0)
-    return replace(batch, example_ids=tuple(range(len(examples))))
-
-
 def measure(model: Any, batch: Any, keys: Method = KEYS, step: int = STEP) -> Any:
     objective = EarlyExit(keys, SEED, STEPS)
     return objective.measure(model, batch, batch.inputs, SimpleNamespace(step=step))  # type: ignore[arg-type]
@@ -117,7 +100,7 @@ def measure(model: Any, batch: Any, keys: Method = KEYS, step: int = STEP) -> An
 def test_loss_and_gradients_are_those_of_models_that_are_cut_short(
     family: str, is_packed: bool
 ) -> None:
-    model, examples = build(family, num_hidden_layers=LAYERS), examples_of()
+    model, examples = build(family, num_hidden_layers=LAYERS), examples_of(LENGTHS)
     assert any(passed_by(number, STEP) for number in range(len(examples)))
     model.set_attn_implementation("eager")
     true_loss = plain_loss(model, examples)
@@ -132,7 +115,7 @@ def test_loss_and_gradients_are_those_of_models_that_are_cut_short(
 
 
 def test_checkpointed_layers_give_the_same_gradients() -> None:
-    model, batch = ours(build("llama", num_hidden_layers=LAYERS)), collate(examples_of(), is_packed=True)  # fmt: skip
+    model, batch = ours(build("llama", num_hidden_layers=LAYERS)), collate(examples_of(LENGTHS), is_packed=True)  # fmt: skip
     kept = gradients(model, measure(model, batch).loss_sum)
     checkpoint_activations(model, 1)
     again = gradients(model, measure(model, batch).loss_sum)
@@ -140,7 +123,7 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
 
 
 def test_a_forward_that_nobody_watches_passes_no_layer_by() -> None:
-    model, batch = ours(build("llama", num_hidden_layers=LAYERS)), collate(examples_of(), is_packed=True)  # fmt: skip
+    model, batch = ours(build("llama", num_hidden_layers=LAYERS)), collate(examples_of(LENGTHS), is_packed=True)  # fmt: skip
     plain = model(**batch.inputs)
     assert measure(model, batch).metrics["output_loss"][0] != plain
     assert torch.equal(model(**batch.inputs), plain)
@@ -274,73 +257,47 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path]) -> Path:
-    for kind in KINDS:
-        (folder / kind).mkdir()
-    for ranks in (1, 2):
-        wanted = []
-        for name, (kind, layout, of) in RUNS.items():
-            rows = 3 if ranks == 1 else 2
-            keys = [f"output_dir={folder}/run-{name}", f"per_device_train_batch_size={rows}"]
-            if name in MEASURED:
-                data = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
-                keys += [data, "eval_steps=2", "save_steps=1"]
-            if of == ranks:
-                sizes = {layout: 2} if layout.endswith("_size") else None
-                config = write_config(
-                    folder / kind,
-                    "full_shard" if sizes else layout,
-                    checkpointing=kind == "gradual",
-                    sizes=sizes,
-                )
-                wanted.append((recipes[kind], config, keys))
-        train_all(folder, wanted, ranks=ranks)
+    train_kinds(folder, recipes, RUNS, measured=MEASURED, checkpointed=("gradual",))
     return folder
 
 
-def train_plainly(path: Path) -> list[tuple[float, float, float]]:
-    """(loss, gradient norm, the loss of the output) of every step: transformers' forward of models that are cut short, a document at a time."""
-    recipe = read_recipe(str(path))
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
-    data = prepare_data(recipe, tokenizer, reference.Alone())  # type: ignore[arg-type]
-    model: Any = AutoModelForCausalLM.from_pretrained(recipe.model.model_name_or_path, attn_implementation="eager")  # fmt: skip
-    bare = model
-    if recipe.lora.use_peft:
-        model = reference._with_adapters(model, recipe)
-        bare = model.base_model.model
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, eps=recipe.optimization.adam_epsilon)  # fmt: skip
-    results = []
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = reference._cosine(step, STEPS, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)  # fmt: skip
-        weights = torch.tensor(weigh_exits(recipe.method, choose_exits(recipe.method, LAYERS, step, STEPS), LAYERS))  # fmt: skip
-        losses, count = torch.zeros(len(weights)), 0
-        for index in (index for ids in data.train.rows_of(step) for index in ids):  # type: ignore[union-attr]
-            example = data.train.examples[index]  # type: ignore[union-attr]
-            losses = losses + cut_losses(bare, example, int(index), step, recipe.method)
-            count += int((example.labels != -100).sum())
-        (losses @ weights / count).backward()
-        for p in trained:  # of a layer that all documents have passed by
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in trained])  # type: ignore[union-attr]
-        torch.nn.utils.clip_grads_with_norm_(trained, recipe.optimization.max_grad_norm or math.inf, norm)  # fmt: skip
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append(((losses @ weights / count).item(), norm.item(), losses[-1].item() / count))
-    return results
+def weighted_losses(recipe: Any, _tokenizer: Any, model: Any, example: Any, number: int, step: int) -> torch.Tensor:  # fmt: skip
+    """The weighted loss of a document, and that of the output."""
+    exits = choose_exits(recipe.method, LAYERS, step, STEPS)
+    weights = torch.tensor(weigh_exits(recipe.method, exits, LAYERS))
+    losses = cut_losses(model, example, number, step, recipe.method)
+    return torch.stack([losses @ weights, losses[-1]])
+
+
+Steps = list[tuple[float, list[float], float]]
 
 
 @pytest.fixture(scope="module")
-def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float, float]]]:
-    return {kind: train_plainly(path) for kind, path in recipes.items()}
+def expected(recipes: dict[str, Path]) -> dict[str, Steps]:
+    return {kind: train_plainly(path, STEPS, weighted_losses) for kind, path in recipes.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, list[tuple[float, float, float]]]) -> None:  # fmt: skip
+def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, Steps]) -> None:  # fmt: skip
     lines = steps_of(runs / f"run-{name}")
-    for line, (loss, norm, output) in zip(lines, expected[RUNS[name][0]], strict=True):
+    for line, (loss, (output,), norm) in zip(lines, expected[RUNS[name][0]], strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert line["output_loss"] == pytest.approx(output, rel=1e-5)
+
+
+def test_held_out_data_are_scored_at_the_output_with_all_layers(runs: Path) -> None:
+    ddp, alone = held_out(runs / "run-packed-ddp"), held_out(runs / "run-packed")
+    assert len(alone) == 3 and ddp == pytest.approx(alone, rel=1e-5)
+    model: Any = AutoModelForCausalLM.from_pretrained(runs / "model")
+    assert held_out(runs / "run-padded")[0] == pytest.approx(alone[0], rel=1e-6)
+    recipe = read_recipe(str(runs / "run-padded" / "recipe.yaml"))
+    data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())  # type: ignore[arg-type]
+    examples = data.evaluation.examples  # type: ignore[union-attr]
+    held = [examples[index] for index in range(len(examples))]
+    plain = replace(KEYS, exit_layers=(), layer_dropout=0.0)
+    total = sum(cut_losses(model, each, 0, 0, plain)[-1].item() for each in held)
+    assert alone[0] == pytest.approx(total / sum((e.labels != -100).sum() for e in held), rel=1e-5)
 
 
 def test_a_resumed_run_is_bit_equal(runs: Path) -> None:
@@ -383,7 +340,7 @@ def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
 
 
 def test_a_head_that_reads_something_else_than_the_norm_is_refused() -> None:
-    model, batch = ours(build("llama")), collate(examples_of(), is_packed=True)
+    model, batch = ours(build("llama")), collate(examples_of(LENGTHS), is_packed=True)
     model.model.norm.register_forward_hook(lambda _norm, _inputs, output: output * 1.5)
     watch_layers(model).norm = nn.Identity()
     with pytest.raises(UserError, match="reads something else than the norm"):

@@ -3,12 +3,10 @@
 import ast
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,14 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 import finetune
-from finetune.config.reader import read_recipe
 from finetune.data.examples import make_generator
-from finetune.data.packing import make_filler, pack_documents, pad_documents
-from finetune.data.prepare import prepare_data
-from finetune.data.tokenizer import find_mask_id, load_tokenizer
+from finetune.data.packing import make_filler
+from finetune.data.tokenizer import find_mask_id
 from finetune.errors import UserError
 from finetune.inference.inputs import find_model, refuse_other_use
 from finetune.models import attention_kernels
@@ -33,7 +28,7 @@ from tests.conftest import make_chat, make_model, make_tokenizer
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import build, gradients, ours, relative_error
 from tests.session_on_ranks import ROWS
-from tests.training import reference
+from tests.training.documents import collate, examples_of, held_out, train_kinds, train_plainly
 from tests.training.layouts import (
     assert_last_step_again_is_bit_equal,
     steps_of,
@@ -52,24 +47,6 @@ def draw(example_id: int, length: int, noise: str = str(STEP)) -> tuple[float, n
     """(t, a number from 0 to 1 for each token) of a document."""
     random = make_generator(SEED, f"mask {noise}", example_id)
     return random.random(), random.random(length)
-
-
-def examples_of(lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
-    """Documents whose labels are the next ids, of which some are not trained on."""
-    random = np.random.default_rng(1)
-    made = []
-    for length in lengths:
-        ids = random.integers(3, 60, length).astype(np.int32)
-        labels = np.append(ids[1:], -100).astype(np.int32)
-        labels[: length // 3] = -100
-        made.append(SimpleNamespace(input_ids=ids, labels=labels))
-    return made
-
-
-def collate(examples: list[Any], *, is_packed: bool, first: int = 0) -> Any:
-    batch = pack_documents(examples) if is_packed else pad_documents(examples, 0)
-    numbers = tuple(range(first, first + len(examples)))
-    return replace(batch, example_ids=numbers)
 
 
 def mask(ids: torch.Tensor, labels: torch.Tensor, t: float, u: np.ndarray, eps: float = EPS) -> tuple[torch.Tensor, torch.Tensor, float]:  # fmt: skip
@@ -112,7 +89,7 @@ def measure(model: Any, batch: Any, **keys: Any) -> Any:
 def test_loss_and_gradients_are_those_of_transformers_under_a_full_mask(family: str, is_packed: bool) -> None:  # fmt: skip
     """Softcapped scores (gemma2) and sinks (gpt_oss) too; windows are wider than the documents."""
     config = {"gemma2": {"sliding_window": 64}, "gpt_oss": {"sliding_window": 64}}.get(family, {})
-    model, examples = build(family, **config), examples_of()
+    model, examples = build(family, **config), examples_of(LENGTHS)
     model.set_attn_implementation("eager")
     true_loss = plain_loss(model, examples)
     true_gradients = gradients(model, true_loss)
@@ -138,7 +115,7 @@ def test_the_kernel_of_cuda_sees_all_of_a_document(
         return takes_varlen(*arguments)
 
     monkeypatch.setattr(attention_kernels, "_can_use_varlen", takes)
-    model, examples = build(family), examples_of()
+    model, examples = build(family), examples_of(LENGTHS)
     model.set_attn_implementation("eager")
     true_loss = plain_loss(model, examples)
     true_gradients = gradients(model, true_loss)
@@ -166,7 +143,7 @@ def test_a_token_sees_what_is_after_it_in_its_own_document_alone() -> None:
 
 
 def test_noise_is_of_the_document_whatever_lies_beside_it_and_stays_for_held_out_data() -> None:
-    examples = examples_of()
+    examples = examples_of(LENGTHS)
     objective = MaskedDiffusion(MASK, EPS, SEED)
     together, _ = objective.draw(collate(examples, is_packed=True), "3")
     alone, weights = objective.draw(collate(examples[2:3], is_packed=False, first=2), "3")
@@ -279,7 +256,7 @@ RUNS = {  # name -> kind, layout, ranks
     "packed-fsdp1": ("packed", "FULL_SHARD", 2),
     "lora": ("lora", "single", 1),
     "lora-fsdp2": ("lora", "full_shard", 2),
-    "packed-tp": ("packed", "tp", 2),
+    "packed-tp": ("packed", "tp_size", 2),
 }
 MEASURED = ("padded", "packed", "packed-ddp")  # on held-out data too
 
@@ -295,82 +272,47 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path]) -> Path:
-    for ranks in (1, 2):
-        wanted = []
-        for name, (kind, layout, of) in RUNS.items():
-            rows = 3 if ranks == 1 else 2
-            keys = [f"output_dir={folder}/{name}", f"per_device_train_batch_size={rows}"]
-            if name in MEASURED:
-                data = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
-                keys += [data, "eval_steps=2", "save_steps=1"]
-            if of == ranks:
-                sizes = {"tp_size": 2} if layout == "tp" else None
-                config = write_config(folder, "full_shard" if sizes else layout, sizes=sizes)
-                wanted.append((recipes[kind], config, keys))
-        train_all(folder, wanted, ranks=ranks)
+    train_kinds(folder, recipes, RUNS, measured=MEASURED)
     return folder
 
 
-def train_plainly(path: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step: transformers' forward under a full mask, a document at a time."""
-    recipe = read_recipe(str(path))
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
-    data = prepare_data(recipe, tokenizer, reference.Alone())  # type: ignore[arg-type]
-    model: Any = AutoModelForCausalLM.from_pretrained(recipe.model.model_name_or_path, attn_implementation="eager")  # fmt: skip
-    if recipe.lora.use_peft:
-        model = reference._with_adapters(model, recipe)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, eps=recipe.optimization.adam_epsilon)  # fmt: skip
-    mask_id, results = tokenizer.convert_tokens_to_ids("<|system|>"), []
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = reference._cosine(step, STEPS, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)  # fmt: skip
-        total, count = torch.zeros(()), 0
-        for index in (index for ids in data.train.rows_of(step) for index in ids):  # type: ignore[union-attr]
-            example = data.train.examples[index]  # type: ignore[union-attr]
-            ids, labels = (torch.from_numpy(each.astype("int64")) for each in (example.input_ids, example.labels))  # fmt: skip
-            noisy, is_masked, p = mask(ids, labels, *draw(int(index), len(ids), str(step)))
-            noisy = torch.where(is_masked, mask_id, ids)
-            logits = model(input_ids=noisy[None], attention_mask=full_mask(len(ids)), use_cache=False).logits[0]  # fmt: skip
-            losses = F.cross_entropy(logits[:-1], ids[1:], reduction="none")[is_masked[1:]]
-            total, count = total + losses.sum() / p, count + int((labels != -100).sum())
-        (total / count).backward()
-        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in trained if p.grad is not None])  # fmt: skip
-        torch.nn.utils.clip_grads_with_norm_(trained, recipe.optimization.max_grad_norm or math.inf, norm)  # fmt: skip
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append(((total / count).item(), norm.item()))
-    return results
+def masked_loss(_recipe: Any, tokenizer: Any, model: Any, example: Any, number: int, step: int) -> torch.Tensor:  # fmt: skip
+    """fp32[1]: a document's loss by transformers' forward under a full mask."""
+    ids, labels = (torch.from_numpy(each.astype("int64")) for each in (example.input_ids, example.labels))  # fmt: skip
+    _, is_masked, p = mask(ids, labels, *draw(number, len(ids), str(step)))
+    noisy = torch.where(is_masked, tokenizer.convert_tokens_to_ids("<|system|>"), ids)
+    logits = model(input_ids=noisy[None], attention_mask=full_mask(len(ids)), use_cache=False).logits[0]  # fmt: skip
+    losses = F.cross_entropy(logits[:-1], ids[1:], reduction="none")[is_masked[1:]]
+    return losses.sum()[None] / p
+
+
+Steps = list[tuple[float, list[float], float]]
 
 
 @pytest.fixture(scope="module")
-def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
-    return {kind: train_plainly(path) for kind, path in recipes.items()}
+def expected(recipes: dict[str, Path]) -> dict[str, Steps]:
+    return {kind: train_plainly(path, STEPS, masked_loss) for kind, path in recipes.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, list[tuple[float, float]]]) -> None:  # fmt: skip
-    lines = steps_of(runs / name)
-    for line, (loss, norm) in zip(lines, expected[RUNS[name][0]], strict=True):
+def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, Steps]) -> None:  # fmt: skip
+    lines = steps_of(runs / f"run-{name}")
+    for line, (loss, _, norm) in zip(lines, expected[RUNS[name][0]], strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def held_out(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["eval_loss"] for line in lines if "eval_loss" in line]
-
-
 def test_the_held_out_loss_is_the_same_on_one_rank_and_two_packed_and_padded(runs: Path) -> None:
-    ddp, alone = held_out(runs / "packed-ddp"), held_out(runs / "packed")
+    ddp, alone = held_out(runs / "run-packed-ddp"), held_out(runs / "run-packed")
     assert len(alone) == 3 and ddp == pytest.approx(alone, rel=1e-5)
-    assert held_out(runs / "padded")[0] == pytest.approx(alone[0], rel=1e-6)
+    assert held_out(runs / "run-padded")[0] == pytest.approx(alone[0], rel=1e-6)
     assert alone[-1] < alone[0]
 
 
 def test_a_resumed_run_is_bit_equal(runs: Path) -> None:
     recipe = runs / "again.yaml"
-    recipe.write_text((runs / "packed" / "recipe.yaml").read_text())
-    assert_last_step_again_is_bit_equal(runs / "packed", recipe, runs, STEPS)
+    recipe.write_text((runs / "run-packed" / "recipe.yaml").read_text())
+    assert_last_step_again_is_bit_equal(runs / "run-packed", recipe, runs, STEPS)
 
 
 def test_a_mask_token_is_named_by_text_or_id_and_else_refused() -> None:
