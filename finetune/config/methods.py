@@ -697,10 +697,8 @@ MASKING = tuple(name for name, facts in METHODS.items() if facts.masks)
 EXITING = tuple(name for name, facts in METHODS.items() if facts.exits)
 ADDED_MASK = "<|mask|>"  # of a tokenizer that has no mask token
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
-# layers by their numbers, or as a slice
-LayerNumbers = (
-    tuple[Annotated[int, Ge(0)], ...] | Annotated[str, Field(pattern=r"^\d*:\d*(:[1-9]\d*)?$")]
-)
+LAYER_SLICE = r"\d*:\d*(:[1-9]\d*)?"  # a slice as Python writes it
+LayerNumbers = tuple[Annotated[int, Ge(0)], ...] | Annotated[str, Field(pattern=f"^{LAYER_SLICE}$")]
 EXIT_WEIGHTS: Mapping[str, str] = {
     "uniform": "1",
     "linear": "l",

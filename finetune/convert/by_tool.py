@@ -69,11 +69,10 @@ ISOLATING = re.compile(
     r"sdpa|eager|(flash_attention_([234]|torch)|flex_attention|xformers|sage|"
     r"kernels-community/(flash-attn[23]|sage-attention))([@:].*)?"
 )
+# for which Axolotl casts the embedding and the head to 16 bits (attn_needs_dtype_cast)
+SWITCHES_IN_16_BITS = ("xformers_attention", "sage_attention", "flex_attention", "flash_attention")
 ISOLATING_SWITCHES = (
-    "xformers_attention",
-    "sage_attention",
-    "flex_attention",
-    "flash_attention",
+    *SWITCHES_IN_16_BITS,
     "sdp_attention",
     "eager_attention",
     "gemma4_hybrid_attn_impl",
@@ -95,7 +94,10 @@ NO_SCALING = (
 OUT_PROJECTION = (
     "out_proj stays in 16 bits there, and the output head does not; the other way around here"
 )
-MAMBA_LAYERS = OUT_PROJECTION.replace("out_proj stays", "the Mamba layers stay")
+MAMBA_LAYERS = (
+    "the Mamba layers stay in 16 bits there, and the output head does not; the other way around "
+    "here"
+)
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 # model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
 MICRO_BATCHES_ALIKE = (
@@ -123,7 +125,7 @@ PARTS_IN_FP32 = (
     "weights are in bfloat16 here"
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
-CASTING_KEYS = (*ISOLATING_SWITCHES[:4], "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
+CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -135,6 +137,7 @@ NOT_MEASURED = (
 )
 ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
 GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
+BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
@@ -227,7 +230,7 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     recipe = conversion.recipe
     key = "optimizer" if conversion.tool == "Axolotl" else "optim"
     name = str(settings.get(key))
-    if not re.search("^(?!.*torch).*8bit", name):
+    if not re.search(BITSANDBYTES_8_BITS, name):
         return
     has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
     copies = recipe.get("modules_to_save") or ()

@@ -22,7 +22,13 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
-from finetune.convert.by_tool import adapt_tool, report_dtypes, report_epochs, report_evaluation
+from finetune.convert.by_tool import (
+    BITSANDBYTES_8_BITS,
+    adapt_tool,
+    report_dtypes,
+    report_epochs,
+    report_evaluation,
+)
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import (
@@ -206,7 +212,7 @@ OPTIMIZER_NOTES = {
         "its state is not paged to the host here, and has the dtype of what is trained; there "
         "float32"
     ),
-    "^(?!.*torch).*8bit": (
+    BITSANDBYTES_8_BITS: (
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.keys import keys_of
-from finetune.config.methods import METHODS, POLICY_LOSSES, Method
+from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
@@ -410,7 +410,7 @@ def _read_layers(key: str, text: Any) -> str | list[int]:
     >>> _read_layers("layers", "8,12"), _read_layers("layers", "::4"), _read_layers("layers", 3)
     ([8, 12], '::4', [3])
     """
-    if not re.fullmatch(r"\d+(,\d+)*|\d*:\d*(:[1-9]\d*)?", str(text)):
+    if not re.fullmatch(rf"\d+(,\d+)*|{LAYER_SLICE}", str(text)):
         raise WrongValue.of_key(key, text, "a list of layers or a slice", '"::4"')
     return str(text) if ":" in str(text) else [int(part) for part in str(text).split(",")]
 

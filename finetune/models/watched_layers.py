@@ -93,8 +93,8 @@ class WatchedLayers:
         """
         if self._is_proven:
             return
-        found = self._read_after(head, len(self.layers) - 1)
-        if found.shape != hidden.shape or not torch.allclose(found, hidden, rtol=1e-2, atol=1e-3):
+        last = self._read_after(head, len(self.layers) - 1)
+        if last.shape != hidden.shape or not torch.allclose(last, hidden, rtol=1e-2, atol=1e-3):
             raise UserError(
                 "exit_layers: the output head of this model reads something else than the norm of "
                 "its last layer, so that a layer before it cannot be scored; name another model"
@@ -141,15 +141,15 @@ def find_last_norm(model: Any) -> nn.Module:
     trunk = trunk_of(model)
     layers = set(decoder_layers(model))
     after = False
-    found: list[nn.Module] = []
+    norms: list[nn.Module] = []
     for part in trunk.children():
         is_norm = "norm" in type(part).__name__.lower()
         if after and is_norm:
-            found.append(part)
+            norms.append(part)
         after = after or not layers.isdisjoint(part.modules())
-    if len(found) == 1:
-        return found[0]
+    if len(norms) == 1:
+        return norms[0]
     raise UserError(
-        f"exit_layers: {type(trunk).__name__} has {len(found)} norms after its last layer, "
+        f"exit_layers: {type(trunk).__name__} has {len(norms)} norms after its last layer, "
         "and one is expected that the output head reads; name another model"
     )

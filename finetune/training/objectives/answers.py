@@ -29,5 +29,6 @@ def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) ->
                 "exit_curriculum: gradual goes by the steps of the run, which neither max_steps "
                 "nor data says; set max_steps"
             )
-        return Objectives(EarlyExit(keys, seed, steps), SFT)
+        exits = EarlyExit(keys, seed, steps)
+        return Objectives(exits, exits.for_evaluation())
     return Objectives(SFT, SFT)
