@@ -7,7 +7,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY finetune ./finetune
 COPY recipes ./recipes
 COPY accelerate_configs ./accelerate_configs
-RUN pip install --no-cache-dir -e .
+RUN pip install --no-cache-dir -e . -c constraints.txt
 WORKDIR /data
 ENTRYPOINT ["finetune"]
 CMD ["--help"]

@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from finetune.export import reload_process, torch_files  # noqa: E402
 from tests.ranks import ROOT, run_command  # noqa: E402
+from tests.slow_record import SlowRecord  # noqa: E402
 from tests.warm_processes import freeze_imports, start_server, warm_reload  # noqa: E402
 
 MANY = 300  # tests, some of which will start ranks
@@ -38,6 +39,12 @@ MANY = 300  # tests, some of which will start ranks
 # What a property test checks does not depend on how busy the machine is.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that writes the summary also keeps the record of slow tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(SlowRecord())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

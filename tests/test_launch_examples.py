@@ -70,6 +70,12 @@ def test_every_file_has_a_command_of_ours() -> None:
     }
 
 
+def test_every_file_installs_the_versions_that_the_tests_ran_on() -> None:
+    for path in [*LAUNCH.iterdir(), ROOT / "Dockerfile"]:
+        for options in re.findall(r"pip install (.*-e \.[^\n\")]*)", path.read_text("utf-8")):
+            assert "-c constraints.txt" in options, path
+
+
 def test_the_yaml_files_have_what_their_schemas_require() -> None:
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert {"resources", "setup", "run"} <= sky.keys() and set(

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2] if modal.is_local() else Path("/finet
 image = (
     modal.Image.debian_slim(python_version="3.12")
     .add_local_dir(ROOT, "/finetune", copy=True, ignore=[".git", ".venv*", "runs"])
-    .run_commands("cd /finetune && pip install -e .")
+    .run_commands("cd /finetune && pip install -e . -c constraints.txt")
 )
 app = modal.App("finetune", image=image)
 runs = modal.Volume.from_name("finetune-runs", create_if_missing=True)

@@ -5,6 +5,7 @@ lacks; without torch.
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import re
 import shutil
@@ -23,6 +24,7 @@ from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACK
 from finetune.config.facts import MachineFacts, has_compiler, with_recipe_keys
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe, split_adapters
+from finetune.config.schema import DatasetSource
 from finetune.constants import PACKAGES, count_cores
 from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
@@ -136,7 +138,29 @@ def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
         for each in map(complete_lora, split_adapters(recipe))
         for problem in find_problems(each, layout, facts, ranks, machine=machine)
     ]
-    return list(dict.fromkeys(str(problem) for problem in problems if not problem.is_note))
+    missing = [str(problem) for problem in problems if not problem.is_note]
+    if not _is_found("PIL") and any(map(_begins_with_images, recipe.data.datasets)):
+        missing.append(f"datasets: rows with images need Pillow; {install_command('images')}")
+    return list(dict.fromkeys(missing))
+
+
+def _begins_with_images(source: DatasetSource) -> bool:
+    """Whether the first row of a source's first local file holds an image; False where none can be
+    read here.
+    """
+    # They import transformers: only where Pillow is missing.
+    from finetune.data.images import holds_images
+    from finetune.data.sources import list_files, read_file
+
+    try:
+        file = next(iter(list_files(source)), None)
+        if file is None or source.function is not None:
+            return False
+        row = next((row for _, row in read_file(file) if isinstance(row, dict)), {})
+    except (OSError, UserError):  # the run says what is wrong
+        return False
+    has_column = any(holds_images(column, value) for column, value in row.items())
+    return has_column or '"type": "image' in json.dumps(row, default=str)
 
 
 def describe_machine(gpus: list[Gpu]) -> MachineFacts:

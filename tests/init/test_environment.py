@@ -9,6 +9,7 @@ import pytest
 
 from finetune.cli import main
 from finetune.config.facts import has_compiler
+from finetune.init import environment
 from finetune.init.cli import find_gpus
 from finetune.init.environment import OPTIONAL
 from tests.ranks import ROOT, run_command
@@ -40,6 +41,16 @@ def test_every_optional_part_of_the_package_is_listed_with_its_distributions() -
         if name not in EXTRAS_OF_TESTS
     }
     assert {name: set(needed) for name, (needed, _) in OPTIONAL.items()} == distributions
+
+
+def test_without_pillow_a_recipe_lacks_it_where_its_rows_hold_images(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_found = environment._is_found
+    monkeypatch.setattr(environment, "_is_found", lambda name: name != "PIL" and is_found(name))
+    assert main(["env", "--recipe", "quickstart_vision"]) == 2
+    assert 'rows with images need Pillow; pip install -e ".[images]"' in capsys.readouterr().out
+    assert main(["env", "--recipe", "quickstart"]) == 0
 
 
 @pytest.fixture
