@@ -360,10 +360,6 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         QAT: "",
         "torch_compile": "",
     },
-    "max_staleness": {
-        "tools": "all ranks answer their calls together, between steps",
-        "environment": "its worlds are asked by all ranks together, between steps",
-    },
     "routing_replay": {
         "vllm_server_base_url": "a server's answer does not hold the experts that it has chosen",
         "tools": "what tools have answered is read again with each turn",

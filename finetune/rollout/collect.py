@@ -50,6 +50,34 @@ ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are stil
 IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
 
 
+@dataclass(slots=True)
+class RequestBatch:
+    """What completions are asked for, and what is said in their turns. The main rank has the rows
+    and messages.
+    """
+
+    example_ids: NDArray[np.int64]  # [completions]: the prompts'
+    generations: int  # completions of each prompt
+    requests: list[Request]
+    rows: list[dict[str, Any]]  # [completions]
+    episodes: Episodes | None
+    messages: list[list[Message]] = field(init=False)  # [completions]
+
+    def __post_init__(self) -> None:
+        self.messages = [[] for _ in self.rows]
+
+    def list_prompts(self) -> list[list[int]]:
+        """The prompt ids of each completion."""
+        return [list(request.prompt_ids) for request in self.requests]
+
+    def take_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Takes prompt ids in place of those before: environments have begun with more words."""
+        self.requests = [
+            request._replace(prompt_ids=tuple(ids))
+            for request, ids in zip(self.requests, prompts, strict=True)
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Samples completions of prompts and rewards them, on all ranks together."""
@@ -84,87 +112,81 @@ class Sampler:
         *,
         greedy: bool = False,
         first_place: int = 0,
-        taken: list[Sampled] | None = None,
     ) -> Rollout:
         """Completions of the prompts `example_ids`, sampled by all ranks, each a share.
 
         All ranks call it.
 
         `first_place`: of the prompts in the step, which is part of their completions' seeds.
-        `taken`: the completions, where they have been sampled.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
-        requests = self.make_requests(examples, example_ids, step, generations, first_place)
-        completion_ids = np.repeat(example_ids, generations)
-        rows = read_rows(examples, completion_ids) if self.world.is_main else []
-        messages = [list[Message]() for _ in rows]
-        episodes = None
-        if self.recipe.rollout.environment:
-            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, rows)
-            requests = self._begin_episodes(episodes, requests)
-        if taken is not None:
-            sampled = taken
-        else:
-            sampled = self._sample(requests, self.choose_sampling(greedy=greedy), rows, messages)
-        scores, failures = self._score_all(rows, sampled, messages, step, episodes)
+        asked = self.make_requests(examples, example_ids, step, generations, first_place)
+        sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
+        sampled = self._sample(asked, sample, RankGroup(self.world).on_main)
+        return self.reward(asked, sampled, step)
+
+    def sample_alone(
+        self, asked: "RequestBatch", sample: Callable[[Sequence[Request]], list[Sampled]]
+    ) -> list[Sampled]:
+        """Samples completions by `sample` on the main rank, while all ranks train."""
+        return self._sample(asked, sample, lambda action: action())
+
+    def reward(self, asked: "RequestBatch", sampled: list[Sampled], step: int) -> Rollout:
+        """Scores the completions of what was asked. All ranks call it.
+
+        Raises `UserError` on all ranks for what a reward function does wrong.
+        """
+        scores, failures = self._score_all(asked, sampled, step)
         rollout = Rollout(
-            example_ids=completion_ids,
-            prompts=[list(request.prompt_ids) for request in requests],
+            example_ids=asked.example_ids,
+            prompts=asked.list_prompts(),
             sampled=sampled,
             scores=scores,
             rewards=self._weigh(scores),
             failures=failures,
-            generations=generations,
-            sampled_groups=len(example_ids),
+            generations=asked.generations,
+            sampled_groups=len(sampled) // asked.generations,
             flat_groups=0,
         )
         return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
 
-    def _begin_episodes(self, episodes: Episodes, requests: Sequence[Request]) -> list[Request]:
-        """Returns the requests with the prompts that their environments begin with."""
-        prompts = RankGroup(self.world).on_main(partial(episodes.begin, requests))
-        return [
-            request._replace(prompt_ids=tuple(ids))
-            for request, ids in zip(requests, prompts, strict=True)
-        ]
-
     def _sample(
         self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        rows: Sequence[Mapping[str, Any]],
-        messages: list[list[Message]],
+        asked: "RequestBatch",
+        sample: Callable[[Sequence[Request]], list[Sampled]],
+        on_main: Callable[[Callable[[], Any]], Any],
     ) -> list[Sampled]:
-        """Samples a completion of each request, with the turns of its tools if there are any.
-
-        rows, messages: Of each completion, on the main rank; the turns are added to its messages.
+        """Samples a completion of each request, with the turns of its tools if there are any, on
+        the ranks that `on_main` knows.
         """
-        sample = partial(self._sample_requests, sampling)
+        if asked.episodes is not None:
+            asked.take_prompts(on_main(partial(asked.episodes.begin, asked.requests)))
         if self.tools is None:
-            return sample(requests)
-        talks = Conversations(self.tools, self.rewards, sampling.max_tokens, rows, messages)
+            return sample(asked.requests)
+        most_tokens = self.recipe.rollout.max_completion_length
+        place = 0 if asked.episodes is None else asked.episodes.first_place
+        talks = Conversations(
+            self.tools, self.rewards, most_tokens, asked.rows, asked.messages, place
+        )
         most = self.recipe.rollout.max_tool_calling_iterations
-        return take_turns(requests, sample, talks, most, RankGroup(self.world))
+        return take_turns(asked.requests, sample, talks, most, on_main)
 
     def _score_all(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        sampled: Sequence[Sampled],
-        messages: Sequence[list[Message]],
-        step: int,
-        episodes: Episodes | None,
+        self, asked: "RequestBatch", sampled: Sequence[Sampled], step: int
     ) -> tuple[NDArray[np.float64], int]:
         """Returns (fp64[completions, rewards], the scores in the order of `reward_names`; how many
         scores failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
-            lambda: asdict(self.score(rows, sampled, messages, step, episodes))
+            lambda: asdict(self.score(asked.rows, sampled, asked.messages, step, asked.episodes))
         )
         scoring = self.rewards.names + self.own_rewards
         by_name = dict(zip(scoring, scored["by_function"], strict=True))
         failures = scored["failures"]
         for model in self.reward_models:
-            by_name[model.name], failed = self._score_by_model(model, rows, sampled, messages)
+            by_name[model.name], failed = self._score_by_model(
+                model, asked.rows, sampled, asked.messages
+            )
             failures += failed
         ordered = [by_name[name] for name in self.reward_names]
         return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), failures
@@ -193,8 +215,8 @@ class Sampler:
         step: int,
         generations: int,
         first_place: int = 0,
-    ) -> list[Request]:
-        """The requests for completions of the prompts `example_ids`, by the seed, the step and
+    ) -> "RequestBatch":
+        """What completions of the prompts `example_ids` are asked for, by the seed, the step and
         their places.
         """
         requests = []
@@ -205,7 +227,13 @@ class Sampler:
                 (self.recipe.run.seed, step, place, generation) for generation in range(generations)
             )
             requests += [Request(prompt, seed, images=images) for seed in seeds]
-        return requests
+        completion_ids = np.repeat(example_ids, generations)
+        rows = read_rows(examples, completion_ids) if self.world.is_main else []
+        episodes = None
+        if self.recipe.rollout.environment:
+            place = self.rewards.reserve_places(len(rows))
+            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, place, rows)
+        return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
         """How this rank lays out completions of `prompts`."""
@@ -330,8 +358,9 @@ class RolloutBatches:
     prompts: StoredBatches
     # before the first update; None where the loss asks for nothing before its own forward
     measure_tokens: MeasureTokens | None = None
-    # by the step of their prompts: what is still trained on
+    # by the step of their prompts: what is still trained on, and what is sampled ahead
     _held: dict[int, Rollout] = field(default_factory=dict)
+    _asked: dict[int, RequestBatch] = field(default_factory=dict)
 
     def batches(
         self, from_step: int = 0, record: Record = lambda lines: None
@@ -411,10 +440,16 @@ class RolloutBatches:
         for prompts_step, trained_at in generation:
             if not self._engine.is_in_flight(prompts_step):
                 example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
-                requests = sampler.make_requests(
+                asked = sampler.make_requests(
                     self.prompts.examples, example_ids, trained_at, generations
                 )
-                self._engine.submit(prompts_step, requests, sampler.choose_sampling())
+                self._asked[prompts_step] = asked
+                sampling = sampler.choose_sampling()
+                if sampler.tools is None:
+                    self._engine.submit(prompts_step, asked.requests, sampling)
+                else:
+                    converse = partial(sampler.sample_alone, asked)
+                    self._engine.converse(prompts_step, converse, sampling)
 
     def _list_generation(self, sampled_at: int) -> Iterator[tuple[int, int]]:
         """Yields (the step of the prompts, the step that first trains on them) of all that is
@@ -452,13 +487,18 @@ class RolloutBatches:
             taken: The completions, where they have been sampled before the step.
         """
         example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
-        rollout = self.sampler.roll_out(
-            self.prompts.examples,
-            example_ids,
-            trained_at,
-            self.sampler.recipe.rollout.num_generations,
-            taken=taken,
-        )
+        if taken is not None:
+            asked = self._asked.pop(prompts_step)
+            if asked.episodes is not None:
+                asked.take_prompts(RankGroup(self.sampler.world).on_main(asked.list_prompts))
+            rollout = self.sampler.reward(asked, taken, trained_at)
+        else:
+            rollout = self.sampler.roll_out(
+                self.prompts.examples,
+                example_ids,
+                trained_at,
+                self.sampler.recipe.rollout.num_generations,
+            )
         if self.sampler.recipe.rollout.max_num_gen_batches > 1:
             rollout = self._replace_flat_groups(rollout, example_ids, trained_at)
         if self.measure_tokens is None:

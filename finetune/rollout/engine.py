@@ -3,7 +3,7 @@ end.
 """
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, Self
@@ -113,6 +113,8 @@ class Sampled:
             ended=more.ended,
             tool_mask=mask + [0] * len(given) + [1] * len(more.token_ids),
             versions=self.versions + more.versions,
+            cuts=self.cuts + more.cuts,
+            dropped=self.dropped + more.dropped,
         )
 
     def join(self, more: "Sampled") -> "Sampled":
@@ -170,6 +172,10 @@ class Engine(Protocol):
         """
 
 
+Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]
+"""Samples completions in several turns by the function that it is given, which answers requests."""
+
+
 class ServedEngine(Engine, Protocol):
     """An engine that hands its weights over, and can sample from them while the model trains."""
 
@@ -181,6 +187,9 @@ class ServedEngine(Engine, Protocol):
 
     def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begins to sample completions of the prompts of `prompts_step` from these weights."""
+
+    def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
+        """Begins to sample them by `converse`, in a thread of the main rank."""
 
     def is_in_flight(self, prompts_step: int) -> bool:
         """Whether completions of the prompts of `prompts_step` have been begun."""

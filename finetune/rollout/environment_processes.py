@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from base64 import b64decode, b64encode
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -82,15 +83,14 @@ class EnvironmentHost:
     ) -> None:
         self._factories = factories
         self._tools = tools
-        self._made: dict[str, list[Any]] = {name: [] for name in factories}
+        # those that no completion has, in the order in which they become free
+        self._free: dict[str, deque[Any]] = {name: deque() for name in factories}
         self._living: dict[int, Living] = {}
 
     def serve(self, pipe: Connection) -> None:
         """Answers each item of each question as soon as it is done, until nobody asks."""
         while True:
             question = json.loads(pipe.recv_bytes())
-            if question["do"] == "reset":
-                self._living.clear()
             for item in question["items"]:
                 answer: Answer
                 try:
@@ -103,17 +103,17 @@ class EnvironmentHost:
         """`said`: what the model reads of the environment first, or None."""
         name = item["environment"]
         factory = self._factories[name]
-        made = self._made[name]
-        number = sum(each.name == name for each in self._living.values())
+        free = self._free[name]
         with explained(f"{name}, an environment", factory, is_isolated=True), time_limit(seconds):
-            if number == len(made):
-                made.append(factory())
-            living = Living(name, made[number], random.Random(item["seed"]).getstate())
+            if not free:
+                free.append(factory())
+            living = Living(name, free[0], random.Random(item["seed"]).getstate())
             with living.own_numbers():
                 said = settle(living.environment.reset(**item["row"]))
             if said is not None and not isinstance(said, str):
                 raise TypeError(f"reset returned {type(said).__name__}; text or None is expected")
             check_size(said or "")
+        free.popleft()
         self._living[item["place"]] = living
         return {"said": said}
 
@@ -131,6 +131,8 @@ class EnvironmentHost:
         """
         living = self._find(item)
         environment = living.environment
+        del self._living[item["place"]]
+        self._free[living.name].append(environment)
         reward = None
         if hasattr(type(environment), "get_reward"):
             what = f"{living.name}, an environment: get_reward"

@@ -35,6 +35,7 @@ class Episodes:
     recipe: Recipe
     tokenizer: Any
     rewards: Rewards
+    first_place: int  # of `Rewards.reserve_places`
     rows: list[Row]  # [completions]; `begin` adds to their prompts what is said first
     overlong: set[int] = field(default_factory=set)  # completions whose prompt has no room for that
 
@@ -53,7 +54,8 @@ class Episodes:
                 del columns["environment"]  # as TRL
             given = {"prompt": row["prompt"], **columns}
             seed = str(request.seed[:3])
-            items.append({"place": place, "environment": names[chosen], "row": given, "seed": seed})
+            at = self.first_place + place
+            items.append({"place": at, "environment": names[chosen], "row": given, "seed": seed})
         renderer = make_renderer_of(self.recipe.data, self.tokenizer)
         encoder = make_encoder(self.tokenizer)
         prompts = [list(request.prompt_ids) for request in requests]
@@ -75,7 +77,7 @@ class Episodes:
 
         Raises `UserError` as `begin` does.
         """
-        items = [{"place": place} for place in range(len(self.rows))]
+        items = [{"place": self.first_place + place} for place in range(len(self.rows))]
         answers = self.rewards.ask_environments("finish", items)
         lost = ["problem" in each or i in self.overlong for i, each in enumerate(answers)]
         own: dict[str, list[float | None]] = {}

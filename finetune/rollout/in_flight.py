@@ -1,5 +1,7 @@
 """Requests that a server answers while the model trains, and what a change of weights does to them.
 
+Where tools or environments answer, a thread for the completions of each step asks turn by turn.
+
 Threads of the main rank hold them. A change of weights cuts them; then they are continued from
 where they were cut, or begin again. Each token knows the weights that sampled it: no request is on
 its way while the weights change.
@@ -12,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
@@ -70,13 +72,21 @@ def wait_for(future: "Future[Any]", is_there: Callable[[], object]) -> Any:
             is_there()
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """The requests of one step of prompts, in order."""
+class Submitted(NamedTuple):
+    """A request that a server answers."""
 
+    name: str
     weights: str  # the name of those that it was submitted with
-    names: list[str]  # of the requests
-    answers: "list[Future[Sampled]]"
+    answer: "Future[Sampled]"
+
+
+@dataclass(slots=True)
+class Flight:
+    """The requests for completions of one step of prompts, as far as they are submitted."""
+
+    submitted: list[Submitted] = field(default_factory=list)
+    # the completions, where they are more than an answer each
+    conversation: "Future[list[Sampled]] | None" = None
 
 
 @dataclass(slots=True)
@@ -132,8 +142,9 @@ class InFlight:
         sampling: Sampling,
         known: Mapping[str, Sampled],
         note: Callable[[str, Sampled], None],
-    ) -> None:
+    ) -> "list[Future[Sampled]]":
         """Asks for completions of `requests`, by their names, except those that are `known`.
+        Returns them, in order.
 
         Args:
             prompts_step: The step of their prompts.
@@ -144,10 +155,8 @@ class InFlight:
                 counted as cut.
             note: Keeps a completion as soon as it is there.
         """
-        if not self._has_threads:
-            self._has_threads = True
-            for _ in range(self.threads):
-                threading.Thread(target=self._work, daemon=True).start()
+        self._start_threads()
+        flight = self.flights.setdefault(prompts_step, Flight())
         answers = []
         for name, request in requests.items():
             future: Future[Sampled] = Future()
@@ -157,7 +166,14 @@ class InFlight:
             else:
                 self._waiting.put((future, self._make_task(name, request, sampling, before, note)))
             answers.append(future)
-        self.flights[prompts_step] = Flight(weights, list(requests), answers)
+            flight.submitted.append(Submitted(name, weights, future))
+        return answers
+
+    def converse(self, prompts_step: int, conversation: Callable[[], list[Sampled]]) -> None:
+        """Has a thread sample the completions of the prompts of `prompts_step` by
+        `conversation`, which submits requests for them.
+        """
+        self.flights[prompts_step] = Flight(conversation=start(conversation))
 
     def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
         """The completions of the prompts of `prompts_step`, once all are there.
@@ -165,23 +181,40 @@ class InFlight:
         `is_there`: of `wait_for`. Raises what went wrong with one of them.
         """
         flight = self.flights[prompts_step]
-        taken = [wait_for(answer, is_there) for answer in flight.answers]
+        taken: list[Sampled]
+        if flight.conversation is not None:
+            taken = wait_for(flight.conversation, is_there)
+        else:
+            taken = [wait_for(each.answer, is_there) for each in flight.submitted]
         del self.flights[prompts_step]
         return taken
+
+    def list_weights(self) -> Iterator[str]:
+        """The names of the weights that requests were submitted with."""
+        for flight in self.flights.values():
+            for each in tuple(flight.submitted):
+                yield each.weights
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
         """A line for each request: its name, the weights that it was submitted with, and its
         completion, where that is there.
         """
         for prompts_step, flight in self.flights.items():
-            for name, answer in zip(flight.names, flight.answers, strict=True):
+            for name, weights, answer in tuple(flight.submitted):
                 is_there = answer.done() and answer.exception() is None
                 yield {
                     "prompts_step": prompts_step,
                     "request": name,
-                    "weights": flight.weights,
+                    "weights": weights,
                     "sampled": answer.result().as_json() if is_there else None,
                 }
+
+    def _start_threads(self) -> None:
+        with self._gate:
+            missing = 0 if self._has_threads else self.threads
+            self._has_threads = True
+        for _ in range(missing):
+            threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
         while True:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -117,6 +118,9 @@ class Rewards:
         self._process: RewardProcess | None = None
         self._step: dict[str, Any] = {}  # whose completions are scored
         self._knows_step = False  # whether the process has it
+        self._places = 0  # of completions with environments, given out so far
+        # Completions that are sampled ahead ask, too; the process answers one after another.
+        self._asking = threading.RLock()
 
     def score(
         self,
@@ -158,6 +162,14 @@ class Rewards:
             ]
         return Scores(by_function, sum(failed))
 
+    def reserve_places(self, completions: int) -> int:
+        """Returns the first of so many places, by which the environments of completions are
+        known.
+        """
+        first = self._places
+        self._places += completions
+        return first
+
     def check_arguments(self, columns: Sequence[str]) -> None:
         """Raises `UserError` where a function or a tool is not there, or takes what no column of
         the data is.
@@ -195,17 +207,17 @@ class Rewards:
         seconds = self._keys.reward_timeout_seconds
         count = max(1, len(items))
         most = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)  # if one process has all
-        self._start()
+        question = {"do": do, "items": items, "seconds": seconds}
         try:
-            question = {"do": do, "items": items, "seconds": seconds}
-            answers: list[dict[str, Any]] = self._exchange(question, most + SECONDS_TO_STOP)[
-                "answers"
-            ]
+            with self._asking:
+                self._start()
+                answered = self._exchange(question, most + SECONDS_TO_STOP)
         except ProcessLost as error:
             if not self._counts:
                 raise
             print(error, file=sys.stderr)
             return [{"problem": str(error)} for _ in items]
+        answers: list[dict[str, Any]] = answered["answers"]
         return answers
 
     def close(self) -> None:
@@ -242,16 +254,19 @@ class Rewards:
         return {"scores": scores, "failed": failed}
 
     def _ask_score(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        self._start()
-        if not self._knows_step:
-            question |= {"step": self._step}
-        answer = self._exchange(question, seconds + SECONDS_TO_STOP)
-        self._knows_step = True
+        with self._asking:
+            self._start()
+            if not self._knows_step:
+                question |= {"step": self._step}
+            answer = self._exchange(question, seconds + SECONDS_TO_STOP)
+            self._knows_step = True
         return answer
 
     def _call(self, calls: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[str, bool]]:
-        self._start()
-        answer = self._exchange({"calls": calls, "seconds": seconds}, seconds + SECONDS_TO_STOP)
+        question = {"calls": calls, "seconds": seconds}
+        with self._asking:
+            self._start()
+            answer = self._exchange(question, seconds + SECONDS_TO_STOP)
         return [tuple(each) for each in answer["results"]]
 
     def _start(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from finetune.data.messages import Message
 from finetune.data.tool_calls import ToolTurns
-from finetune.distributed.world import RankGroup
 from finetune.rollout.engine import Ended, Request, Sampled
 from finetune.rollout.rewards import Rewards
 
@@ -30,6 +29,7 @@ class Conversations:
     max_tokens: int  # of a completion, results included
     rows: Sequence[Mapping[str, Any]]  # [completions]: of their prompts
     messages: list[list[Message]]  # [completions]: so far
+    first_place: int = 0  # of their environments, of `Rewards.reserve_places`
 
     def answer(
         self, pending: Sequence[int], made: Sequence[Sampled], *, may_call: bool
@@ -46,7 +46,9 @@ class Conversations:
             if may_call and made[i].ended is Ended.STOPPED:
                 called += [(i, call["function"]) for call in message.get("tool_calls", ())]
         if called:
-            results = self.process.call_tools([{**function, "place": i} for i, function in called])
+            results = self.process.call_tools(
+                [{**function, "place": self.first_place + i} for i, function in called]
+            )
         else:
             results = []
         of_completion: dict[int, list[tuple[Message, bool]]] = {}
@@ -68,22 +70,22 @@ def take_turns(
     sample: Callable[[Sequence[Request]], list[Sampled]],
     conversations: Conversations,
     iterations: int | None,
-    ranks: RankGroup,
+    on_main: Callable[[Callable[[], list[Answer]]], list[Answer]],
 ) -> list[Sampled]:
-    """A completion of each request, with all of its turns. All ranks call it.
+    """A completion of each request, with all of its turns. All ranks that `on_main` knows call it.
 
     Args:
         requests: Of all ranks.
         sample: Samples a completion of each of such requests, on all ranks together.
         conversations: With the messages, on the main rank, which grow.
         iterations: How many turns of a completion may call tools; None: all.
-        ranks: All of them.
+        on_main: Of `RankGroup`.
     """
     made = sample(requests)
     pending: Sequence[int] = range(len(made))
     for turn in count(1):
         may_call = iterations is None or turn <= iterations
-        answers: list[Answer] = ranks.on_main(
+        answers: list[Answer] = on_main(
             partial(conversations.answer, pending, made, may_call=may_call)
         )
         further: list[tuple[int, list[int], Request]] = []

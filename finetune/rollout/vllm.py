@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,8 +36,8 @@ from finetune.export.source import open_source
 from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines
 from finetune.files.network import send
-from finetune.rollout.engine import Ended, Request, Sampled, Sampling
-from finetune.rollout.in_flight import InFlight, read_lines, start, start_all, wait_for
+from finetune.rollout.engine import Converse, Ended, Request, Sampled, Sampling
+from finetune.rollout.in_flight import LOST, InFlight, read_lines, start, start_all, wait_for
 from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
@@ -296,6 +296,7 @@ class VllmEngine:
         keeps = recipe.rollout.in_flight == "keep"
         self._in_flight = InFlight(self._complete, threads, keeps)
         self._recalled: dict[str, Sampled] = {}  # by the names of requests
+        self._recalled_steps = set[int]()  # of their prompts
         self._noting = threading.Lock()
         self._older = set[Path]()  # folders of before the last save
         # what each server calls the base
@@ -334,12 +335,31 @@ class VllmEngine:
         """Begins to sample completions of `requests` from the weights handed over last, on the main
         rank.
         """
+        if self._world.is_main:
+            self._submit(prompts_step, requests, sampling)
+
+    def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
+        """Has a thread of the main rank sample completions of the prompts of `prompts_step` by
+        `converse`.
+        """
         if not self._world.is_main:
             return
+
+        def sample(requests: Sequence[Request]) -> list[Sampled]:
+            answers = self._submit(prompts_step, requests, sampling)
+            return [wait_for(each, self._require_servers) for each in answers]
+
+        self._in_flight.converse(prompts_step, partial(converse, sample))
+
+    def _submit(
+        self, prompts_step: int, requests: Sequence[Request], sampling: Sampling
+    ) -> list[Future[Sampled]]:
         by_name = {_name_request(each, sampling): each for each in requests}
         known = self._recalled | self._read_answers(self._name)
+        if prompts_step in self._recalled_steps:  # the end of a run has cut what is not known
+            known = dict.fromkeys(by_name, LOST) | known
         note = partial(self._note, self._folder / self._name)
-        self._in_flight.submit(prompts_step, self._name, by_name, sampling, known, note)
+        return self._in_flight.submit(prompts_step, self._name, by_name, sampling, known, note)
 
     def is_in_flight(self, prompts_step: int) -> bool:
         """Whether completions of the prompts of `prompts_step` have been begun; asked of all
@@ -367,6 +387,7 @@ class VllmEngine:
         for weights in sorted({line["weights"] for line in lines}):
             answered |= self._read_answers(weights)
         self._recalled = read_lines(lines)
+        self._recalled_steps = {line["prompts_step"] for line in lines}
         for name, sampled in self._recalled.items():
             if not sampled.token_ids and name in answered:
                 self._recalled[name] = answered[name]
@@ -377,7 +398,7 @@ class VllmEngine:
         """
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
-        needed = {self._name, *(each.weights for each in self._in_flight.flights.values())}
+        needed = {self._name, *self._in_flight.list_weights()}
         self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
     def _require_servers(self) -> None:

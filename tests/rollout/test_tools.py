@@ -302,7 +302,7 @@ def test_a_completion_goes_on_after_its_results(tmp_path: Path) -> None:
     process = Rewards(RolloutKeys(tools=(f"{tmp_path / 'my_tools.py'}:double",)))
     talks = Conversations(tools, process, 480, [{}] * 5, [[] for _ in requests])
     try:
-        made = take_turns(requests, fake, talks, 2, RankGroup(one))
+        made = take_turns(requests, fake, talks, 2, RankGroup(one).on_main)
     finally:
         process.close()
     assert [(each.calls, each.failed_calls, each.ended.value) for each in made] == [

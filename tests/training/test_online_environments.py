@@ -3,13 +3,16 @@
 import json
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from finetune.checkpoint.folders import list_checkpoints
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.run import fine_tune
@@ -113,9 +116,8 @@ def read_argument(call: str, name: str) -> int | None:
     return given["arguments"].get(name)
 
 
-def test_rewards_are_those_of_what_was_said(runs: Callable[..., Path]) -> None:
+def assert_rewards_are_those_of_what_was_said(run: Path) -> None:
     """From what completions.jsonl says alone: questions, calls, results, rewards."""
-    run = runs(1, "single")
     lines = lines_of(run)
     seen = set()
     for number, line in enumerate(lines):
@@ -143,6 +145,10 @@ def test_rewards_are_those_of_what_was_said(runs: Callable[..., Path]) -> None:
     first = [line["rewards"] for line in lines[: PROMPTS * GENERATIONS]]
     mean = sum(each["Product"] + 0.5 * each["calls"] for each in first) / len(first)
     assert steps_of(run)[0]["reward"] == pytest.approx(mean)
+
+
+def test_rewards_are_those_of_what_was_said(runs: Callable[..., Path]) -> None:
+    assert_rewards_are_those_of_what_was_said(runs(1, "single"))
 
 
 DEATHS = {("once", "tools"): 3, ("again", "tools"): 2, ("again", "step"): 2}
@@ -205,6 +211,66 @@ def test_a_server_samples_in_the_same_worlds(recipe: Path, folder: Path, caller:
         assert prompt in asked
         for end in [i for i, by in enumerate(each.get("tool_mask", [])) if not by][-1:]:
             assert prompt + each["token_ids"][: end + 1] in asked
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, "single"), pytest.param(2, "full_shard", marks=pytest.mark.slow)]
+)
+def test_worlds_are_met_while_the_model_trains(
+    ranks: int, layout: str, recipe: Path, folder: Path, caller: Path
+) -> None:
+    """A step ahead is what the same weights say in the same worlds where nothing trains between; a run killed while a tool
+    answers beside training has the numbers of one that was not, up to the first conversation that the kill has cut."""
+    whole, run, frozen = (folder / f"{name}-{layout}" for name in ("ahead", "cut", "frozen"))
+    config = write_config(folder, layout)
+    common = ["eval_datasets=[]", "save_steps=1", "max_steps=4"]
+
+    def live(where: str, output: Path, url: str, *keys: str) -> int:
+        given = [*common, f"vllm_server_base_url={url}", f"output_dir={output}", *keys]
+        arguments = [where, str(recipe), str(config), *given]
+        return launch_ranks(KILLED, arguments, ranks=ranks).returncodes[0]
+
+    with serving(caller / "sft" / "export") as server:
+        assert live("nowhere,1", whole, server.url, "max_staleness=1") == 0
+        assert live("tools,3", run, server.url, "max_staleness=1") == -signal.SIGKILL
+        assert any((saved / "in_flight.jsonl").read_text() for _, saved in list_checkpoints(run))
+        assert live("nowhere,1", run, server.url, "max_staleness=1") == 0
+        assert live("nowhere,1", frozen, server.url, "learning_rate=1e-30", "max_steps=2") == 0
+    assert_rewards_are_those_of_what_was_said(whole)
+    steps = steps_of(whole)
+    assert [line["staleness/max"] for line in steps] == [0, 1, 1, 1]
+    assert steps[0]["log_ratio/mean"] < 5e-6 < steps[2]["log_ratio/mean"]
+    two = 2 * PROMPTS * GENERATIONS
+    for name in ("prompt", "token_ids", "tool_mask", "rewards"):
+        ahead = [line.get(name) for line in lines_of(whole)[:two]]
+        assert ahead == [line.get(name) for line in lines_of(frozen)], name
+    assert len(lines_of(run)) == len(lines_of(whole)) and len(steps_of(run)) == len(steps)
+    uncut = list(takewhile(lambda line: not line["in_flight/cuts"], steps_of(run)))
+    assert len(uncut) >= 2
+    for line, truth in zip(uncut, steps, strict=False):
+        for name in ("loss", "grad_norm", "reward", "tools/call_frequency", "log_ratio/mean"):
+            assert line[name] == truth[name], (line["step"], name)
+    assert lines_of(run)[:two] == lines_of(whole)[:two]
+
+
+def test_a_change_of_weights_cuts_a_conversation_and_each_token_has_its_version(
+    recipe: Path, folder: Path, caller: Path
+) -> None:
+    run = folder / "cut-ahead"
+    with serving(caller / "sft" / "export") as server:
+        server.seconds_a_token = 0.02
+        keys = [f"vllm_server_base_url={server.url}", f"output_dir={run}", "eval_datasets=[]"]
+        keys += ["max_staleness=2", "max_steps=5", "in_flight=keep"]
+        train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
+        cuts = sum(choice["finish_reason"] == "abort" for _, choice in server.asked)
+    steps = steps_of(run)
+    assert cuts > 0
+    completions = Counter(line["step"] for line in lines_of(run))
+    counted = sum(line["in_flight/cuts"] * completions[line["step"]] for line in steps)
+    assert counted == pytest.approx(cuts)
+    assert all(0 <= line["staleness/mean"] <= line["staleness/max"] <= 2 for line in steps)
+    assert any(line["staleness/mean"] != line["staleness/max"] for line in steps)
+    assert_rewards_are_those_of_what_was_said(run)
 
 
 def test_a_dry_run_begins_an_environment(recipe: Path, folder: Path, capfd: Any) -> None:

@@ -238,7 +238,8 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
         episodes = None
         if recipe.rollout.environment:
-            episodes = Episodes(recipe, tokenizer, rewards, rows)
+            place = rewards.reserve_places(len(rows))
+            episodes = Episodes(recipe, tokenizer, rewards, place, rows)
             episodes.begin([Request((0,), (recipe.run.seed, 0, place)) for place in range(2)])
         sampler.score(rows, sampled, [[], []], 0, episodes)
         completions = sampler.read_completions(rows, sampled, [[], []])
