@@ -246,7 +246,7 @@ def test_a_checkpoint_has_what_was_there_and_counts_what_was_not() -> None:
     flights.open(7)
     flights.submit(3, "w", requests, Sampling(max_tokens=4), {}, lambda *_: None)
     deadline = time.monotonic() + 20
-    while not flights.flights[3].answers[0].done() and time.monotonic() < deadline:
+    while not flights.flights[3].submitted[0].answer.done() and time.monotonic() < deadline:
         time.sleep(0.01)
     recalled = read_lines(json.loads(json.dumps(list(flights.describe_lines()))))
     assert recalled["one"].versions == [7, 7] and recalled["two"] == LOST
