@@ -1,7 +1,7 @@
 """The table of docs/export.md on vLLM: its log-probabilities of prompts beside those of
 transformers.
 
-    python benchmarks/serving.py make FOLDER [FAMILY...]   # trains, exports, and asks transformers
+    python benchmarks/serving.py make FOLDER [FAMILY|KIND...]  # trains, exports, asks transformers
     VLLM_PYTHON benchmarks/serving.py ask FOLDER           # asks vLLM; with torchvision
     python benchmarks/serving.py table FOLDER              # writes served.json and the page
 
@@ -10,6 +10,7 @@ difference over the tokens of 20 prompts, in fp32 on a CPU; or the error with wh
 training or the export ended. Families with a vision tower are asked about images.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -88,6 +89,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "qwen3_5": {},
 }
+# A kind of adapter -> the run that trained it.
+KINDS_OF_ADAPTERS = {"adapter": "lora", "experts": "experts", "head": "head"}
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 WITH_IMAGES = ("qwen2_5_vl", "gemma3", "qwen3_5")
 # What the sizes of tests/vision.py are for the language model.
@@ -125,6 +128,7 @@ BESIDE_THE_COPY: dict[str, dict[str, tuple[int, ...]]] = {
         "pre_fc_norm_hidden": (1,),
     },
 }
+NAMED = "adapter-vllm"  # the folder of an adapter whose modules vLLM calls otherwise
 LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32}
 KEYS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -133,6 +137,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "lora_target_modules": [],
         "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
+    "head": LORA | {"lora_target_modules": ["all-linear", "lm_head"]},
     "added": {"added_tokens": ["<|tool|>", "<|end_tool|>"]},
 }
 
@@ -150,18 +155,20 @@ CAUSES_OF_DIFFERENCES = {
 }
 
 
-def make(folder: Path, families: Sequence[str]) -> None:
+def make(folder: Path, chosen: Sequence[str]) -> None:
     """Makes each family's base, trains it in every way, and writes what transformers computes
     beside each export.
+
+    chosen: Families and keys of `KEYS`; all of either where none is named.
     """
     import finetune.export.export
     import finetune.session
     import finetune.training.lifecycle  # noqa: F401  # imported once, for all children
 
-    for family in families or FAMILIES:
+    for family in [each for each in chosen if each in FAMILIES] or FAMILIES:
         base = folder / family / "base"
         _run_in_child(partial(_save_base, base, family), base)
-        for name in KEYS:
+        for name in [each for each in chosen if each in KEYS] or KEYS:
             if name == "experts" and family not in MIXTURES:
                 continue
             run = folder / family / name
@@ -314,6 +321,7 @@ def _add_prediction(base: Path, family: str) -> None:
 def train(run: Path, base: Path, family: str, name: str) -> None:
     """A run of three steps from `base`, and transformers' log-probabilities of what it exports."""
     import finetune
+    from finetune.config.families import find_family
 
     rows = base / "images.jsonl" if family in WITH_IMAGES else QUICKSTART / "train.jsonl"
     keys: dict[str, Any] = {
@@ -328,6 +336,9 @@ def train(run: Path, base: Path, family: str, name: str) -> None:
         "output_dir": str(run),
     }
     finetune.train(finetune.load_recipe(None, **keys | KEYS[name]), "single")
+    if find_family(family).vllm_modules and (run / "adapter").is_dir():
+        options: dict[str, Any] = {"adapter_only": True, "adapter_names": "vllm"}
+        finetune.export_run(run / "adapter", run / NAMED, **options)
     ask_transformers = _ask_about_images if family in WITH_IMAGES else _ask_about_texts
     (run / "expected.json").write_text(json.dumps(ask_transformers(run / "export", base, family)))
 
@@ -432,10 +443,13 @@ def _list_cells(folder: Path) -> Iterator[Cell]:
     for family in FAMILIES:
         at = folder / family
         yield Cell(family, "merged", at / "lora", at / "lora" / "export")
-        yield Cell(family, "adapter", at / "lora", at / "base", at / "lora" / "adapter")
+        for kind, name in KINDS_OF_ADAPTERS.items():
+            if kind != "experts" or family in MIXTURES:
+                run = at / name
+                named = run / NAMED
+                adapter = named if named.is_dir() else run / "adapter"
+                yield Cell(family, kind, run, at / "base", adapter)
         yield Cell(family, "added", at / "added", at / "added" / "export")
-        if family in MIXTURES:
-            yield Cell(family, "experts", at / "experts", at / "base", at / "experts" / "adapter")
         if family in COPIED:
             yield Cell(family, "mtp", at / "lora", at / "lora" / "export")
 
@@ -457,12 +471,12 @@ def ask_vllm(cell: Cell, result: Path) -> None:
         request = LoRARequest(
             "adapter", 1, str(cell.adapter), is_3d_lora_weight=cell.kind == "experts"
         )
-        if cell.family in MIXTURES:
-            _compute_experts_in_torch()
     if cell.kind == "mtp":
         options |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     if cell.family in WITH_IMAGES:
         options |= {"limit_mm_per_prompt": {"image": 2, "video": 0}}
+    for replace_kernel in list_replaced(cell.family, cell.kind):
+        replace_kernel()
     llm = LLM(str(cell.model), dtype="float32", enforce_eager=True, max_model_len=256, **options)
     prompts = json.loads((cell.run / "expected.json").read_text())
     answers = llm.generate(
@@ -529,6 +543,137 @@ def _compute_experts_in_torch() -> None:
             )
 
     TritonExperts.apply = apply
+
+
+def _attend_in_torch() -> None:
+    """Replaces vLLM's attention for a CPU, which is causal within an image, by what its backends
+    for GPUs compute: causal within the window, or both in one range of its `mm_req_doc_ranges`.
+
+    Each prompt is computed at once, so that nothing is read from the cache.
+    """
+    import torch
+    from vllm.v1.attention.backends import cpu_attn
+
+    build = cpu_attn.CPUAttentionMetadataBuilder.build
+
+    def build_with_ranges(builder: Any, prefix: int, common: Any, **given: Any) -> Any:
+        metadata = build(builder, prefix, common, **given)
+        metadata.ranges = common.mm_req_doc_ranges or {}
+        return metadata
+
+    def mask(length: int, window: int, ranges: Sequence[tuple[int, int]]) -> Any:
+        places = torch.arange(length)
+        distance = places[:, None] - places[None, :]
+        seen = distance >= 0
+        if window > 0:
+            seen &= distance < window
+        for first, last in ranges:
+            within = (places >= first) & (places <= last)
+            seen |= within[:, None] & within[None, :]
+        return seen
+
+    def forward(
+        kernel: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: Any,
+        output: Any,
+        **others: Any,
+    ) -> Any:
+        if metadata is None:  # for warming up
+            return output
+        starts = metadata.query_start_loc.tolist()
+        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+            length = int(metadata.seq_lens[number])
+            assert stop - start == length, "a prompt in parts"
+            heads = [each[start:stop].transpose(0, 1) for each in (query, key, value)]
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                *heads,
+                attn_mask=mask(length, kernel.sliding_window, metadata.ranges.get(number, ())),
+                scale=kernel.scale,
+                enable_gqa=True,
+            )
+            output[start:stop] = attended.transpose(0, 1)
+        return output
+
+    cpu_attn.CPUAttentionMetadataBuilder.build = build_with_ranges
+    cpu_attn.CPUAttentionBackendImpl.forward = forward
+
+
+def _carry_state_in_torch() -> None:
+    """Replaces vLLM's gated delta net for a CPU, which computes in bf16 alone, by its recurrence
+    (Yang et al. 2024, equation 10) in fp32, token by token.
+
+    Each prompt is computed at once, from no state.
+    """
+    import torch
+    from torch.nn import functional
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+    def recur(query: Any, key: Any, value: Any, decay: Any, rate: Any) -> Any:
+        state = query.new_zeros(value.shape[1], query.shape[-1], value.shape[-1])
+        outputs = []
+        for q, k, v, kept, share in zip(query, key, value, decay, rate, strict=True):
+            state = state * kept[:, None, None]
+            error = v - torch.einsum("hkv,hk->hv", state, k)
+            state = state + torch.einsum("hk,hv->hkv", k, error * share[:, None])
+            outputs.append(torch.einsum("hkv,hk->hv", state, q))
+        return torch.stack(outputs)
+
+    # torch makes the operator's schema of names and types
+    def core(
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
+        context = get_forward_context()
+        if context.attn_metadata is None:  # for warming up
+            return
+        layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+        metadata = context.attn_metadata[layer.prefix]
+        assert not metadata.num_decodes and not metadata.has_initial_state.any()
+        kernel = layer.conv1d.weight
+        starts = metadata.non_spec_query_start_loc.tolist()
+        for start, stop in itertools.pairwise(starts):
+            padded = functional.pad(mixed_qkv[start:stop].T, (kernel.shape[-1] - 1, 0))
+            rows = functional.silu(functional.conv1d(padded, kernel, groups=len(kernel))).T
+            query, key, value = (each[0] for each in layer.rearrange_mixed_qkv(rows))
+            times = value.shape[1] // key.shape[1]
+            query, key = (
+                functional.normalize(each, dim=-1, eps=1e-6).repeat_interleave(times, 1)
+                for each in (query, key)
+            )
+            step = functional.softplus(a[start:stop] + layer.dt_bias)
+            core_attn_out[start:stop] = recur(
+                query * query.shape[-1] ** -0.5,
+                key,
+                value,
+                (-layer.A_log.exp() * step).exp(),
+                b[start:stop].sigmoid(),
+            )
+
+    gdn_attention.cpu_gdn_attention_core = core
+
+
+def list_replaced(family: str, kind: str) -> list[Callable[[], None]]:
+    """What replaces kernels of vLLM where a cell is asked: without them it has no number on a
+    CPU.
+    """
+    replaced = []
+    if family in MIXTURES and kind in KINDS_OF_ADAPTERS:
+        replaced.append(_compute_experts_in_torch)
+    if family == "gemma3":
+        replaced.append(_attend_in_torch)
+    if family == "qwen3_5":
+        replaced.append(_carry_state_in_torch)
+    return replaced
 
 
 def table(folder: Path) -> None:

@@ -11,11 +11,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -23,9 +23,13 @@ import torch
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.served import list_server_options, serve_adapter
 from finetune.config.yaml_file import find_yaml
-from finetune.constants import ADAPTER_CONFIG
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
+from finetune.export.export import export_source
+from finetune.export.publish import ExportOptions
+from finetune.export.source import open_source
+from finetune.export.vllm_names import has_other_names
 from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
@@ -122,18 +126,20 @@ def open_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    if name == "vllm" and reference.kind == "adapter":
-        command = _serve_adapter(reference, port)
-        served = served or Path(reference.name).name
-    else:
-        start = EXPORT_FORMATS[STARTED[name]].start
-        assert start is not None
-        command = start(Path(reference.name), file, port)
-    log(f"server  {' '.join(command)}")
-    with (
-        TemporaryFile() as said,
-        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
-    ):
+    with ExitStack() as beside:
+        if name == "vllm" and reference.kind == "adapter":
+            folder = beside.enter_context(_name_for_vllm(Path(reference.name), log))
+            command = _serve_adapter(folder, reference.base, port)
+            served = served or folder.name
+        else:
+            start = EXPORT_FORMATS[STARTED[name]].start
+            assert start is not None
+            command = start(Path(reference.name), file, port)
+        log(f"server  {' '.join(command)}")
+        said = beside.enter_context(TemporaryFile())
+        process = beside.enter_context(
+            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(url, process, said, name)
@@ -146,15 +152,30 @@ def open_server(
                 process.kill()
 
 
-def _serve_adapter(reference: ModelReference, port: int) -> list[str]:
+@contextmanager
+def _name_for_vllm(folder: Path, log: Callable[[str], object]) -> Iterator[Path]:
+    """The folder of an adapter, or for the block one with vLLM's names, where it has others."""
+    source = open_source(folder, log=log)
+    config = read_json_object(source.description / CONFIG_FILE)
+    if not has_other_names(source.adapter_names, str(config.get("model_type"))):
+        yield folder
+        return
+    with TemporaryDirectory(prefix="finetune-") as temporary:
+        named = Path(temporary) / folder.name
+        options = ExportOptions(model=False, verify=False, adapter_names="vllm")
+        export_source(source, named, options, log=lambda line: None)
+        log(f"names   vLLM's in place of peft's, as --adapter-names vllm writes them, in {named}")
+        yield named
+
+
+def _serve_adapter(folder: Path, base: str | None, port: int) -> list[str]:
     """The command that serves an adapter, in the dtype of its base's files."""
-    folder = Path(reference.name)
-    command = serve_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
+    command = serve_adapter(folder, base, read_json_object(folder / ADAPTER_CONFIG))
     if command is None:
         raise UserError(
             f"{folder}: vLLM serves no such adapter; export the merged model, and check that"
         )
-    return [*command, *list_server_options(Path(str(reference.base)), port)]
+    return [*command, *list_server_options(Path(str(base)), port)]
 
 
 # By the name of the server: the format that it is started with.
