@@ -237,7 +237,7 @@ def _find_commands(
         if source.adapter is None or SAFETENSORS not in options.formats:
             return of_files
         other_names = has_other_names(source.adapter.tensors, model_type)
-        config = weights.adapter_config
+        config = dict(weights.adapter_config)
         used = use_adapter(output, source.base_model, config, model_type, other_names=other_names)
         return used | of_files
     commands = dict[str, str]()
