@@ -38,7 +38,7 @@ def test_the_page_shows_what_was_measured() -> None:
 def test_each_family_was_asked_about_each_kind_that_it_has() -> None:
     assert list(SERVED) == list(FAMILIES)
     for family, cells in SERVED.items():
-        assert {"merged", "adapter", "added"} <= cells.keys() <= KINDS.keys(), family
+        assert {"merged", "adapter", "head", "added"} <= cells.keys() <= KINDS.keys(), family
         assert ("experts" in cells) == (family in MIXTURES), family
     assert not [cell for cell in CELLS if cell[2] == "not run"]
 
