@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -199,8 +198,9 @@ def test_the_last_screens_command_works_and_the_folder_says_whose_it_is(
     assert advised[2].endswith(f"--lora-modules adapter-vllm={named}")
     said = capsys.readouterr().out
     assert advised[2] in said and "finetune chat" not in said
-    with safe_open(f"{named}/adapter_model.safetensors", "pt") as file:
-        assert not [name for name in file.keys() if "gate_up_proj" in name]
+    assert not any(
+        "gate_up_proj" in name for name in load_file(f"{named}/adapter_model.safetensors")
+    )
     for command in (["chat", named, "--prompt", "Hi"], ["serve-check", named, "--server", "vllm"]):
         assert main(command) == 2
         assert (
