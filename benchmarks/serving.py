@@ -28,10 +28,8 @@ QUICKSTART = ROOT / "recipes" / "quickstart"
 PROMPTS = 20
 START, END = "<!-- made by benchmarks/serving.py -->\n", "<!-- end -->"
 # What an error of vLLM says -> its cause.
-CAUSES = {
-    "but received ['lm_head'": "vLLM's class of the family takes no adapter on lm_head, and "
-    "refuses the file"
-}
+NO_HEAD = "vLLM's class of the family takes no adapter on lm_head, and refuses the file"
+CAUSES = {"but received ['lm_head'": NO_HEAD, "but received ['language_model.lm_head'": NO_HEAD}
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 128,

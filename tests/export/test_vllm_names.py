@@ -201,7 +201,9 @@ def test_the_last_screens_command_works_and_the_folder_says_whose_it_is(
     assert not any(
         "gate_up_proj" in name for name in load_file(f"{named}/adapter_model.safetensors")
     )
-    for command in (["chat", named, "--prompt", "Hi"], ["serve-check", named, "--server", "vllm"]):
+    (tmp_path / "prompts.txt").write_text("Hi\n")
+    check = ["serve-check", named, "--server", "vllm", "--prompts", str(tmp_path / "prompts.txt")]
+    for command in (["chat", named, "--prompt", "Hi"], check):
         assert main(command) == 2
         assert (
             "adapter_config.json: adapter_names: its modules have the names of vllm, which alone "
