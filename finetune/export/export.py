@@ -23,7 +23,7 @@ from finetune.config.served import (
     serve_model,
     was_served,
 )
-from finetune.constants import ADAPTER, EXPORT
+from finetune.constants import ADAPTER, CONFIG_FILE, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
@@ -45,6 +45,7 @@ from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.vllm_names import has_other_names
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
+from finetune.files.json_files import read_json_object
 from finetune.files.network import check_push, push_folder
 from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
@@ -215,6 +216,18 @@ def export_source(
     for line in (*said, *describe_use(_find_commands(source, target, weights, options, output))):
         log(line)
     return output
+
+
+def export_for_vllm(folder: Path, output: Path) -> Path:
+    """The folder from which vLLM loads an adapter: the PEFT folder `folder`; or `output`, made of
+    it, where vLLM knows its modules by other names.
+    """
+    source = open_source(folder, log=lambda line: None)
+    config = read_json_object(source.description / CONFIG_FILE)
+    if not has_other_names(source.adapter_names, str(config.get("model_type"))):
+        return folder
+    options = ExportOptions(model=False, verify=False, overwrite=True, adapter_names="vllm")
+    return export_source(source, output, options, log=lambda line: None)
 
 
 def _find_commands(

@@ -23,13 +23,10 @@ import torch
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.served import list_server_options, serve_adapter
 from finetune.config.yaml_file import find_yaml
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
+from finetune.constants import ADAPTER_CONFIG
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
-from finetune.export.export import export_source
-from finetune.export.publish import ExportOptions
-from finetune.export.source import open_source
-from finetune.export.vllm_names import has_other_names
+from finetune.export.export import export_for_vllm
 from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
@@ -128,7 +125,9 @@ def open_server(
         port = free.getsockname()[1]
     with ExitStack() as beside:
         if name == "vllm" and reference.kind == "adapter":
-            folder = beside.enter_context(_name_for_vllm(Path(reference.name), log))
+            temporary = beside.enter_context(TemporaryDirectory(prefix="finetune-"))
+            folder = Path(reference.name)
+            folder = export_for_vllm(folder, Path(temporary) / folder.name)
             command = _serve_adapter(folder, reference.base, port)
             served = served or folder.name
         else:
@@ -150,22 +149,6 @@ def open_server(
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-@contextmanager
-def _name_for_vllm(folder: Path, log: Callable[[str], object]) -> Iterator[Path]:
-    """The folder of an adapter, or for the block one with vLLM's names, where it has others."""
-    source = open_source(folder, log=log)
-    config = read_json_object(source.description / CONFIG_FILE)
-    if not has_other_names(source.adapter_names, str(config.get("model_type"))):
-        yield folder
-        return
-    with TemporaryDirectory(prefix="finetune-") as temporary:
-        named = Path(temporary) / folder.name
-        options = ExportOptions(model=False, verify=False, adapter_names="vllm")
-        export_source(source, named, options, log=lambda line: None)
-        log(f"names   vLLM's in place of peft's, as --adapter-names vllm writes them, in {named}")
-        yield named
 
 
 def _serve_adapter(folder: Path, base: str | None, port: int) -> list[str]:

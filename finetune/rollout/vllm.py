@@ -119,13 +119,17 @@ class VllmServer:
             return version == name
         return version == UNCHANGED and name in [each.id for each in self.ask(ServedModels).data]
 
-    def load_adapter(self, name: str, weights: str, run_folder: Path) -> None:
+    def replace_adapter(self, name: str, weights: Path, run_folder: Path) -> None:
         """Has it load an adapter in place of the earlier one of this run."""
         for each in self.ask(ServedModels).data:
             if Path(each.root).is_relative_to(run_folder):
                 self.send("/v1/unload_lora_adapter", {"lora_name": each.id})
-        body: dict[str, Any] = {"lora_name": name, "lora_path": weights}
-        if list_expert_parameters(read_json_object(Path(weights) / ADAPTER_CONFIG)):
+        self.load_adapter(name, weights)
+
+    def load_adapter(self, name: str, weights: Path) -> None:
+        """Has it load an adapter, under the names that it knows."""
+        body: dict[str, Any] = {"lora_name": name, "lora_path": str(weights)}
+        if list_expert_parameters(read_json_object(weights / ADAPTER_CONFIG)):
             body["is_3d_lora_weight"] = True
         self.send("/v1/load_lora_adapter", body)
 
@@ -451,15 +455,15 @@ class VllmEngine:
             adapter_names="vllm" if is_adapter else "peft",
             trust_remote_code=keys.trust_remote_code,
         )
-        weights = str(export_source(source, folder / WEIGHTS, options, _silent))
+        weights = export_source(source, folder / WEIGHTS, options, _silent)
         shutil.rmtree(folder / MODEL)
         is_cut = self._cut_requests()
 
         def load(server: VllmServer) -> None:
             if is_adapter:
-                server.load_adapter(folder.name, weights, self._folder)
+                server.replace_adapter(folder.name, weights, self._folder)
             else:
-                server.load_model(folder.name, weights)
+                server.load_model(folder.name, str(weights))
             if is_cut:
                 server.send("/resume", {})
 

@@ -24,12 +24,11 @@ LOADING = threading.Lock()  # transformers changes the process while it builds a
 
 
 def name_for_peft(adapter: Path, folder: Path) -> Path:
-    """An adapter whose modules have the names of vLLM's GLM-4, in peft's; any other as it is. vLLM refuses gate_up_proj there."""
+    """An adapter whose modules have the names of vLLM's GLM-4, in peft's; any other as it is."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     if config.get("adapter_names") != "vllm":
         return adapter
     given = load_file(adapter / "adapter_model.safetensors")
-    assert not any("gate_up_proj" in name for name in given)
     gate, up = PARTS
     tensors = {name: each for name, each in given.items() if gate not in name and up not in name}
     for name, part in given.items():
@@ -128,6 +127,10 @@ class StandInVllm(ThreadingHTTPServer):
         return 200, {"success": True, "new_version": new_version}
 
     def at_v1_load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
+        described = json.loads((Path(self.root) / "config.json").read_text())
+        names = load_file(Path(lora_path) / "adapter_model.safetensors").keys()
+        if described["model_type"] == "glm4" and any("gate_up_proj" in name for name in names):
+            return 400, {"error": {"message": "expected target modules gate_proj, up_proj"}}
         with LOADING:
             base = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
             with TemporaryDirectory() as temporary:

@@ -170,10 +170,9 @@ def test_an_adapter_on_experts_is_loaded_as_stacked(
 ) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(VllmServer, "send", lambda self, path, body: sent.append(body))
-    monkeypatch.setattr(VllmServer, "ask", lambda self, kind: SimpleNamespace(data=[]))
     for targets in (None, ["experts.gate_up_proj", "experts.down_proj"]):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"target_parameters": targets}))
-        VllmServer("http://server", 1.0).load_adapter("it", str(tmp_path), tmp_path)
+        VllmServer("http://server", 1.0).load_adapter("it", tmp_path)
     plain, stacked = sent
     assert stacked == plain | {"is_3d_lora_weight": True}
 
