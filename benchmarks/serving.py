@@ -169,7 +169,7 @@ def _run_in_child(work: Callable[[], object], folder: Path) -> None:
             work()
         except BaseException as error:
             Path(f"{folder}.error").write_text(
-                f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+                f"{type(error).__name__}: {' '.join(str(error).split())}"[:4000]
             )
             raise
 
@@ -667,7 +667,7 @@ def table(folder: Path) -> None:
     for cell in _list_cells(folder):
         value = cells.get(f"{cell.family} {cell.kind}", "not run")
         families.setdefault(cell.family, {})[cell.kind] = (
-            value if isinstance(value, str) else float(f"{value:.1e}")
+            value[:200] if isinstance(value, str) else float(f"{value:.1e}")
         )
         for part, cause in CAUSES.items():
             if part in str(value):
