@@ -1,7 +1,7 @@
 """The table of docs/export.md on vLLM: its log-probabilities of prompts beside those of
 transformers.
 
-    python benchmarks/serving.py make FOLDER [FAMILY...]   # trains, exports, and asks transformers
+    python benchmarks/serving.py make FOLDER [FAMILY|KIND...]  # trains, exports, asks transformers
     VLLM_PYTHON benchmarks/serving.py ask FOLDER           # asks vLLM; with torchvision
     python benchmarks/serving.py table FOLDER              # writes served.json and the page
 
@@ -10,6 +10,7 @@ difference over the tokens of 20 prompts, in fp32 on a CPU; or the error with wh
 training or the export ended. Families with a vision tower are asked about images.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,17 +28,8 @@ QUICKSTART = ROOT / "recipes" / "quickstart"
 PROMPTS = 20
 START, END = "<!-- made by benchmarks/serving.py -->\n", "<!-- end -->"
 # What an error of vLLM says -> its cause.
-CAUSES = {
-    "received ['model.layers.0.mlp.gat": "vLLM's GLM-4 knows adapters of gate_proj and up_proj "
-    "alone; the model "
-    "has one gate_up_proj",
-    (
-        "CPU GDN attention requires BF16"
-    ): "vLLM's kernel for linear attention on a CPU computes in bf16 alone",
-    (
-        "'function' object is not subscriptable"
-    ): "vLLM drafts beside linear attention by Triton kernels, which need a GPU",
-}
+NO_HEAD = "vLLM's class of the family takes no adapter on lm_head, and refuses the file"
+CAUSES = {"but received ['lm_head'": NO_HEAD, "but received ['language_model.lm_head'": NO_HEAD}
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 128,
@@ -71,8 +63,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "olmo2": {},
     "glm4": {"partial_rotary_factor": 0.5},
-    "granite": {},
-    "qwen2": {},
+    # tied, as small published ones are; those of Gemma and SmolLM3 are by themselves
+    "granite": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64},
     "smollm3": {},
@@ -88,6 +81,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "qwen3_5": {},
 }
+# A kind of adapter -> the run that trained it.
+KINDS_OF_ADAPTERS = {"adapter": "lora", "experts": "experts", "head": "head"}
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 WITH_IMAGES = ("qwen2_5_vl", "gemma3", "qwen3_5")
 # What the sizes of tests/vision.py are for the language model.
@@ -125,6 +120,7 @@ BESIDE_THE_COPY: dict[str, dict[str, tuple[int, ...]]] = {
         "pre_fc_norm_hidden": (1,),
     },
 }
+NAMED = "adapter-vllm"  # the folder of an adapter whose modules vLLM calls otherwise
 LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32}
 KEYS: dict[str, dict[str, Any]] = {
     "lora": LORA,
@@ -133,35 +129,25 @@ KEYS: dict[str, dict[str, Any]] = {
         "lora_target_modules": [],
         "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
+    "head": LORA | {"lora_target_modules": ["all-linear", "lm_head"]},
     "added": {"added_tokens": ["<|tool|>", "<|end_tool|>"]},
 }
 
 
-# A difference -> its cause, where vLLM says nothing.
-CAUSAL_IMAGES = (
-    "vLLM's attention for a CPU is causal within an image; transformers gives its numbers when it "
-    "is, too"
-)
-CAUSES_OF_DIFFERENCES = {
-    **{f"gemma3 {kind}": CAUSAL_IMAGES for kind in ("merged", "adapter", "added")},
-    "mixtral experts": "vLLM passes over the adapter without a word: its Mixtral has the experts "
-    "in block_sparse_moe, "
-    "the adapter in mlp; renamed in the file, the difference is 3.2e-06",
-}
-
-
-def make(folder: Path, families: Sequence[str]) -> None:
+def make(folder: Path, chosen: Sequence[str]) -> None:
     """Makes each family's base, trains it in every way, and writes what transformers computes
     beside each export.
+
+    chosen: Families and keys of `KEYS`; all of either where none is named.
     """
     import finetune.export.export
     import finetune.session
     import finetune.training.lifecycle  # noqa: F401  # imported once, for all children
 
-    for family in families or FAMILIES:
+    for family in [each for each in chosen if each in FAMILIES] or FAMILIES:
         base = folder / family / "base"
         _run_in_child(partial(_save_base, base, family), base)
-        for name in KEYS:
+        for name in [each for each in chosen if each in KEYS] or KEYS:
             if name == "experts" and family not in MIXTURES:
                 continue
             run = folder / family / name
@@ -183,7 +169,7 @@ def _run_in_child(work: Callable[[], object], folder: Path) -> None:
             work()
         except BaseException as error:
             Path(f"{folder}.error").write_text(
-                f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+                f"{type(error).__name__}: {' '.join(str(error).split())}"[:4000]
             )
             raise
 
@@ -314,6 +300,7 @@ def _add_prediction(base: Path, family: str) -> None:
 def train(run: Path, base: Path, family: str, name: str) -> None:
     """A run of three steps from `base`, and transformers' log-probabilities of what it exports."""
     import finetune
+    from finetune.config.families import find_family
 
     rows = base / "images.jsonl" if family in WITH_IMAGES else QUICKSTART / "train.jsonl"
     keys: dict[str, Any] = {
@@ -328,6 +315,9 @@ def train(run: Path, base: Path, family: str, name: str) -> None:
         "output_dir": str(run),
     }
     finetune.train(finetune.load_recipe(None, **keys | KEYS[name]), "single")
+    if find_family(family).vllm_modules and (run / "adapter").is_dir():
+        options: dict[str, Any] = {"adapter_only": True, "adapter_names": "vllm"}
+        finetune.export_run(run / "adapter", run / NAMED, **options)
     ask_transformers = _ask_about_images if family in WITH_IMAGES else _ask_about_texts
     (run / "expected.json").write_text(json.dumps(ask_transformers(run / "export", base, family)))
 
@@ -432,10 +422,13 @@ def _list_cells(folder: Path) -> Iterator[Cell]:
     for family in FAMILIES:
         at = folder / family
         yield Cell(family, "merged", at / "lora", at / "lora" / "export")
-        yield Cell(family, "adapter", at / "lora", at / "base", at / "lora" / "adapter")
+        for kind, name in KINDS_OF_ADAPTERS.items():
+            if kind != "experts" or family in MIXTURES:
+                run = at / name
+                named = run / NAMED
+                adapter = named if named.is_dir() else run / "adapter"
+                yield Cell(family, kind, run, at / "base", adapter)
         yield Cell(family, "added", at / "added", at / "added" / "export")
-        if family in MIXTURES:
-            yield Cell(family, "experts", at / "experts", at / "base", at / "experts" / "adapter")
         if family in COPIED:
             yield Cell(family, "mtp", at / "lora", at / "lora" / "export")
 
@@ -457,12 +450,15 @@ def ask_vllm(cell: Cell, result: Path) -> None:
         request = LoRARequest(
             "adapter", 1, str(cell.adapter), is_3d_lora_weight=cell.kind == "experts"
         )
-        if cell.family in MIXTURES:
-            _compute_experts_in_torch()
     if cell.kind == "mtp":
         options |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    if cell.family == "qwen3_5":
+        # for cached prefixes vLLM copies states by Triton kernels, which need a GPU
+        options |= {"enable_prefix_caching": False}
     if cell.family in WITH_IMAGES:
         options |= {"limit_mm_per_prompt": {"image": 2, "video": 0}}
+    for replace_kernel in list_replaced(cell.family, cell.kind):
+        replace_kernel()
     llm = LLM(str(cell.model), dtype="float32", enforce_eager=True, max_model_len=256, **options)
     prompts = json.loads((cell.run / "expected.json").read_text())
     answers = llm.generate(
@@ -531,22 +527,151 @@ def _compute_experts_in_torch() -> None:
     TritonExperts.apply = apply
 
 
+def _attend_in_torch() -> None:
+    """Replaces vLLM's attention for a CPU, which is causal within an image, by what its backends
+    for GPUs compute: causal within the window, or both in one range of its `mm_req_doc_ranges`.
+
+    Each prompt is computed at once, so that nothing is read from the cache.
+    """
+    import torch
+    from vllm.v1.attention.backends import cpu_attn
+
+    build = cpu_attn.CPUAttentionMetadataBuilder.build
+
+    def build_with_ranges(builder: Any, prefix: int, common: Any, **given: Any) -> Any:
+        metadata = build(builder, prefix, common, **given)
+        metadata.ranges = common.mm_req_doc_ranges or {}
+        return metadata
+
+    def mask(length: int, window: int, ranges: Sequence[tuple[int, int]]) -> Any:
+        places = torch.arange(length)
+        distance = places[:, None] - places[None, :]
+        seen = distance >= 0
+        if window > 0:
+            seen &= distance < window
+        for first, last in ranges:
+            within = (places >= first) & (places <= last)
+            seen |= within[:, None] & within[None, :]
+        return seen
+
+    def forward(
+        kernel: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: Any,
+        output: Any,
+        **others: Any,
+    ) -> Any:
+        if metadata is None:  # for warming up
+            return output
+        starts = metadata.query_start_loc.tolist()
+        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+            length = int(metadata.seq_lens[number])
+            assert stop - start == length, "a prompt in parts"
+            heads = [each[start:stop].transpose(0, 1) for each in (query, key, value)]
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                *heads,
+                attn_mask=mask(length, kernel.sliding_window, metadata.ranges.get(number, ())),
+                scale=kernel.scale,
+                enable_gqa=True,
+            )
+            output[start:stop] = attended.transpose(0, 1)
+        return output
+
+    cpu_attn.CPUAttentionMetadataBuilder.build = build_with_ranges
+    cpu_attn.CPUAttentionBackendImpl.forward = forward
+
+
+def _carry_state_in_torch() -> None:
+    """Replaces vLLM's gated delta net for a CPU, which computes in bf16 alone, by its recurrence
+    (Yang et al. 2024, equation 10) in fp32, token by token.
+
+    Each prompt is computed at once, from no state.
+    """
+    import torch
+    from torch.nn import functional
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+    def recur(query: Any, key: Any, value: Any, decay: Any, rate: Any) -> Any:
+        state = query.new_zeros(value.shape[1], query.shape[-1], value.shape[-1])
+        outputs = []
+        for q, k, v, kept, share in zip(query, key, value, decay, rate, strict=True):
+            state = state * kept[:, None, None]
+            error = v - torch.einsum("hkv,hk->hv", state, k)
+            state = state + torch.einsum("hk,hv->hkv", k, error * share[:, None])
+            outputs.append(torch.einsum("hkv,hk->hv", state, q))
+        return torch.stack(outputs)
+
+    # torch makes the operator's schema of names and types
+    def core(
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
+        context = get_forward_context()
+        if context.attn_metadata is None:  # for warming up
+            return
+        layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+        metadata = context.attn_metadata[layer.prefix]
+        assert not metadata.num_decodes and not metadata.has_initial_state.any()
+        kernel = layer.conv1d.weight
+        starts = metadata.non_spec_query_start_loc.tolist()
+        for start, stop in itertools.pairwise(starts):
+            padded = functional.pad(mixed_qkv[start:stop].T, (kernel.shape[-1] - 1, 0))
+            rows = functional.silu(functional.conv1d(padded, kernel, groups=len(kernel))).T
+            query, key, value = (each[0] for each in layer.rearrange_mixed_qkv(rows))
+            times = value.shape[1] // key.shape[1]
+            query, key = (
+                functional.normalize(each, dim=-1, eps=1e-6).repeat_interleave(times, 1)
+                for each in (query, key)
+            )
+            step = functional.softplus(a[start:stop] + layer.dt_bias)
+            core_attn_out[start:stop] = recur(
+                query * query.shape[-1] ** -0.5,
+                key,
+                value,
+                (-layer.A_log.exp() * step).exp(),
+                b[start:stop].sigmoid(),
+            )
+
+    gdn_attention.cpu_gdn_attention_core = core
+
+
+def list_replaced(family: str, kind: str) -> list[Callable[[], None]]:
+    """What replaces kernels of vLLM where a cell is asked: without them it has no number on a
+    CPU.
+    """
+    replaced = []
+    if family in MIXTURES and kind in KINDS_OF_ADAPTERS:
+        replaced.append(_compute_experts_in_torch)
+    if family == "gemma3":
+        replaced.append(_attend_in_torch)
+    if family == "qwen3_5":
+        replaced.append(_carry_state_in_torch)
+    return replaced
+
+
 def table(folder: Path) -> None:
     """Writes served.json, and the table of the page."""
-    from finetune.config.served import CLOSE, SERVED_FILE, read_served
+    from finetune.config.served import SERVED_FILE, read_served
 
     cells = json.loads((folder / "cells.json").read_text())
     families: dict[str, dict[str, Any]] = {}
     for cell in _list_cells(folder):
         value = cells.get(f"{cell.family} {cell.kind}", "not run")
         families.setdefault(cell.family, {})[cell.kind] = (
-            value if isinstance(value, str) else float(f"{value:.1e}")
+            value[:200] if isinstance(value, str) else float(f"{value:.1e}")
         )
         for part, cause in CAUSES.items():
             if part in str(value):
                 families[cell.family][cell.kind] = cause
-        if isinstance(value, float) and value > CLOSE:
-            families[cell.family][cell.kind] = CAUSES_OF_DIFFERENCES[f"{cell.family} {cell.kind}"]
     SERVED_FILE.write_text(
         json.dumps({"vllm": cells["vllm"], "families": families}, indent=1) + "\n", encoding="utf-8"
     )
@@ -564,7 +689,11 @@ def render_page(page: str) -> str:
         f"|---|{'---|' * len(KINDS)}",
     ]
     for family, cells in served["families"].items():
-        row = [_show(cells.get(kind, "-")) for kind in KINDS]
+        row = []
+        for kind in KINDS:
+            cell = cells.get(kind, "-")
+            is_marked = isinstance(cell, float) and list_replaced(family, kind)
+            row.append(_show(cell) + (" *" if is_marked else ""))
         lines.append(f"| `{family}` | {' | '.join(row)} |")
     before, _, after = page.partition(START)
     return before + START + "\n".join(lines) + "\n" + END + after.partition(END)[2]

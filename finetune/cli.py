@@ -319,6 +319,15 @@ def _add_export(subcommands: "Subcommands") -> None:
     _flag(export, "--overwrite", "replace DIR where it exists")
     _flag(export, "--adapter-only", "LoRA: the PEFT folder alone, nothing merged")
     export.add_argument(
+        "--adapter-names",
+        choices=("peft", "vllm"),
+        default="peft",
+        help=(
+            "of the modules in a PEFT folder: vLLM knows those of some families by others, and the "
+            "last screen says where (default: peft)"
+        ),
+    )
+    export.add_argument(
         "--merge-onto",
         choices=("original", "dequantized"),
         help=(

@@ -147,7 +147,7 @@ TABLES = {
     ),
     # Published models by their names are convert's, chat templates data's.
     "families": (
-        [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],
+        [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv", "glm4")],
         (
             "config/families.py",
             "data/tokenizer.py",

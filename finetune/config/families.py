@@ -126,6 +126,9 @@ class Family:
     # the weight is multiplied in fp32, so that the normalized input is kept in fp32
     norm_keeps_fp32: bool = False
     llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
+    # parts of modules' names -> what vLLM calls them in an adapter, where it says otherwise;
+    # several names: it adapts equal parts of the layer's outputs by themselves
+    vllm_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def opens_in_mlx(self) -> bool:
@@ -323,6 +326,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size"),
         llama_cpp=replace(GGUF_LLAMA, biases=()),
+        vllm_modules={"mlp": ("block_sparse_moe",)},
     ),
     "olmoe": Family(
         defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
@@ -417,6 +421,7 @@ FAMILIES: Mapping[str, Family] = {
         recurrence=Recurrence(modules=("SelfAttention", "FeedForward"), can_be_sampled=False)
     ),
     "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",), can_be_sampled=False)),
+    "glm4": Family(vllm_modules={"gate_up_proj": ("gate_proj", "up_proj")}),
     "llama4_text": Family(unadaptable=("router",)),
     "mllama_text_model": Family(rows_beyond_head=8),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),

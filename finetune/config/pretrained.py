@@ -16,6 +16,7 @@ from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_val
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Model, Recipe
+from finetune.config.served import NAMES_KEY
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, ALL_LINEAR, CONFIG_FILE, ROTATION, SCORES
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import read_json_object, read_tensor_header
@@ -275,6 +276,11 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
     """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it
     may have.
     """
+    if NAMES_KEY in config:
+        raise UserError(
+            f"{where}: {NAMES_KEY}: its modules have the names of {config[NAMES_KEY]}, which alone "
+            "opens it; name the folder that it was exported from"
+        )
     if config.get("peft_type") == "OFT":
         _check_rotation(config, where)
         return

@@ -31,8 +31,24 @@ CONTEXT = 4096  # positions that a server is started with, where the model has a
 # What vLLM takes as --max-lora-rank.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Keys of an adapter that vLLM does not load, unless they hold one of these.
-UNLOADED = ("modules_to_save", "use_dora", "bias", "lora_bias", "oft_block_size")
+UNLOADED = (
+    "modules_to_save",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "oft_block_size",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_bdlora",
+    "use_qalora",
+)
 ABSENT: tuple[Any, ...] = (None, False, [], "none")
+# Values of init_lora_weights after which the base is what it was; vLLM refuses other names.
+STARTS = ("gaussian", "eva", "orthogonal")
+# Of adapter_config.json: "vllm" where modules have the names of vLLM, which peft does not open.
+NAMES_KEY = "adapter_names"
 # What peft calls the two parameters of a mixture's experts; vLLM loads both or neither.
 EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
 
@@ -101,6 +117,50 @@ def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
     return names - {"weight"}
 
 
+def why_not_loaded(adapter: Mapping[str, Any]) -> str | None:
+    """Says what keeps vLLM from loading an adapter, by its adapter_config.json; None where it
+    does.
+
+    >>> why_not_loaded({"r": 8, "use_dora": True}), why_not_loaded({"r": 8})
+    ('use_dora', None)
+    """
+    for key in UNLOADED:
+        if adapter.get(key) not in ABSENT:
+            return key
+    start = adapter.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in STARTS:
+        return f"init_lora_weights: {start}"
+    if _find_rank(adapter) is None:
+        return f"a rank above {RANKS[-1]}"
+    parameters = list_expert_parameters(adapter)
+    if parameters and parameters != EXPERT_PARAMETERS:
+        return f"{' and '.join(sorted(parameters))} of experts alone"
+    return None
+
+
+def _find_rank(adapter: Mapping[str, Any]) -> int | None:
+    """The smallest rank that vLLM can be started with for an adapter; None where none is large
+    enough.
+    """
+    ranks = [adapter.get("r", 0), *(adapter.get("rank_pattern") or {}).values()]
+    return next((each for each in RANKS if each >= max(ranks)), None)
+
+
+def rename_for_vllm(module: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """What vLLM calls an adapted module, or the equal parts of its outputs in their order.
+
+    modules: `Family.vllm_modules`.
+
+    >>> rename_for_vllm("layers.0.mlp.up", {"up": ("a", "b"), "mlp": ("moe",)})
+    ('layers.0.moe.a', 'layers.0.moe.b')
+    """
+    names = [""]
+    for part in module.split("."):
+        renamed = modules.get(part, (part,))
+        names = [f"{name}.{each}" for name in names for each in renamed]
+    return tuple(name[1:] for name in names)
+
+
 def serve_model(folder: Path) -> list[str]:
     """The command that serves a Hugging Face folder."""
     return ["vllm", "serve", str(folder)]
@@ -117,16 +177,12 @@ def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) ->
     >>> " ".join(serve_adapter(Path("out/mine"), "base", {"r": 8}))
     'vllm serve base --enable-lora --max-lora-rank 8 --lora-modules mine=out/mine'
     """
-    ranks = [adapter.get("r", 0), *(adapter.get("rank_pattern") or {}).values()]
-    rank = next((each for each in RANKS if each >= max(ranks)), None)
-    if base is None or rank is None or any(adapter.get(key) not in ABSENT for key in UNLOADED):
+    if base is None or why_not_loaded(adapter) is not None:
         return None
-    command = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
-    parameters = list_expert_parameters(adapter)
-    if not parameters:
+    rank = str(_find_rank(adapter))
+    command = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", rank]
+    if not list_expert_parameters(adapter):
         return [*command, "--lora-modules", f"{folder.name}={folder}"]
-    if parameters != EXPERT_PARAMETERS:
-        return None
     # peft stacks the experts' factors. Without these vLLM expects the factors of each expert apart
     # in most families.
     module = {"name": folder.name, "path": str(folder), "is_3d_lora_weight": True}

@@ -590,7 +590,7 @@ def write_metadata(
     if source.adapter is not None and weights.adapter is not None:
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)
-        config = source.adapter.config | {
+        config = dict(weights.adapter_config) | {
             "base_model_name_or_path": source.base_model,
             "inference_mode": True,
         }

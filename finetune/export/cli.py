@@ -30,6 +30,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         verify=arguments.verify,
         overwrite=arguments.overwrite,
         model=not arguments.adapter_only,
+        adapter_names=arguments.adapter_names,
         trust_remote_code=arguments.trust_remote_code,
         merge_onto=arguments.merge_onto,
         formats=split_list(arguments.format),

@@ -16,13 +16,14 @@ from finetune.config.families import find_family
 from finetune.config.methods import fills_masks
 from finetune.config.pretrained import scores_tokens
 from finetune.config.served import (
+    NAMES_KEY,
     list_kinds_of_adapter,
     list_kinds_of_model,
     serve_adapter,
     serve_model,
     was_served,
 )
-from finetune.constants import ADAPTER, EXPORT
+from finetune.constants import ADAPTER, CONFIG_FILE, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
@@ -42,7 +43,9 @@ from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
+from finetune.export.vllm_names import has_other_names
 from finetune.export.write import Weights, make_files, plan_weights, write_weights
+from finetune.files.json_files import read_json_object
 from finetune.files.network import check_push, push_folder
 from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
@@ -75,8 +78,8 @@ def export(
         base_model: The base, where the checkpoint does not name it.
         push_to_hub: The repository to upload to. A failed push is logged, not raised.
         log: Takes the lines that say what was made.
-        others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code` and
-            `merge_onto` of `ExportOptions`, and the keys of the formats in
+        others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code`,
+            `adapter_names` and `merge_onto` of `ExportOptions`, and the keys of the formats in
             config/export_formats.py.
 
     Raises:
@@ -215,6 +218,18 @@ def export_source(
     return output
 
 
+def export_for_vllm(folder: Path, output: Path) -> Path:
+    """The folder from which vLLM loads an adapter: the PEFT folder `folder`; or `output`, made of
+    it, where vLLM knows its modules by other names.
+    """
+    source = open_source(folder, log=lambda line: None)
+    config = read_json_object(source.description / CONFIG_FILE)
+    if not has_other_names(source.adapter_names, str(config.get("model_type"))):
+        return folder
+    options = ExportOptions(model=False, verify=False, overwrite=True, adapter_names="vllm")
+    return export_source(source, output, options, log=lambda line: None)
+
+
 def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
@@ -234,7 +249,10 @@ def _find_commands(
     if not weights.model:
         if source.adapter is None or SAFETENSORS not in options.formats:
             return of_files
-        return use_adapter(output, source.base_model, source.adapter.config, model_type) | of_files
+        other_names = has_other_names(source.adapter.tensors, model_type)
+        config = dict(weights.adapter_config)
+        used = use_adapter(output, source.base_model, config, model_type, other_names=other_names)
+        return used | of_files
     commands = dict[str, str]()
     opened = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
     if opened:
@@ -384,15 +402,25 @@ def use_model(
 
 
 def use_adapter(
-    folder: Path, base: str | None, config: Mapping[str, Any], family: str
+    folder: Path, base: str | None, config: Mapping[str, Any], family: str, *, other_names: bool
 ) -> dict[str, str]:
-    """The commands that use a PEFT folder on its base, of the model_type `family`; vLLM's where it
-    was seen to work.
+    """The commands that use an adapter's folder on its base, of the model_type `family`; vLLM's
+    where it was seen to work.
+
+    other_names: Whether vLLM loads the adapter under other names, in a folder beside peft's.
     """
-    commands = {"finetune": f"finetune chat {shlex.quote(str(folder))}"}
-    serve = serve_adapter(folder, base, config)
+    commands = dict[str, str]()
+    served = folder
+    before = ""
+    if NAMES_KEY not in config:
+        commands["finetune"] = f"finetune chat {shlex.quote(str(folder))}"
+    if other_names and NAMES_KEY not in config:
+        served = folder.with_name(f"{folder.name}-vllm")
+        rename = ["finetune", "export", str(folder), "--output", str(served)]
+        before = f"{shlex.join([*rename, '--adapter-only', '--adapter-names', 'vllm'])} && "
+    serve = serve_adapter(served, base, config)
     if serve is not None and was_served(family, list_kinds_of_adapter(config)):
-        commands["vLLM"] = shlex.join(serve)
+        commands["vLLM"] = before + shlex.join(serve)
     return commands
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from finetune.checkpoint.manifest import STATE
-from finetune.config.export_formats import EXPORT_FORMATS, check_formats, list_keys
+from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, check_formats, list_keys
 from finetune.config.quantization import read_recipe_quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
@@ -26,6 +26,7 @@ from finetune.units import disk_size, read_size
 DTYPES = ("float32", "bfloat16", "float16")
 # the base that an adapter trained on a quantized one is merged onto
 MergeOnto = Literal["original", "dequantized"]
+AdapterNames = Literal["peft", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class ExportOptions:
     overwrite: bool = False
     model: bool = True  # LoRA: the merged model
     adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
+    adapter_names: AdapterNames = "peft"  # whose names the adapter's tensors have
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
     formats: tuple[str, ...] = ("safetensors",)
@@ -100,6 +102,16 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
+    if options.adapter_names not in get_args(AdapterNames):
+        raise UserError(
+            f"--adapter-names: {options.adapter_names}: one of {', '.join(get_args(AdapterNames))} "
+            "is expected"
+        )
+    if options.adapter_names != "peft" and (options.model or SAFETENSORS not in options.formats):
+        raise UserError(
+            f"--adapter-names: {options.adapter_names}: vLLM loads an adapter from a PEFT folder; "
+            "add --adapter-only, and leave --format out"
+        )
     if options.merge_onto is not None and not _was_quantized(source):
         raise UserError(
             f"{source}: --merge-onto: not known to be trained on a quantized base; omit it"

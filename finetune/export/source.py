@@ -29,7 +29,7 @@ from finetune.export import torch_files
 from finetune.files.json_files import load_json
 from finetune.files.network import download_file, download_folder, find_local_folder
 from finetune.files.run_files import refuse_several_runs
-from finetune.files.tensors import StoredTensor, hash_weights, read_folder
+from finetune.files.tensors import StoredTensor, hash_weights, read_files, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
@@ -233,7 +233,9 @@ def _is_base_the_trained_one(
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:
     config = load_json(path / ADAPTER_CONFIG)
-    if not (path / ADAPTER_WEIGHTS).exists() and (path / ADAPTER_TORCH_FILE).exists():
+    if (path / ADAPTER_WEIGHTS).exists():  # an optimizer's moments may lie beside it
+        tensors = read_files([path / ADAPTER_WEIGHTS])
+    elif (path / ADAPTER_TORCH_FILE).exists():
         tensors = torch_files.read_torch_files([path / ADAPTER_TORCH_FILE])
     else:
         tensors = read_folder(path)

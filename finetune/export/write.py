@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -40,6 +41,7 @@ from finetune.export.values import (
     make_dequantizer,
     plan_values,
 )
+from finetune.export.vllm_names import name_for_vllm
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
 from finetune.models.weights import BoxedTensor, Slices
@@ -136,6 +138,7 @@ class Weights:
 
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None
+    adapter_config: Mapping[str, Any]  # the content of adapter_config.json
     dtype: torch.dtype  # of the model
     # by the target's names: the checkpoint's, or the base's under an adapter
     stored: Mapping[str, StoredTensor]
@@ -189,10 +192,11 @@ def plan_weights(
     where = str(source.path)
     dtype = choose_written_dtype(source, target, options)
     adapter = None
+    config: Mapping[str, Any] = {}
     if source.adapter is not None and options.adapter:
-        adapter = _plan_adapter(source.adapter, target, where, options)
+        config, adapter = _plan_adapter(source.adapter, target, where, options)
     if not options.model:
-        return Weights((), adapter, dtype, {})
+        return Weights((), adapter, config, dtype, {})
     stored = find_stored(source, target)
     dtype_is_given = bool(options.dtype or source.recipe.get("export_dtype"))
     onto = merge.onto if merge else "original"
@@ -215,7 +219,7 @@ def plan_weights(
     values += plan_carried(account, source, target, dtype, dtype_is_given=dtype_is_given)
     shards = _split_into_shards(values, read_size(options.max_shard_size))
     is_merged = source.adapter is not None
-    return Weights(shards, adapter, dtype, stored, merge, is_merged, account)
+    return Weights(shards, adapter, config, dtype, stored, merge, is_merged, account)
 
 
 def _plan_files(
@@ -256,7 +260,8 @@ def _plan_files(
 
 def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
-) -> Shard:
+) -> tuple[Mapping[str, Any], Shard]:
+    """The content of adapter_config.json, and the file of its tensors."""
     if options.dtype and not options.model:
         dtype = getattr(torch, options.dtype)
     else:
@@ -270,12 +275,16 @@ def _plan_adapter(
             adapter.config.get("modules_to_save") or ()
         ):
             tensors.setdefault(name, tensors[first])
-    values = (
+    values = [
         stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype)
         for name, tensor in tensors.items()
-    )
+    ]
+    config: Mapping[str, Any] = adapter.config
+    if options.adapter_names == "vllm":
+        config, values = name_for_vllm(adapter, values, target, where)
     folder = f"{ADAPTER}/" if options.model else ""
-    return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
+    values.sort(key=lambda value: value.name)
+    return config, Shard(folder + ADAPTER_WEIGHTS, tuple(values))
 
 
 def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:

@@ -11,11 +11,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
+from finetune.export.export import export_for_vllm
 from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
@@ -122,18 +123,22 @@ def open_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    if name == "vllm" and reference.kind == "adapter":
-        command = _serve_adapter(reference, port)
-        served = served or Path(reference.name).name
-    else:
-        start = EXPORT_FORMATS[STARTED[name]].start
-        assert start is not None
-        command = start(Path(reference.name), file, port)
-    log(f"server  {' '.join(command)}")
-    with (
-        TemporaryFile() as said,
-        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
-    ):
+    with ExitStack() as beside:
+        if name == "vllm" and reference.kind == "adapter":
+            temporary = beside.enter_context(TemporaryDirectory(prefix="finetune-"))
+            folder = Path(reference.name)
+            folder = export_for_vllm(folder, Path(temporary) / folder.name)
+            command = _serve_adapter(folder, reference.base, port)
+            served = served or folder.name
+        else:
+            start = EXPORT_FORMATS[STARTED[name]].start
+            assert start is not None
+            command = start(Path(reference.name), file, port)
+        log(f"server  {' '.join(command)}")
+        said = beside.enter_context(TemporaryFile())
+        process = beside.enter_context(
+            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(url, process, said, name)
@@ -146,15 +151,14 @@ def open_server(
                 process.kill()
 
 
-def _serve_adapter(reference: ModelReference, port: int) -> list[str]:
+def _serve_adapter(folder: Path, base: str | None, port: int) -> list[str]:
     """The command that serves an adapter, in the dtype of its base's files."""
-    folder = Path(reference.name)
-    command = serve_adapter(folder, reference.base, read_json_object(folder / ADAPTER_CONFIG))
+    command = serve_adapter(folder, base, read_json_object(folder / ADAPTER_CONFIG))
     if command is None:
         raise UserError(
             f"{folder}: vLLM serves no such adapter; export the merged model, and check that"
         )
-    return [*command, *list_server_options(Path(str(reference.base)), port)]
+    return [*command, *list_server_options(Path(str(base)), port)]
 
 
 # By the name of the server: the format that it is started with.

@@ -27,6 +27,8 @@ from finetune.checkpoint.shards import get_model_state, list_shards, weighted_su
 from finetune.config.layout import compute_dtype
 from finetune.config.pretrained import text_config_of
 from finetune.config.schema import Recipe
+from finetune.config.served import list_expert_parameters
+from finetune.constants import ADAPTER_CONFIG
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError, printable
@@ -34,7 +36,7 @@ from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
 from finetune.files.durable import empty_folder, make_folder, write_file
-from finetune.files.json_files import append_json_lines, read_json_lines
+from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.network import send
 from finetune.rollout.engine import Converse, Ended, Request, Sampled, Sampling
 from finetune.rollout.in_flight import LOST, InFlight, read_lines, start, start_all, wait_for
@@ -117,12 +119,19 @@ class VllmServer:
             return version == name
         return version == UNCHANGED and name in [each.id for each in self.ask(ServedModels).data]
 
-    def load_adapter(self, name: str, weights: str, run_folder: Path) -> None:
+    def replace_adapter(self, name: str, weights: Path, run_folder: Path) -> None:
         """Has it load an adapter in place of the earlier one of this run."""
         for each in self.ask(ServedModels).data:
             if Path(each.root).is_relative_to(run_folder):
                 self.send("/v1/unload_lora_adapter", {"lora_name": each.id})
-        self.send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": weights})
+        self.load_adapter(name, weights)
+
+    def load_adapter(self, name: str, weights: Path) -> None:
+        """Has it load an adapter, under the names that it knows."""
+        body: dict[str, Any] = {"lora_name": name, "lora_path": str(weights)}
+        if list_expert_parameters(read_json_object(weights / ADAPTER_CONFIG)):
+            body["is_3d_lora_weight"] = True
+        self.send("/v1/load_lora_adapter", body)
 
     def load_model(self, name: str, weights: str) -> None:
         """Has it load all weights. Raises `UserError` where it keeps what others have computed."""
@@ -464,17 +473,18 @@ class VllmEngine:
             verify=False,
             overwrite=True,
             model=not is_adapter,
+            adapter_names="vllm" if is_adapter else "peft",
             trust_remote_code=keys.trust_remote_code,
         )
-        weights = str(export_source(source, folder / WEIGHTS, options, _silent))
+        weights = export_source(source, folder / WEIGHTS, options, _silent)
         shutil.rmtree(folder / MODEL)
         is_cut = self._cut_requests()
 
         def load(server: VllmServer) -> None:
             if is_adapter:
-                server.load_adapter(folder.name, weights, self._folder)
+                server.replace_adapter(folder.name, weights, self._folder)
             else:
-                server.load_model(folder.name, weights)
+                server.load_model(folder.name, str(weights))
             if is_cut:
                 server.send("/resume", {})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from finetune.config.schema import Recipe
 from finetune.errors import UserError
+from finetune.export.export import export_for_vllm
 from finetune.rollout.engine import Request, Sampled, Sampling
 from finetune.rollout.vllm import VllmServer
 from finetune.rollout.vllm_answers import ServedModels
@@ -60,15 +61,14 @@ class ServedAdapters:
             for each in self._server.ask(ServedModels).data
             if Path(each.root).is_relative_to(self._states)
         ]
-        known = [each.id for each in loaded if Path(each.root) == folder]
+        known = [each.id for each in loaded if Path(each.root).is_relative_to(folder)]
         if known:
             return known[0]
         for each in loaded[: len(loaded) + 1 - MOST_LOADED]:
             self._server.send("/v1/unload_lora_adapter", {"lora_name": each.id})
         name = f"{self._states.parents[1].name}/{state}".replace("/", "-")
-        body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            self._server.send("/v1/load_lora_adapter", body)
+            self._server.load_adapter(name, export_for_vllm(folder, folder / "vllm"))
         except UserError as error:
             raise UserError(
                 f"{KEY}: {error}; start vLLM with --enable-lora and --max-lora-rank {self._rank}"

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import BaseRequestHandler, TCPServer
@@ -85,10 +86,10 @@ def test_llama_cpps_server_answers_with_the_same_tokens(
 
 @pytest.mark.slow
 @pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="FINETUNE_VLLM names no vllm command")
-@pytest.mark.parametrize("kind", ["export", "adapter"])
+@pytest.mark.parametrize("kind", ["llama/export", "llama/adapter", "glm4/adapter"])
 def test_vllms_server_gives_the_log_probabilities_of_transformers(
     kind: str,
-    lora_of_served: Path,
+    lora_of_served: Callable[[str], Path],
     prompts: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -97,7 +98,9 @@ def test_vllms_server_gives_the_log_probabilities_of_transformers(
     monkeypatch.setenv("PATH", str(Path(os.environ["FINETUNE_VLLM"]).parent), prepend=":")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    command = ["serve-check", str(lora_of_served / kind), "--server", "vllm", "--prompts", prompts]
+    family, _, name = kind.partition("/")
+    folder = lora_of_served(family) / name
+    command = ["serve-check", str(folder), "--server", "vllm", "--prompts", prompts]
     assert main([*command, "--max-new-tokens", "8", "--max-difference", "1e-4"]) == 0, (
         capsys.readouterr()
     )
@@ -107,23 +110,28 @@ def test_vllms_server_gives_the_log_probabilities_of_transformers(
 
 
 @pytest.fixture(scope="module")
-def lora_of_served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA run over a model whose heads vLLM has kernels for."""
-    folder = tmp_path_factory.mktemp("served")
-    recipe = {
-        "model_name_or_path": str(make_model(folder / "base", head_dim=32)),
-        "datasets": [{"path": str(make_chat(folder / "chat.jsonl", rows=24))}],
-        "max_length": 64,
-        "global_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 0.05,
-        "use_peft": True,
-        "export_dtype": "float32",
-        "output_dir": str(folder / "run"),
-    }
-    (folder / "lora.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["launch", "--recipe", str(folder / "lora.yaml"), "--num-processes", "1"]) == 0
-    return folder / "run"
+def lora_of_served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A maker of a LoRA run over a model of a family whose heads vLLM has kernels for."""
+
+    @cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        recipe = {
+            "model_name_or_path": str(make_model(folder / "base", model_type=family, head_dim=32)),
+            "datasets": [{"path": str(make_chat(folder / "chat.jsonl", rows=24))}],
+            "max_length": 64,
+            "global_batch_size": 4,
+            "max_steps": 4,
+            "learning_rate": 0.05,
+            "use_peft": True,
+            "export_dtype": "float32",
+            "output_dir": str(folder / "run"),
+        }
+        (folder / "lora.yaml").write_text(yaml.safe_dump(recipe))
+        assert main(["launch", "--recipe", str(folder / "lora.yaml"), "--num-processes", "1"]) == 0
+        return folder / "run"
+
+    return make
 
 
 class StandIn(BaseHTTPRequestHandler):

@@ -11,13 +11,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
+PARTS = (".gate_proj.", ".up_proj.")  # as vLLM knows adapters of a model's gate_up_proj
 LOADING = threading.Lock()  # transformers changes the process while it builds a model
+
+
+def name_for_peft(adapter: Path, folder: Path) -> Path:
+    """An adapter whose modules have the names of vLLM's GLM-4, in peft's; any other as it is."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    if config.get("adapter_names") != "vllm":
+        return adapter
+    given = load_file(adapter / "adapter_model.safetensors")
+    gate, up = PARTS
+    tensors = {name: each for name, each in given.items() if gate not in name and up not in name}
+    for name, part in given.items():
+        if gate in name:
+            other = given[name.replace(gate, up)]
+            whole = torch.cat([part, other]) if "lora_B" in name else part
+            tensors[name.replace(gate, ".gate_up_proj.")] = whole
+    del config["adapter_names"]
+    config["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
 
 
 class StandInVllm(ThreadingHTTPServer):
@@ -104,9 +127,15 @@ class StandInVllm(ThreadingHTTPServer):
         return 200, {"success": True, "new_version": new_version}
 
     def at_v1_load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
+        described = json.loads((Path(self.root) / "config.json").read_text())
+        names = load_file(Path(lora_path) / "adapter_model.safetensors").keys()
+        if described["model_type"] == "glm4" and any("gate_up_proj" in name for name in names):
+            return 400, {"error": {"message": "expected target modules gate_proj, up_proj"}}
         with LOADING:
             base = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
-            self.adapted[lora_name] = PeftModel.from_pretrained(base, lora_path).eval()
+            with TemporaryDirectory() as temporary:
+                folder = name_for_peft(Path(lora_path), Path(temporary))
+                self.adapted[lora_name] = PeftModel.from_pretrained(base, folder).eval()
         self.adapters[lora_name] = lora_path
         self.loads.append(lora_path)
         return 200, f"Success: LoRA adapter '{lora_name}' added successfully."

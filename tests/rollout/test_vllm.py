@@ -26,7 +26,7 @@ from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
-from finetune.rollout.vllm import VllmEngine
+from finetune.rollout.vllm import VllmEngine, VllmServer
 from finetune.rollout.vllm_answers import (
     CacheReset,
     ServedCompletion,
@@ -152,6 +152,29 @@ def test_adapters_are_loaded_under_a_name_of_their_own(
         assert server.version == "default" and list(server.adapters.values()) == server.loads[-1:]
         asked = {body["model"] for body, _ in server.asked}
         assert len(asked) == len(server.loads) == STEPS + 1 and "served" not in asked
+
+
+def test_adapters_are_loaded_under_the_names_that_vllm_knows(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "glm4", model_type="glm4")
+    recipe = write_recipe(tmp_path, model)
+    with serving(model) as server:
+        keys = [f"vllm_server_base_url={server.url}", f"output_dir={tmp_path}/run", *LORA]
+        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), keys)], ranks=1)
+        assert_ratio_is_one(tmp_path / "run")
+        loaded = json.loads((Path(server.loads[-1]) / "adapter_config.json").read_text())
+    assert {"gate_proj", "up_proj"} <= {*loaded["target_modules"]}
+
+
+def test_an_adapter_on_experts_is_loaded_as_stacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(VllmServer, "send", lambda self, path, body: sent.append(body))
+    for targets in (None, ["experts.gate_up_proj", "experts.down_proj"]):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"target_parameters": targets}))
+        VllmServer("http://server", 1.0).load_adapter("it", tmp_path)
+    plain, stacked = sent
+    assert stacked == plain | {"is_3d_lora_weight": True}
 
 
 @pytest.mark.parametrize(
