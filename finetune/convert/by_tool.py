@@ -241,6 +241,13 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ALIKE_LENGTHS)
 
 
+def report_losses(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the loss of a step is another mean."""
+    answers = find_method_facts(conversion.recipe).rows == "answers"
+    if conversion.tool == "TRL" and answers and _has_own_loss(name_model(settings)):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+
+
 def report_evaluation(conversion: Conversion) -> None:
     """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise."""
     recipe = conversion.recipe

@@ -97,6 +97,12 @@ def test_a_class_that_takes_no_count_of_labels_averages_each_micro_batch(
     assert (RANKS_ALIKE in remarks) == takes_count
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"])
+def test_the_trainer_of_trl_asks_the_class_too(model: str, convert: Convert) -> None:
+    file = {"model_name_or_path": model, "dataset_name": "a/rows", "max_length": 1024}
+    assert (MICRO_BATCHES_ALIKE in convert(file).remarks) == (model == "Qwen/Qwen3.5-9B")
+
+
 @pytest.mark.parametrize(
     ("model", "line"),
     [
