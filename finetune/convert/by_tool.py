@@ -22,6 +22,7 @@ from finetune.convert.model_names import (
     name_model,
     report_turn_ends,
 )
+from finetune.convert.objectives import LABEL_LOSSES
 from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
@@ -32,9 +33,11 @@ from finetune.convert.value_conversion import (
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (
-    "loss: on several processes the mean of each over its labels counts alike there, and in 0.19 "
-    "that of each micro-batch too; here it is the mean over those of the whole step"
+    "loss: on several processes the mean of each over its labels counts alike there{}; here it is "
+    "the mean over those of the whole step"
 )
+# model_accepts_loss_kwargs of its core/trainers/base.py, which was False for every model
+EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
     "and no Nesterov momentum"
@@ -303,8 +306,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         recipe["activation_offload"] = True
         conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
     if not settings.get("rl"):
-        name = name_model(settings)
-        conversion.remarks.append(MICRO_BATCHES_ALIKE if _has_own_loss(name) else RANKS_ALIKE)
+        conversion.remarks.append(_describe_mean(settings))
     if recipe.get("warmup_steps") == 1:
         recipe["warmup_steps"] = 2
         conversion.add_remark("warmup_steps", 1, TWO_STEPS)
@@ -327,6 +329,15 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _describe_mean(settings: ToolFile) -> str:
+    """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
+    if any(map(settings.get, LABEL_LOSSES)):
+        return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
+    if _has_own_loss(name_model(settings)):
+        return MICRO_BATCHES_ALIKE
+    return RANKS_ALIKE.format(EACH_IN_19)
 
 
 def _has_own_loss(name: str) -> bool:

@@ -85,6 +85,10 @@ CUT_PAIR = (
     "that is scored"
 )
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
+UNDIVIDED = (
+    "the entropy of the likeliest tokens is divided by 3 here, and max_grad_norm by 3 ** "
+    "eaft_alpha: AdamW's steps are the same"
+)
 # -> token_loss
 LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
@@ -513,9 +517,20 @@ def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
         conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", asked).removesuffix("_loss")
     if "eaft" not in asked:
         conversion.recipe.pop("eaft_alpha", None)
-    elif settings.get("eaft_k") not in (None, 20):
+    elif conversion.tool == "Axolotl":
+        _scale_eaft(conversion)
+    if "eaft" in asked and settings.get("eaft_k") not in (None, 20):
         note = "the entropy is of the 20 likeliest tokens"
         conversion.add_difference("eaft_k", settings["eaft_k"], note, "another loss (EAFT)")
+
+
+def _scale_eaft(conversion: Conversion) -> None:
+    """Clips as Axolotl does, whose monkeypatch/loss/eaft.py does not divide the entropy."""
+    recipe = conversion.recipe
+    alpha = read_number("eaft_alpha", recipe.get("eaft_alpha", 1.0), "1.0", 0)
+    clip = read_number("max_grad_norm", recipe.get("max_grad_norm", 1.0) or 0, "1.0", 0)
+    recipe["max_grad_norm"] = clip / 3**alpha if clip else None
+    conversion.remarks.append(f"use_eaft: true   ({UNDIVIDED})")
 
 
 def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:

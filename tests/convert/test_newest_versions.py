@@ -10,6 +10,7 @@ import yaml
 from finetune.convert.by_tool import (
     APART_IN_21,
     BEST_AT_END,
+    EACH_IN_19,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     RANKS_ALIKE,
@@ -94,7 +95,9 @@ def test_a_class_that_takes_no_count_of_labels_averages_each_micro_batch(
     takes_count = getattr(getattr(transformers, own_class), "accepts_loss_kwargs", True)
     remarks = convert(AXOLOTL, base_model=model).remarks
     assert (MICRO_BATCHES_ALIKE in remarks) == (not takes_count)
-    assert (RANKS_ALIKE in remarks) == takes_count
+    assert (RANKS_ALIKE.format(EACH_IN_19) in remarks) == takes_count
+    weighted = convert(AXOLOTL, base_model=model, use_dft=True).remarks
+    assert RANKS_ALIKE.format("") in weighted and MICRO_BATCHES_ALIKE not in weighted
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"])
