@@ -234,3 +234,12 @@ def test_prompts_that_older_versions_of_trl_cut_are_said(
 ) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
     assert (PROMPTS_WERE_CUT in said(convert(file | {"loss_type": "sigmoid"}, **keys))) == cut
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama2"])
+def test_the_end_of_a_row_that_is_trained_whole_is_said(family: str, convert: Convert) -> None:
+    names = {"phi3": "phi3.phi3_mini_tokenizer", "llama2": "llama2.llama2_tokenizer"}
+    tokenizer = {"_component_": f"torchtune.models.{names[family]}"}
+    model = {"_component_": f"torchtune.models.{family}.one_7b"}
+    text = said(convert(TUNE, model=model, tokenizer=tokenizer))
+    assert ("the EOS token after the last answer is trained too here" in text) == (family == "phi3")
