@@ -483,7 +483,7 @@ SPACE_TRAINED = (
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
 HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
-BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
+BREAKS = ("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # its templates of images that write one
 BREAKS_OF_IMAGES = re.compile(
     "chatml|qwen|(?<!pali)gemma|paligemma_chat|intern|minicpm|keye|lfm2|moss|mimo|yi|youtu"

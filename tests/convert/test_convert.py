@@ -1520,7 +1520,7 @@ def test_states_that_pass_from_document_to_document_in_axolotl_are_said(
     ("lines", "dtype"),
     [
         ("fsdp_version: 2\nfsdp_config: {offload_params: false}\n", "bfloat16"),
-        ("fsdp_config: {offload_params: false}\n", None),
+        ("fsdp_version: 1\nfsdp_config: {offload_params: false}\n", None),
         ("fsdp_version: 2\nfsdp_config: {offload_params: false}\nadapter: lora\n", None),
     ],
 )
