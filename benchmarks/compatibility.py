@@ -64,7 +64,8 @@ SECOND = """\
 ## Axolotl 0.21's own examples
 
 Every file under `examples/` in the source package of that version, counted in the same way; many
-are among those above.
+are among those above. The runs are those of an earlier count, before the last changes to what
+convert writes.
 """
 
 

@@ -14,6 +14,7 @@ from finetune.convert.value_conversion import read_section
 
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
+LAUNCHED = re.compile(r"--config_file[ =](\S*fsdp\S*)")  # in those of LLaMA-Factory's
 COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
 FILES: Mapping[AskedSharding, str] = {
     "full": "fsdp_full_shard_auto",
@@ -108,7 +109,7 @@ def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     elif tool == "Automodel":
         layout = _read_automodel(settings)
     else:
-        layout = _read_trainer(tool, settings)
+        layout = _read_trainer(tool, settings, text)
     layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
     if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
         layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
@@ -129,9 +130,12 @@ def _find_fp8(settings: ToolFile) -> str:
     return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
 
 
-def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
+def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     """Reads files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
     sharding = _find_sharding(tool, settings)
+    launched = LAUNCHED.search(text)
+    if tool == "LLaMA-Factory" and launched and sharding == "none":
+        sharding = "offload" if "offload" in launched[1] else "full"
     precision = _find_precision(tool, settings)
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
     checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get(
@@ -164,10 +168,13 @@ def _read_trainer(tool: Tool, settings: ToolFile) -> AskedLayout:
 
 def _keeps_loaded_dtype(settings: ToolFile) -> bool:
     """Whether Axolotl's own fsdp2_prepare_model, which casts nothing to float32, takes the place of
-    Accelerate's.
+    Accelerate's. Version 0.21 has no other FSDP, and refuses the list of options of the first.
     """
-    is_second = str(settings.get("fsdp_version")) == "2"
-    return is_second and bool(settings.get("fsdp_config")) and not settings.get("deepspeed")
+    inner = _drop_prefix(read_section(settings, "fsdp_config"))
+    asked = settings.get("fsdp_version") or inner.get("version")
+    is_first = bool(settings.get("fsdp")) and asked is None
+    is_second = str(asked or 2) == "2" and not is_first
+    return is_second and bool(inner) and not settings.get("deepspeed")
 
 
 def _find_precision(tool: Tool, settings: ToolFile) -> Precision:

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from finetune.config.facts import read_family_source
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
@@ -18,8 +19,10 @@ from finetune.convert.model_names import (
     HEADER_TRAINED,
     guess_family,
     guess_vision_family,
+    name_model,
     report_turn_ends,
 )
+from finetune.convert.objectives import LABEL_LOSSES
 from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
@@ -30,9 +33,11 @@ from finetune.convert.value_conversion import (
 
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (
-    "loss: on several processes the mean of each over its labels counts alike there; here it is "
+    "loss: on several processes the mean of each over its labels counts alike there{}; here it is "
     "the mean over those of the whole step"
 )
+# model_accepts_loss_kwargs of its core/trainers/base.py, which was False for every model
+EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
     "and no Nesterov momentum"
@@ -81,11 +86,17 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
-# whose recurrent layers transformers gives no bounds of documents, nor Axolotl's monkeypatch/models
-PASSING_STATES_ON = ("jamba", "lfm2", "lfm2_moe")
+# monkeypatch/models/recurrent_support.py of 0.21: whose recurrent layers get no bounds of
+# documents, and those that get them since
+PASSING_STATES_ON = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
+APART_SINCE = ("lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
 STATE_PASSED_ON = (
     "documents in a packed row start from the state of those before in recurrent layers and "
-    "convolutions there; each is apart here"
+    "convolutions in 0.19, and 0.21 refuses to pack this family; each is apart here"
+)
+APART_IN_21 = (
+    "documents in a packed row start from the state of those before in recurrent layers and "
+    "convolutions in 0.19; each is apart in 0.21, and here"
 )
 NO_SCALING = (
     "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
@@ -99,7 +110,12 @@ MAMBA_LAYERS = (
     "here"
 )
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
-# model_accepts_loss_kwargs = False of train/sft/trainer.py, where the model has a processor
+# model_accepts_loss_kwargs = False of LLaMA-Factory's train/sft/trainer.py, where the model has a
+# processor, and of transformers' classes with a tower, which Axolotl loads for text too
+LOSS_OF_ITS_OWN = re.compile(
+    r"^class \w+ForConditionalGeneration\((?:(?!^class ).)*accepts_loss_kwargs = False",
+    re.DOTALL | re.MULTILINE,
+)
 MICRO_BATCHES_ALIKE = (
     "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
     "over those of the whole step"
@@ -119,13 +135,23 @@ FEWER_STEPS = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
     "rounds the warm-up's share down; here a short step ends each epoch"
 )
+# the same of a mixture's routers of that name, which it casts back under no attention
+GATE = "self.gate = "
+ROUTERS_IN_FP32 = "the routers are in float32 there; all weights are in bfloat16 here"
+NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
+# load_best_model_at_end of its core/builders/causal.py
+BEST_AT_END = (
+    "of the checkpoints that are saved the best one is kept there, of all evaluations here"
+)
+TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # _configure_embedding_dtypes of its loaders/model.py
 PARTS_IN_FP32 = (
     "the embedding, the output head and norms are in float32 there under this attention; all "
     "weights are in bfloat16 here"
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
-CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", "fsdp", "fsdp_config", "deepspeed")
+SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
+CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", *SHARDING_KEYS)
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -149,6 +175,8 @@ TORCHTUNE_MODELS = {
         "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
         "logits; as its config says here: scores at 50, logits at 30"
     ),
+    # lora_llama2 takes no rope_base
+    "lora_code_llama2_": "positions are rotated by a base of 10000 there; by the model's own here",
     r"(mistral_7b|phi3_mini)$": (
         "a token attends to all before it there; here to those in the sliding window, where the "
         "model's config has one"
@@ -183,13 +211,17 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which weights Axolotl keeps in float32 where all are in bfloat16 here."""
-    if (
-        conversion.tool == "Axolotl"
-        and conversion.recipe.get("dtype") == "bfloat16"
-        and settings.get("attn_implementation") in KEPT_IN_FP32
-        and not any(map(settings.get, CASTING_KEYS))
+    if conversion.tool != "Axolotl" or conversion.recipe.get("dtype") != "bfloat16":
+        return
+    if settings.get("attn_implementation") in KEPT_IN_FP32 and not any(
+        map(settings.get, CASTING_KEYS)
     ):
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
+    source = read_family_source(guess_family(name_model(settings)) or "")
+    if GATE in source and not any(map(settings.get, SHARDING_KEYS)):
+        conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
+    if settings.get("fp32_norms"):
+        conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -210,6 +242,13 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
         conversion.remarks.append(ALIKE_LENGTHS)
+
+
+def report_losses(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the loss of a step is another mean."""
+    answers = find_method_facts(conversion.recipe).rows == "answers"
+    if conversion.tool == "TRL" and answers and _has_own_loss(name_model(settings)):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
 def report_evaluation(conversion: Conversion) -> None:
@@ -267,7 +306,14 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         recipe["activation_offload"] = True
         conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
     if not settings.get("rl"):
-        conversion.remarks.append(RANKS_ALIKE)
+        conversion.remarks.append(_describe_mean(settings))
+    if recipe.get("warmup_steps") == 1:
+        recipe["warmup_steps"] = 2
+        conversion.add_remark("warmup_steps", 1, TWO_STEPS)
+    if settings.get("early_stopping_patience"):
+        recipe["keep_best_checkpoint"] = True
+        patience = settings["early_stopping_patience"]
+        conversion.add_remark("early_stopping_patience", patience, BEST_AT_END)
     report_turn_ends(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
@@ -283,6 +329,22 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _describe_mean(settings: ToolFile) -> str:
+    """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
+    if any(map(settings.get, LABEL_LOSSES)):
+        return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
+    if _has_own_loss(name_model(settings)):
+        return MICRO_BATCHES_ALIKE
+    return RANKS_ALIKE.format(EACH_IN_19)
+
+
+def _has_own_loss(name: str) -> bool:
+    """Whether transformers' class of a model with a tower takes no count of the step's labels."""
+    family = guess_vision_family(name)
+    source = read_family_source(str(family))
+    return family in IMAGE_FAMILIES and LOSS_OF_ITS_OWN.search(source) is not None
 
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
@@ -308,6 +370,8 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
     if family in PASSING_STATES_ON:
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
+    elif family in APART_SINCE:
+        conversion.add_remark("sample_packing", True, APART_IN_21)
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

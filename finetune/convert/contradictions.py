@@ -15,6 +15,11 @@ WHOLE_TEXT = (
     "chat_template: the line break after the last answer is trained too here, and a row is one "
     "text; there it ends with <|im_end|>, and each message is tokenized apart"
 )
+# Of torchtune's rows that are trained on whole, by our template.
+WHOLE_TEXTS = {
+    "chatml": WHOLE_TEXT,
+    "phi3": "chat_template: the EOS token after the last answer is trained too here; there is none",
+}
 
 
 def remove_contradictions(conversion: Conversion) -> None:
@@ -36,8 +41,9 @@ def _compare_whole_rows(conversion: Conversion) -> None:
         for line in conversion.remarks
         if not any(note in line for note in (HEADER, BREAK_TRAINED))
     ]
-    if conversion.tool == "torchtune" and conversion.recipe.get("chat_template") == "chatml":
-        conversion.remarks.append(WHOLE_TEXT)
+    template = str(conversion.recipe.get("chat_template"))
+    if conversion.tool == "torchtune" and template in WHOLE_TEXTS:
+        conversion.remarks.append(WHOLE_TEXTS[template])
 
 
 def _keep_stream(conversion: Conversion) -> None:

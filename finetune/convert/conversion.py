@@ -28,6 +28,7 @@ from finetune.convert.by_tool import (
     report_dtypes,
     report_epochs,
     report_evaluation,
+    report_losses,
 )
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
@@ -269,6 +270,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     make_runnable(conversion)
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
+    report_losses(settings, conversion)
     report_evaluation(conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe

@@ -428,6 +428,13 @@ FIRST_TOKEN = "the BOS token begins a conversation there"
 OWN_SYSTEM = "a system message of its own there, where a row has none"
 NO_SYSTEM = "system messages are left out there"
 THOUGHT = "an empty thought in every turn there, in the last one here"
+THOUGHT_OF_IMAGES = (
+    "an empty thought before an answer without one there; what the tokenizer's template writes here"
+)
+OWN_THOUGHT = (
+    "an empty thought, or its end, that the tokenizer's template writes before an answer is not "
+    "trained there; it is here"
+)
 ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
     "follows the prompt of inference"
@@ -444,6 +451,10 @@ LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
 # (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
+    (
+        "LLaMA-Factory",
+        "gemma4",
+    ): f"{OWN_SYSTEM}, which asks for thoughts, and an empty thought in every turn",
     (
         "LLaMA-Factory",
         "gemma2",
@@ -472,10 +483,21 @@ SPACE_TRAINED = (
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
 HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
-BREAKS = ("chatml", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
+BREAKS = ("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
 # its templates of images that write one
 BREAKS_OF_IMAGES = re.compile(
     "chatml|qwen|(?<!pali)gemma|paligemma_chat|intern|minicpm|keye|lfm2|moss|mimo|yi|youtu"
+)
+# its templates of images by which it adds an empty thought (ReasoningTemplate)
+THOUGHTS_OF_IMAGES = re.compile(
+    "(ernie|keye|kimi|mimo|qwen3)_vl|gemma4n?|glm4v|glm4_5v|qwen3_[56]|qwen3_omni"
+)
+# Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
+THINKING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
+THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
+# Of these some may.
+MAYBE_THINKING = re.compile(
+    r"think|reason|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|mimo|seed-oss"
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
@@ -536,6 +558,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
         if conversion.tool == "LLaMA-Factory" and BREAKS_OF_IMAGES.search(name):
             conversion.add_remark(key, value, BREAK_TRAINED)
+        if conversion.tool == "LLaMA-Factory" and THOUGHTS_OF_IMAGES.fullmatch(name):
+            conversion.add_difference(key, value, THOUGHT_OF_IMAGES)
         return
     if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
         return
@@ -607,6 +631,8 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
         conversion.add_difference("datasets.type", "chat_template", CHANNEL)
+    if "chat_template" not in conversion.recipe and not conversion.images:
+        _report_own_thoughts(name.lower(), conversion)
     if settings.get("eot_tokens"):
         return
     template = str(
@@ -624,6 +650,15 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
             "that; it is here"
         )
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
+
+
+def _report_own_thoughts(name: str, conversion: Conversion) -> None:
+    if THINKING.search(name):
+        conversion.add_difference("datasets.type", "chat_template", OWN_THOUGHT)
+    elif THINKING_LAST.search(name):
+        conversion.add_difference("datasets.type", "chat_template", ONE_TEXT)
+    elif MAYBE_THINKING.search(name):
+        conversion.remarks.append(f"datasets.type: chat_template   ({OWN_THOUGHT})")
 
 
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:

@@ -49,6 +49,9 @@ PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
 # disable_dropout is the default of TRL's trainers
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
+PROMPTS_WERE_CUT = (
+    "a prompt of over 512 tokens lost its beginning in TRL 0.21; not in 1.0 and later, nor here"
+)
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = (
@@ -82,6 +85,10 @@ CUT_PAIR = (
     "that is scored"
 )
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
+UNDIVIDED = (
+    "the entropy of the likeliest tokens is divided by 3 here, and max_grad_norm by 3 ** "
+    "eaft_alpha: AdamW's steps are the same"
+)
 # -> token_loss
 LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
@@ -119,6 +126,11 @@ BEFORE_LAYERS = (
     "state after it here, as in the paper"
 )
 OUTPUT_SCORED = "the model's output is always scored here"
+# scale_grads of its recipe, without the number of ranks over which FSDP has made a mean
+DIVIDED_TWICE = (
+    "gradients: on several processes divided by their number too there; AdamW's steps are the "
+    "same, clipping is not"
+)
 # torchtune's classes and functions -> ours
 CURRICULA: Mapping[str, str] = {
     "None": "none",
@@ -370,6 +382,7 @@ def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
     _drop_unused("early_exit", conversion)
     exits = read_section(settings, "early_exit_loss")
     dropout = read_section(settings, "layer_dropout")
+    conversion.remarks.append(DIVIDED_TWICE)
     if exits:
         curriculum = _read_component(exits.get("curriculum"))
         scale_fn = _read_component(exits.get("scale_fn", "sum_l_loss_scale"))
@@ -504,9 +517,20 @@ def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
         conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", asked).removesuffix("_loss")
     if "eaft" not in asked:
         conversion.recipe.pop("eaft_alpha", None)
-    elif settings.get("eaft_k") not in (None, 20):
+    elif conversion.tool == "Axolotl":
+        _scale_eaft(conversion)
+    if "eaft" in asked and settings.get("eaft_k") not in (None, 20):
         note = "the entropy is of the 20 likeliest tokens"
         conversion.add_difference("eaft_k", settings["eaft_k"], note, "another loss (EAFT)")
+
+
+def _scale_eaft(conversion: Conversion) -> None:
+    """Clips as Axolotl does, whose monkeypatch/loss/eaft.py does not divide the entropy."""
+    recipe = conversion.recipe
+    alpha = read_number("eaft_alpha", recipe.get("eaft_alpha", 1.0), "1.0", 0)
+    clip = read_number("max_grad_norm", recipe.get("max_grad_norm", 1.0) or 0, "1.0", 0)
+    recipe["max_grad_norm"] = clip / 3**alpha if clip else None
+    conversion.remarks.append(f"use_eaft: true   ({UNDIVIDED})")
 
 
 def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
@@ -524,6 +548,8 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
     if settings.get("pref_ftx") and method != "dpo":
         note = f"no cross entropy is added under method: {method}"
         conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
+    if tool == "TRL" and settings.get("max_prompt_length") is None:
+        conversion.add_remark("max_prompt_length", None, PROMPTS_WERE_CUT)
     if settings.get("truncation_mode") == "keep_end":
         note = "a side of over max_length tokens loses its end here"
         conversion.add_difference("truncation_mode", "keep_end", note)

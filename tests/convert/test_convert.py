@@ -1520,7 +1520,7 @@ def test_states_that_pass_from_document_to_document_in_axolotl_are_said(
     ("lines", "dtype"),
     [
         ("fsdp_version: 2\nfsdp_config: {offload_params: false}\n", "bfloat16"),
-        ("fsdp_config: {offload_params: false}\n", None),
+        ("fsdp_version: 1\nfsdp_config: {offload_params: false}\n", None),
         ("fsdp_version: 2\nfsdp_config: {offload_params: false}\nadapter: lora\n", None),
     ],
 )
@@ -1868,7 +1868,7 @@ def test_losses_of_tokens_have_a_key(converted: Convert) -> None:
         converted(LLAMA_FACTORY + "use_dft_loss: true\neaft_alpha: 2.0\n")[0]["token_loss"] == "dft"
     )
     ours, said, _ = converted(AXOLOTL + "use_eaft: true\neaft_alpha: 0.5\neaft_k: 20\n")
-    assert (ours["token_loss"], ours["eaft_alpha"]) == ("eaft", 0.5) and "eaft" not in said
+    assert (ours["token_loss"], ours["eaft_alpha"]) == ("eaft", 0.5) and "eaft_k" not in said
     assert "20 likeliest" in converted(AXOLOTL + "use_eaft: true\neaft_k: 10\n")[1]
 
 

@@ -24,7 +24,9 @@ from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
     EMPTY_SYSTEM,
+    ONE_TEXT,
     OTHER_TURNS,
+    OWN_THOUGHT,
     SPACE_TRAINED,
     TEMPLATES,
     TOKENIZERS,
@@ -36,9 +38,9 @@ from finetune.data.render import render_turns
 from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import make_encoder, make_renderer, read_template
+from finetune.data.tokenizer import FOLDER, make_encoder, make_renderer, read_template
 from tests.convert import tool_rendering
-from tests.convert.test_axolotl_ids import VOCABULARIES, load, make_ours
+from tests.convert.test_axolotl_ids import VOCABULARIES, convert_strategy, load, make_ours
 from tests.ranks import ROOT
 
 PACKAGES = ("torchtune==0.6.1", "torchao==0.11.0", "llamafactory==0.9.5", "nemo-automodel==0.7.0")
@@ -59,7 +61,7 @@ EOS = {
 NAMES = {
     "torchtune": [name for name in TOKENIZERS if not name.startswith("qwen3")],  # of a later version
     "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "qwen3_5", "qwen3_6", "gemma", "gemma2", "gemma3",
-                      "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
+                      "gemma3n", "gemma4", "falcon_h1", "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
 }  # fmt: skip
 AXOLOTL = ("axolotl==0.21.0", "addict==2.4.0")
 AXOLOTLS = ["aya", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
@@ -452,6 +454,43 @@ def test_a_template_of_axolotls_trains_its_tokens_or_convert_says_which_more(
     assert more == expected | ({""} if says_space and has_own_space else set())
 
 
+# Models whose tokenizers' own templates are written down here too -> the names of those.
+OWN_TEMPLATES = {
+    "zai-org/GLM-4.5-Air": "glm4.5",
+    "zai-org/GLM-4.7-Flash": "glm4.7",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron3",
+    "Qwen/Qwen3.8-27B": "qwen3.8",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen3.5-27B": "qwen3.5",
+    "allenai/OLMo-2-1124-7B": "olmo2",
+    "ibm-granite/granite-4.0-h-tiny": "granite4",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3",
+}
+
+
+@pytest.mark.parametrize("model", OWN_TEMPLATES)
+def test_a_thought_of_a_tokenizers_own_template_is_trained_or_convert_says_not(
+    axolotls: Path, shared: Path, tmp_path: Path, model: str
+) -> None:
+    sys.path.append(str(axolotls.parents[3]))
+    name = OWN_TEMPLATES[model]
+    rows = {"path": "rows.jsonl", "type": "chat_template"}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"base_model": model, "datasets": [rows]}))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert "chat_template" not in found.recipe  # the tokenizer's own
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    tokens = re.findall(r"<\|?/?[\w-]+\|?>|\[\w+\]", read_template(name))
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*TOKENS, *tokens})})
+    turns = conversations("")[0]
+    theirs = train_by_axolotl(name, [{"messages": turns}], tokenizer, FOLDER, None)[0]
+    ours = list(zip(*render_ours(name, turns, tokenizer), strict=True))
+    assert [i for i, _ in ours[: len(theirs)]] == [i for i, _ in theirs[: len(ours)]]
+    both = list(zip(ours, theirs, strict=False))
+    more = tokenizer.decode([i for (i, here), (_, there) in both if here and not there])
+    says = any(OWN_THOUGHT in line or ONE_TEXT in line for line in found.differences)
+    assert says == ("</think>" in more)
+
+
 def score_ours(found: Conversion, row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
     """The ids of a pair's two texts, whose last tokens a reward model scores."""
     tokenizer.chat_template = read_template(found.recipe["chat_template"])
@@ -527,7 +566,10 @@ def test_alpacas_ids_are_those_of_axolotls_own_classes(
     for further in ("", "2 and 3"):
         row = {"instruction": "Add the numbers.", "input": further, "output": "\nBlue, or 5."}
         made = strategy.tokenize_prompt(row)
-        ids, trained = make_ours("alpaca", row, tokenizer, tmp_path, trains_prompt=trains_prompt)
+        source, data, tokenizer.chat_template = convert_strategy(
+            "alpaca", tmp_path, trains_prompt=trains_prompt
+        )
+        ids, trained = make_ours(row, source, data, tokenizer)
         assert ids == made["input_ids"]
         assert trained[1:] == [label != IGNORE_INDEX for label in made["labels"]][1:]
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -16,6 +17,7 @@ from finetune.convert.conversion import convert_file
 from finetune.models.cross_entropy import linear_cross_entropy
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights
+from tests.convert.test_token_ids import axolotls  # noqa: F401
 from tests.models.test_loss import problem
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,33 @@ def test_a_weighted_loss_is_llama_factorys(theirs: dict[str, Any], kind: Any, al
     )
     chunks = ChunkOptions(tokens=7, weigh=TokenWeights(kind, alpha))
     found = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
+    )
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_axolotls_eaft_is_llama_factorys_without_the_division(
+    request: pytest.FixtureRequest, tmp_path: Path, alpha: float
+) -> None:
+    """Its loss is ours times 3 ** alpha; gradients are clipped at the bound over the same."""
+    names: dict[str, Any] = {}
+    templates: Path = request.getfixturevalue("axolotls")
+    source = templates.parents[2] / "monkeypatch" / "loss" / "eaft.py"
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    path = tmp_path / "eaft.yaml"
+    file = {"base_model": "org/model", "datasets": [{"path": "a/rows", "type": "chat_template"}]}
+    path.write_text(yaml.safe_dump(file | {"use_eaft": True, "eaft_alpha": alpha}))
+    recipe = convert_file(path).recipe
+    assert recipe["max_grad_norm"] == pytest.approx(1.0 / 3**alpha)
+    hidden, weight, bias, labels = problem()
+    sources, count = [hidden, weight, bias], int((labels != -100).sum())
+    # which compares a token's logits with the next token
+    outputs = SimpleNamespace(logits=F.pad(F.linear(*sources), (0, 0, 0, 1))[None])
+    expected = names["eaft_loss"](outputs, F.pad(labels, (1, 0))[None], count, alpha=alpha)
+    chunks = ChunkOptions(tokens=7, weigh=TokenWeights("eaft", recipe["eaft_alpha"]))
+    found = 3**alpha * linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
