@@ -42,8 +42,8 @@ from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, p
 from tests.ranks import ROOT
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
-HEAD_OF_CLASSES = ["| Class | `packing: true` | `packing: false` |", "|---|---|---|"]
+HEAD = ["| `packing: true` | `packing: false` | `model_type` |", "|---|---|---|"]
+HEAD_OF_CLASSES = ["| `packing: true` | `packing: false` | Class |", "|---|---|---|"]
 CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own
 
 # Sizes by the names that config classes use for them; a family takes those that its class has.
@@ -459,6 +459,15 @@ def row_of_class(family: str, name: str, world: World, root: Path) -> str:
     return f"| `{name}` (`{family}`) | {trials[0]} | {trials[1]} |"
 
 
+def make_table(rows: list[str], head: list[str] = HEAD) -> list[str]:
+    """The lines of a table of the page: one for all families with the same outcome."""
+    names: dict[str, list[str]] = {}
+    for line in rows:
+        name, _, outcome = line.strip("| ").partition(" | ")
+        names.setdefault(outcome, []).append(name)
+    return [*head, *(f"| {outcome} | {', '.join(names[outcome])} |" for outcome in names)]
+
+
 def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
     """The lines of one of the page's two tables."""
     start = lines.index(head[0])
@@ -467,6 +476,15 @@ def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
         len(lines),
     )
     return lines[start:end]
+
+
+def rows_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
+    """The rows of one of the page's two tables, one for each family, sorted."""
+    found = []
+    for line in table_of(lines, head)[2:]:
+        packed, padded, names = line.strip("| ").split(" | ")
+        found += [f"| {name} | {packed} | {padded} |" for name in names.split(", ")]
+    return sorted(found)
 
 
 def main(arguments: list[str]) -> None:
@@ -487,7 +505,7 @@ def main(arguments: list[str]) -> None:
         page = PAGE.read_text(encoding="utf-8")
         for head in (HEAD, HEAD_OF_CLASSES):
             old = "\n".join(table_of(page.splitlines(), head))
-            page = page.replace(old, "\n".join(head + lines[head[0]]))
+            page = page.replace(old, "\n".join(make_table(lines[head[0]], head)))
         PAGE.write_text(page, encoding="utf-8")
 
 
