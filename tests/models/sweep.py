@@ -44,6 +44,8 @@ from tests.ranks import ROOT
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = ["| `packing: true` | `packing: false` | `model_type` |", "|---|---|---|"]
 HEAD_OF_CLASSES = ["| `packing: true` | `packing: false` | Class |", "|---|---|---|"]
+TOO_LARGE = "not tried: no config this small"
+SAME = "the same"  # as under `packing: true`
 CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own
 
 # Sizes by the names that config classes use for them; a family takes those that its class has.
@@ -434,14 +436,14 @@ def row(family: str, world: World, root: Path) -> str:
         outcome = (
             f"its language model is `{text}`" if text else "not tried: no language model of its own"
         )
-        return f"| `{family}` | {outcome} | {'the same' if text else 'not tried'} |"
+        return f"| `{family}` | {outcome} | {outcome} |"
     try:
         save_tiny(family, folder)
     except (
         Exception
     ) as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
         print(f"{family}: {' '.join(str(error).split())}", file=sys.stderr)
-        return f"| `{family}` | not tried: no config this small | not tried |"
+        return f"| `{family}` | {TOO_LARGE} | {TOO_LARGE} |"
     trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
     return f"| `{family}` | {trials[0]} | {trials[1]} |"
 
@@ -453,7 +455,7 @@ def row_of_class(family: str, name: str, world: World, root: Path) -> str:
         save_small(family, name, folder)
     except Exception as error:  # as in `row`; or a package that it needs is not installed
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return f"| `{name}` (`{family}`) | not tried: no config this small | not tried |"
+        return f"| `{name}` (`{family}`) | {TOO_LARGE} | {TOO_LARGE} |"
     trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
     shutil.rmtree(folder)
     return f"| `{name}` (`{family}`) | {trials[0]} | {trials[1]} |"
@@ -463,8 +465,9 @@ def make_table(rows: list[str], head: list[str] = HEAD) -> list[str]:
     """The lines of a table of the page: one for all families with the same outcome."""
     names: dict[str, list[str]] = {}
     for line in rows:
-        name, _, outcome = line.strip("| ").partition(" | ")
-        names.setdefault(outcome, []).append(name)
+        name, packed, padded = line.strip("| ").split(" | ")
+        shown = SAME if packed == padded else padded
+        names.setdefault(f"{packed} | {shown}", []).append(name)
     return [*head, *(f"| {outcome} | {', '.join(names[outcome])} |" for outcome in names)]
 
 
@@ -482,7 +485,8 @@ def rows_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
     """The rows of one of the page's two tables, one for each family, sorted."""
     found = []
     for line in table_of(lines, head)[2:]:
-        packed, padded, names = line.strip("| ").split(" | ")
+        packed, shown, names = line.strip("| ").split(" | ")
+        padded = packed if shown == SAME else shown
         found += [f"| {name} | {packed} | {padded} |" for name in names.split(", ")]
     return sorted(found)
 
