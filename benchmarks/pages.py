@@ -91,7 +91,7 @@ def recipes_page() -> str:
     keys = recipe_keys()
     parts = [
         INTRODUCTION,
-        f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}",
+        f"## The ten keys that most recipes need\n\n{_short_table(keys[name] for name in USUAL)}",
     ]
     for section, schema in SECTIONS.items():
         parts.append(
@@ -111,6 +111,12 @@ def _table(keys: Iterable[Key]) -> str:
         f"| `{key.name}` | {_type(key.annotation)} | {_default(key)} | {key.help} |" for key in keys
     ]
     return "\n".join(["| Key | Takes | Default | |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _short_table(keys: Iterable[Key]) -> str:
+    """A table of keys with the first sentence of their help; the section of each has the rest."""
+    rows = [f"| `{key.name}` | {key.help.partition('. ')[0].rstrip('.')} |" for key in keys]
+    return "\n".join(["| Key | |", "|---|---|", *rows]) + "\n"
 
 
 def _default(key: Key) -> str:

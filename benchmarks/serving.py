@@ -564,7 +564,10 @@ def render_page(page: str) -> str:
         f"|---|{'---|' * len(KINDS)}",
     ]
     for family, cells in served["families"].items():
-        row = [_show(cells.get(kind, "-")) for kind in KINDS]
+        row: list[str] = []
+        for kind in KINDS:
+            shown = _show(cells.get(kind, "-"))
+            row.append("the same cause" if " " in shown and shown in row else shown)
         lines.append(f"| `{family}` | {' | '.join(row)} |")
     before, _, after = page.partition(START)
     return before + START + "\n".join(lines) + "\n" + END + after.partition(END)[2]
