@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from finetune.config.schema import SECTIONS, DatasetSource, recipe_keys
 from finetune.convert.counterparts import (
     DATA_SET_KEYS,
     GRPO,
+    KEYS,
     TOOL_NAMES,
     Counterpart,
     list_counterparts,
@@ -172,6 +173,7 @@ The tables omit keys that are the same in both, nested there or not (`optimizer.
 refused with the reason.
 """  # noqa: E501
 
+WITHIN = "Within a data set's own entry:"
 LONG = 5  # words of a note that is not repeated
 SHARED_KEYS = """
 ## Keys of several tools
@@ -182,42 +184,43 @@ These keys mean the same in two or more tools, mostly because transformers' `Tra
 
 def coming_from_page() -> str:
     """docs/coming-from.md, from the tables."""
-    shared = _shared_keys()
+    shared = _shared_keys(KEYS)
+    shared_of_data = _shared_keys(DATA_SET_KEYS)
     lines = [COMING_FROM + SHARED_KEYS, *_counterparts(shared)]
-    above = {_here(pair): pair.key for pair in reversed(shared)}
+    lines += ["", WITHIN, "", *_counterparts(shared_of_data)]
     for tool in TOOL_NAMES:
         pairs = list_counterparts(tool)
         if tool == "TRL":
             pairs += list_counterparts(GRPO)
-        own = [pair for pair in pairs if pair not in shared]
-        lines += ["", f"## {tool}", "", *_counterparts(own, above)]
-        if list_counterparts(tool, DATA_SET_KEYS):
-            lines += ["", "Within a data set's own entry:", ""]
-            lines += _counterparts(list_counterparts(tool, DATA_SET_KEYS))
+        lines += ["", f"## {tool}", "", *_counterparts(pairs, shared)]
+        of_data = list_counterparts(tool, DATA_SET_KEYS)
+        if any(pair not in shared_of_data for pair in of_data):
+            lines += ["", WITHIN, "", *_counterparts(of_data, shared_of_data)]
     return "\n".join(lines) + "\n"
 
 
-def _shared_keys() -> list[Counterpart]:
+def _shared_keys(table: str) -> list[Counterpart]:
     """The keys that two or more tools have, with one meaning."""
-    tools = Counter(pair for tool in TOOL_NAMES for pair in set(list_counterparts(tool)))
-    in_order = dict.fromkeys(pair for tool in TOOL_NAMES for pair in list_counterparts(tool))
+    tools = Counter(pair for tool in TOOL_NAMES for pair in set(list_counterparts(tool, table)))
+    in_order = dict.fromkeys(p for tool in TOOL_NAMES for p in list_counterparts(tool, table))
     return [pair for pair in in_order if tools[pair] > 1]
 
 
-def _counterparts(pairs: Iterable[Counterpart], above: Mapping[str, str] = {}) -> list[str]:
+def _counterparts(pairs: Iterable[Counterpart], shared: Sequence[Counterpart] = ()) -> list[str]:
     """A table, a row for the keys of one counterpart and note; below it those that only have
     another name, and those of what is not supported.
 
     Args:
         pairs: Keys of one tool.
-        above: What a table above says of a key, and that key: it is not said twice.
+        shared: Keys in a table above, which are left out. What it says of one is not said twice.
     """
+    above = {_here(pair): pair.key for pair in reversed(shared)}
     keys_of_row: dict[str, dict[str, None]] = {}
     keys_of_capability: dict[str, list[str]] = {}
     renamed = []
     for pair in pairs:
         is_same = pair.ours == pair.key.rpartition(".")[2] and not pair.note
-        if is_same or not pair.has_effect:
+        if is_same or not pair.has_effect or pair in shared:
             continue
         key = f"`{pair.key}`"
         if pair.ours and not pair.note:
