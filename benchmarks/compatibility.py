@@ -28,18 +28,17 @@ INTRODUCTION = """\
 
 <!-- Made by `python benchmarks/compatibility.py FOLDER STARTED.json AXOLOTL STARTED.json`; change it there. -->
 
-Will my recipe run? `finetune convert` was given configuration files that other tools publish as examples. Each file
-is counted once:
+Will my recipe run? `finetune convert THEIRS --output recipe.yaml` answers for yours, and lists every difference ([coming from another
+tool](coming-from.md)). Here it was given the configuration files that other tools publish as examples. Each file is counted once:
 
-- **Converted, no difference**: nothing is listed under "Different here" in the recipe. Learning rate, schedule, warm-up, batch,
-  clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" do not count: that the tool also caps the warm-up, say, which
-  matters in long runs only, or that it trains the header of an answer too, some three tokens.
-- **Converted, with differences listed**: everything it needs is supported, but something works differently, and the recipe lists
-  it: for example a warm-up that is quadratic there and linear here.
+- **Converted, no difference**: learning rate, schedule, warm-up, batch, clipping, decay, epochs, packing, length, trained tokens, LoRA's scale,
+  precision and layout are the same. Remarks under "Worth a look" do not count, such as that the tool also caps the warm-up.
+- **Converted, with differences listed**: everything it needs is supported, but something works differently, such as a warm-up that is quadratic there
+  and linear here.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.
 - **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
-- **Run two steps**: of the converted recipes, lacking capabilities included, those that trained two steps on one CPU process in fp32,
-  with a random model of two layers of the family that the name says, and a few rows of the file's format.
+- **Run two steps**: of the converted recipes, lacking capabilities included, those that trained two steps on one CPU process in fp32, with a random
+  model of two layers of the family that the name says, and a few rows of the file's format.
 """  # noqa: E501
 
 

@@ -5,9 +5,11 @@ Run it where a key or a counterpart has changed; tests hold both pages current.
 """
 
 import json
+import re
 import types
 import typing
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from finetune.config.schema import SECTIONS, DatasetSource, recipe_keys
 from finetune.convert.counterparts import (
     DATA_SET_KEYS,
     GRPO,
+    KEYS,
     TOOL_NAMES,
     Counterpart,
     list_counterparts,
@@ -89,7 +92,7 @@ def recipes_page() -> str:
     keys = recipe_keys()
     parts = [
         INTRODUCTION,
-        f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}",
+        f"## The ten keys that most recipes need\n\n{_short_table(keys[name] for name in USUAL)}",
     ]
     for section, schema in SECTIONS.items():
         parts.append(
@@ -109,6 +112,12 @@ def _table(keys: Iterable[Key]) -> str:
         f"| `{key.name}` | {_type(key.annotation)} | {_default(key)} | {key.help} |" for key in keys
     ]
     return "\n".join(["| Key | Takes | Default | |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _short_table(keys: Iterable[Key]) -> str:
+    """A table of keys with the first sentence of their help; the section of each has the rest."""
+    rows = [f"| `{key.name}` | {key.help.partition('. ')[0].rstrip('.')} |" for key in keys]
+    return "\n".join(["| Key | |", "|---|---|", *rows]) + "\n"
 
 
 def _default(key: Key) -> str:
@@ -144,67 +153,103 @@ def _bound(item: Any) -> Iterable[str]:
             yield f"{sign} {getattr(item, name):g}"
 
 
+COMING_FROM = """\
+# Coming from TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel or ms-swift
+
+<!-- Made from finetune/convert/*.csv by `python benchmarks/pages.py`; change it there. -->
+
+`finetune convert THEIRS --output recipe.yaml` writes our recipe from theirs. `THEIRS` is their file, a script, or a command line in quotes:
+`finetune convert "trl dpo --model_name_or_path ..."`.
+
+- The recipe has their values, and their tool's defaults where ours differ. Every difference is a line in it.
+- The rules of a run judge it, for the model's family. What they would refuse is changed, with a line. A file of another method is refused by name.
+- Sharding, `mixed_precision`, `fsdp_activation_checkpointing`, `parallelism_config_tp_size` and `parallelism_config_cp_size` stand in the Accelerate file
+  that `accelerate_config` names ([layouts](layouts.md)). Where no shipped one computes as theirs (fp16, FP8, tensor parallelism), one is written beside the recipe.
+- Another tool's key in a recipe is an error that names ours.
+
+Scripts of [Unsloth](from-unsloth.md) have a page of their own, and [compatibility](compatibility.md) says how many published files convert.
+
+The tables omit keys that are the same in both, nested there or not (`optimizer.weight_decay`), and keys that change nothing here: `finetune convert` drops these, and a recipe that has one is
+refused with the reason.
+"""  # noqa: E501
+
+WITHIN = "Within a data set's own entry:"
+LONG = 5  # words of a note that is not repeated
+SHARED_KEYS = """
+## Keys of several tools
+
+These keys mean the same in two or more tools, mostly because transformers' `Trainer` has them. "As `optim`" below refers to this table.
+"""  # noqa: E501
+
+
 def coming_from_page() -> str:
     """docs/coming-from.md, from the tables."""
-    lines = [
-        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel or ms-swift",
-        "",
-        (
-            "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: "
-            "its "
-            "values, and"
-        ),
-        "that tool's defaults where ours differ. Differences are listed in it; a file of another "
-        "method is refused by name. In place of a file it takes a script, or a command line in "
-        "quotes: "
-        '`finetune convert "trl dpo --model_name_or_path ..."`.',
-        "The recipe is judged by the rules of a run, for the family that the model's config or "
-        "name says: what would be refused",
-        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, "
-        "FP8, tensor parallelism), one",
-        "is written beside the recipe.",
-        (
-            "Another tool's key in a recipe is an error that names ours. This page is made from "
-            "the same tables"
-        ),
-        "(`finetune/convert/*.csv`): `python benchmarks/pages.py`.",
-        "",
-        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
-        "`accelerate_config` (or",
-        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same "
-        "in both are not in the tables.",
-    ]
+    shared = _shared_keys(KEYS)
+    shared_of_data = _shared_keys(DATA_SET_KEYS)
+    lines = [COMING_FROM + SHARED_KEYS, *_counterparts(shared)]
+    lines += ["", WITHIN, "", *_counterparts(shared_of_data)]
     for tool in TOOL_NAMES:
         pairs = list_counterparts(tool)
         if tool == "TRL":
             pairs += list_counterparts(GRPO)
-        lines += ["", f"## {tool}", "", *_counterparts(pairs)]
-        unneeded = ", ".join(f"`{pair.key}`" for pair in pairs if not pair.has_effect)
-        lines += ["", f"Without effect here: {unneeded}."]
-        lines += ["", "Within a data set's own entry:", ""]
-        lines += _counterparts(list_counterparts(tool, DATA_SET_KEYS))
+        lines += ["", f"## {tool}", "", *_counterparts(pairs, shared)]
+        of_data = list_counterparts(tool, DATA_SET_KEYS)
+        if any(pair not in shared_of_data for pair in of_data):
+            lines += ["", WITHIN, "", *_counterparts(of_data, shared_of_data)]
     return "\n".join(lines) + "\n"
 
 
-def _counterparts(pairs: Iterable[Counterpart]) -> list[str]:
+def _shared_keys(table: str) -> list[Counterpart]:
+    """The keys that two or more tools have, with one meaning."""
+    tools = Counter(pair for tool in TOOL_NAMES for pair in set(list_counterparts(tool, table)))
+    in_order = dict.fromkeys(p for tool in TOOL_NAMES for p in list_counterparts(tool, table))
+    return [pair for pair in in_order if tools[pair] > 1]
+
+
+def _counterparts(pairs: Iterable[Counterpart], shared: Sequence[Counterpart] = ()) -> list[str]:
     """A table, a row for the keys of one counterpart and note; below it those that only have
-    another name.
+    another name, and those of what is not supported.
+
+    Args:
+        pairs: Keys of one tool.
+        shared: Keys in a table above, which are left out. What it says of one is not said twice.
     """
-    keys_of_row: dict[tuple[str | None, str], list[str]] = {}
+    above = {_here(pair): pair.key for pair in reversed(shared)}
+    keys_of_row: dict[str, dict[str, None]] = {}
+    keys_of_capability: dict[str, list[str]] = {}
     renamed = []
     for pair in pairs:
-        if not pair.has_effect or (pair.ours == pair.key and not pair.note):
+        is_same = pair.ours == pair.key.rpartition(".")[2] and not pair.note
+        if is_same or not pair.has_effect or pair in shared:
             continue
+        key = f"`{pair.key}`"
         if pair.ours and not pair.note:
-            renamed.append(f"`{pair.key}` is `{pair.ours}`")
+            renamed.append(f"{key}: `{pair.ours}`")
+        elif not pair.ours and pair.note == f"{pair.missing_capability}: not supported":
+            capability = re.sub(rf" with {pair.key}$", "", pair.missing_capability)
+            keys_of_capability.setdefault(capability, []).append(key)
         else:
-            keys_of_row.setdefault((pair.ours, pair.note), []).append(f"`{pair.key}`")
-    lines = ["| There | Here | |", "| --- | --- | --- |"]
-    for (ours, note), keys in keys_of_row.items():
-        lines.append(f"| {', '.join(keys)} | {f'`{ours}`' if ours else '–'} | {note} |")
+            here = _here(pair)
+            if here in above and len(here.split()) > LONG:
+                here = f"as `{above[here]}`"
+            keys_of_row.setdefault(here, {})[key] = None
+    lines = ["| There | Here |", "| --- | --- |"]
+    lines += [f"| {', '.join(keys)} | {here} |" for here, keys in keys_of_row.items()]
     if renamed:
-        lines += ["", f"Under another name: {', '.join(renamed)}."]
+        lines += ["", f"Under another name (theirs: ours): {', '.join(renamed)}."]
+    if keys_of_capability:
+        missing = (f"{name} ({', '.join(keys)})" for name, keys in keys_of_capability.items())
+        lines += ["", f"Not supported here: {'; '.join(missing)}."]
     return lines
+
+
+def _here(pair: Counterpart) -> str:
+    """Our key, where there is one that the note does not name, and the note."""
+    if pair.ours == "accelerate_config":
+        return "the Accelerate file"
+    if pair.ours is None or re.search(rf"\b{pair.ours}\b", pair.note):
+        return pair.note
+    return f"`{pair.ours}`: {pair.note}"
 
 
 if __name__ == "__main__":

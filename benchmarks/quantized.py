@@ -98,7 +98,7 @@ def measure(base: str, folder: Path) -> Measured:
 
 
 def table(results: list[Measured]) -> list[str]:
-    """The table of docs/performance.md."""
+    """The table of benchmarks/results/cpu.md."""
     lines = [
         "| frozen base | parameters | loading, peak | a step, over what is loaded | highest | x "
         "bf16 | seconds to load | a step, x bf16 |",

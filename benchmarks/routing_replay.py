@@ -2,8 +2,8 @@
 
     python benchmarks/routing_replay.py
 
-Prints the table of docs/online.md: the mean |log-ratio| of GRPO's steps, in fp32 and in bf16, for a
-mixture of random weights that this script writes.
+Prints the figures of docs/online.md: the mean |log-ratio| of GRPO's steps, in fp32 and in bf16, for
+a mixture of random weights that this script writes.
 """
 
 import json

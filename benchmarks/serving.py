@@ -689,11 +689,13 @@ def render_page(page: str) -> str:
         f"|---|{'---|' * len(KINDS)}",
     ]
     for family, cells in served["families"].items():
-        row = []
+        row: list[str] = []
         for kind in KINDS:
             cell = cells.get(kind, "-")
             is_marked = isinstance(cell, float) and list_replaced(family, kind)
-            row.append(_show(cell) + (" *" if is_marked else ""))
+            shown = _show(cell) + (" *" if is_marked else "")
+            is_cause = isinstance(cell, str) and " " in cell
+            row.append("the same cause" if is_cause and shown in row else shown)
         lines.append(f"| `{family}` | {' | '.join(row)} |")
     before, _, after = page.partition(START)
     return before + START + "\n".join(lines) + "\n" + END + after.partition(END)[2]

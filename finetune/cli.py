@@ -22,6 +22,7 @@ from finetune.errors import (
     UserError,
     clean_output,
     discard,
+    name_page,
     silence_libraries,
 )
 
@@ -549,8 +550,8 @@ def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentP
     )
     if name in TAKES_A_RECIPE:
         parser.epilog = (
-            "key=value (also --key value) overrides any key of the recipe; docs/recipes.md lists "
-            "them."
+            "key=value (also --key value) overrides any key of the recipe; they are listed in "
+            f"{name_page('recipes')}."
         )
     return parser
 

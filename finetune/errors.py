@@ -79,6 +79,15 @@ def install_command(extra: str) -> str:
     return f'pip install -e ".[{extra}]" in a clone of the repository'
 
 
+def name_page(page: str) -> str:
+    """Where a page of documentation is found. An installed wheel has none.
+
+    >>> name_page("recipes")
+    'docs/recipes.md in a clone of the repository'
+    """
+    return f"docs/{page}.md in a clone of the repository"
+
+
 def first_line(error: Exception) -> str:
     """The first line of a library's error; the error's class where it says nothing.
 

@@ -6,7 +6,7 @@ said, and keeps that run's folder. Runs are many times faster in memory (TMPDIR=
 state on a disk.
 
 A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before,
-under the next seed. `--page docs/checkpoints.md` writes the table of these counts into the page, and does nothing else.
+under the next seed. `--page benchmarks/results/soak/soak.md` writes the table of these counts into the page, and does nothing else.
 """
 
 import argparse

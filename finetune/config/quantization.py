@@ -16,7 +16,7 @@ from annotated_types import Ge
 from finetune.config.keys import Positive, SameOnResume
 from finetune.config.methods import Method
 from finetune.constants import FP32
-from finetune.errors import UserError
+from finetune.errors import UserError, name_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
         form = "".join(f", {kind}" for kind in kinds)
         raise UserError(
             f"{name}: its weights are quantized ({method or 'quantization_config'}{form}), in a "
-            "way that is not read (docs/quantization.md has those that are); name the "
+            f"way that is not read ({name_page('quantization')} has those that are); name the "
             f"unquantized model ({_find_unquantized(name)}), and set use_peft and load_in_4bit: "
             "true to keep it in 4 bits"
         )

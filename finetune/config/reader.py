@@ -46,7 +46,7 @@ from finetune.config.yaml_file import (
     read_entries,
     read_value,
 )
-from finetune.errors import UserError
+from finetune.errors import UserError, name_page
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
 
@@ -693,7 +693,7 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     if close:
         return close[0], f"{key}: no such key; did you mean {close[0]}?"
     if is_at_top:
-        listed = "docs/recipes.md lists them"
+        listed = f"they are listed in {name_page('recipes')}"
     else:
         listed = f"one of {', '.join(known)}"
     return key, f"{key}: no such key; {listed}"

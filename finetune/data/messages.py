@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from finetune.config.user_code import load, place_of
-from finetune.errors import UserError
+from finetune.errors import UserError, name_page
 from finetune.units import counted
 
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
@@ -181,7 +181,7 @@ def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> 
     except Exception as error:  # its own kinds, and what type hints raise
         raise UserError(
             f"{place_of(function)}{called}, a tool: {error}; describe it by a docstring and type "
-            "hints (docs/online.md, Tools)"
+            f"hints ({name_page('online')}, Tools)"
         ) from None
     # by which it is found, also if it is an alias
     return {**schema, "function": schema["function"] | {"name": called}}

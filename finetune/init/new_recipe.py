@@ -464,7 +464,7 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tupl
     sharding = read_sharding(
         None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)}
     )
-    plan = make_plan(recipe, sharding, hardware.ranks)
+    plan = make_plan(recipe, sharding, hardware.ranks, on_cpu=not hardware.gpus)
     return plan, advise(plan.spec, hardware.room, in_recipe=True)
 
 

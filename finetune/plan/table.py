@@ -454,7 +454,7 @@ def compare_need(need: Need, room: Room) -> str:
     '20.00 of 24.00 GiB on each GPU, 211 of 62.00 GiB of host memory, 45.00 GiB of disk'
     """
     parts = (
-        (need.device, room.device, "where the CPU computes" if need.is_on_cpu else "on each GPU"),
+        (need.device, room.device, "of CPU memory" if need.is_on_cpu else "on each GPU"),
         (need.host, room.host, "of host memory"),
         (need.disk, room.disk, "of disk"),
     )

@@ -182,7 +182,9 @@ MISTAKES = {
     "cpu_offload: true": [
         "F:4: cpu_offload: no such key; write fsdp_offload_params in a copy of the Accelerate file"
     ],
-    "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
+    "zzz: 1": [
+        "F:4: zzz: no such key; they are listed in docs/recipes.md in a clone of the repository"
+    ],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "max_prompt_length: 9": [
         "F:4: max_prompt_length: TRL's name; no such key: max_length bounds prompt and answer together here, and cuts the end; "

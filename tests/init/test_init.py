@@ -225,7 +225,10 @@ def test_a_sample_of_the_rows_is_checked_as_inspect_does(
         str(output),
     ]
     assert main([*again, "--chat-template", fixed[1], "--overwrite"]) == 0
-    assert "\ntrain   finetune launch" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\ntrain   finetune launch" in shown
+    assert re.search(r"fits the CPU: [\d.]+ of [\d.]+ GiB of CPU memory, ", shown), shown
+    assert "on each GPU" not in shown, "there is none"
     assert read_recipe(str(output)).data.chat_template == fixed[1]
     assert main(["inspect", "--recipe", str(output), "--rows", "0"]) == 0
 

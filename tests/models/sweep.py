@@ -42,8 +42,10 @@ from tests.models.families import DELTA, EVERY, VOCABULARY, documents, packed, p
 from tests.ranks import ROOT
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
-HEAD_OF_CLASSES = ["| Class | `packing: true` | `packing: false` |", "|---|---|---|"]
+HEAD = ["| `packing: true` | `packing: false` | `model_type` |", "|---|---|---|"]
+HEAD_OF_CLASSES = ["| `packing: true` | `packing: false` | Class |", "|---|---|---|"]
+TOO_LARGE = "not tried: no config this small"
+SAME = "the same"  # as under `packing: true`
 CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own
 
 # Sizes by the names that config classes use for them; a family takes those that its class has.
@@ -434,14 +436,14 @@ def row(family: str, world: World, root: Path) -> str:
         outcome = (
             f"its language model is `{text}`" if text else "not tried: no language model of its own"
         )
-        return f"| `{family}` | {outcome} | {'the same' if text else 'not tried'} |"
+        return f"| `{family}` | {outcome} | {outcome} |"
     try:
         save_tiny(family, folder)
     except (
         Exception
     ) as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
         print(f"{family}: {' '.join(str(error).split())}", file=sys.stderr)
-        return f"| `{family}` | not tried: no config this small | not tried |"
+        return f"| `{family}` | {TOO_LARGE} | {TOO_LARGE} |"
     trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
     return f"| `{family}` | {trials[0]} | {trials[1]} |"
 
@@ -453,10 +455,20 @@ def row_of_class(family: str, name: str, world: World, root: Path) -> str:
         save_small(family, name, folder)
     except Exception as error:  # as in `row`; or a package that it needs is not installed
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return f"| `{name}` (`{family}`) | not tried: no config this small | not tried |"
+        return f"| `{name}` (`{family}`) | {TOO_LARGE} | {TOO_LARGE} |"
     trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
     shutil.rmtree(folder)
     return f"| `{name}` (`{family}`) | {trials[0]} | {trials[1]} |"
+
+
+def make_table(rows: list[str], head: list[str] = HEAD) -> list[str]:
+    """The lines of a table of the page: one for all families with the same outcome."""
+    names: dict[str, list[str]] = {}
+    for line in rows:
+        name, packed, padded = line.strip("| ").split(" | ")
+        shown = SAME if packed == padded else padded
+        names.setdefault(f"{packed} | {shown}", []).append(name)
+    return [*head, *(f"| {outcome} | {', '.join(names[outcome])} |" for outcome in names)]
 
 
 def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
@@ -467,6 +479,16 @@ def table_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
         len(lines),
     )
     return lines[start:end]
+
+
+def rows_of(lines: list[str], head: list[str] = HEAD) -> list[str]:
+    """The rows of one of the page's two tables, one for each family, sorted."""
+    found = []
+    for line in table_of(lines, head)[2:]:
+        packed, shown, names = line.strip("| ").split(" | ")
+        padded = packed if shown == SAME else shown
+        found += [f"| {name} | {packed} | {padded} |" for name in names.split(", ")]
+    return sorted(found)
 
 
 def main(arguments: list[str]) -> None:
@@ -487,7 +509,7 @@ def main(arguments: list[str]) -> None:
         page = PAGE.read_text(encoding="utf-8")
         for head in (HEAD, HEAD_OF_CLASSES):
             old = "\n".join(table_of(page.splitlines(), head))
-            page = page.replace(old, "\n".join(head + lines[head[0]]))
+            page = page.replace(old, "\n".join(make_table(lines[head[0]], head)))
         PAGE.write_text(page, encoding="utf-8")
 
 

@@ -12,17 +12,17 @@ GOAL = 130  # families that train on packed rows
 
 def rows() -> dict[str, tuple[str, str]]:
     """The page's table: model_type -> what becomes of packed rows, and of one document a row."""
-    lines = sweep.table_of(sweep.PAGE.read_text(encoding="utf-8").splitlines())[2:]
+    lines = sweep.rows_of(sweep.PAGE.read_text(encoding="utf-8").splitlines())
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name.strip("`"): (packed, unpacked) for name, packed, unpacked in cells}
 
 
 def test_every_family_of_transformers_has_a_row() -> None:
     """A new release of transformers brings new families: run the sweep again when it is pinned."""
-    listed = list(rows())
-    assert listed == [
+    listed = set(rows())
+    assert listed == {
         family for family in sweep.families() if family in listed or not sweep.is_newer()
-    ]
+    }
 
 
 def test_most_families_train() -> None:
@@ -48,20 +48,18 @@ def test_two_ranks_find_what_the_page_says(loaded: dict[str, Any]) -> None:
 def test_the_sweep_finds_what_the_page_says(tmp_path: Any) -> None:
     with sweep.one_process() as world:
         found = [sweep.row(family, world, tmp_path) for family in sweep.families()]
-    assert found == sweep.table_of(sweep.PAGE.read_text(encoding="utf-8").splitlines())[2:]
+    assert sorted(found) == sweep.rows_of(sweep.PAGE.read_text(encoding="utf-8").splitlines())
 
 
 def rows_of_classes() -> list[str]:
     """The page's table of vision-language classes."""
-    return sweep.table_of(
-        sweep.PAGE.read_text(encoding="utf-8").splitlines(), sweep.HEAD_OF_CLASSES
-    )[2:]
+    return sweep.rows_of(sweep.PAGE.read_text(encoding="utf-8").splitlines(), sweep.HEAD_OF_CLASSES)
 
 
 def test_every_vision_language_class_has_a_row() -> None:
-    listed = [row.partition(" |")[0] for row in rows_of_classes()]
-    named = [f"| `{name}` (`{family}`)" for family, name in sweep.image_classes()]
-    assert listed == [name for name in named if name in listed or not sweep.is_newer()]
+    listed = {row.partition(" |")[0] for row in rows_of_classes()}
+    named = {f"| `{name}` (`{family}`)" for family, name in sweep.image_classes()}
+    assert listed == {name for name in named if name in listed or not sweep.is_newer()}
     assert sum("trains" in row for row in rows_of_classes()) >= 50
 
 

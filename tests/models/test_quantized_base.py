@@ -81,7 +81,7 @@ def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked()
 def test_other_formats_are_refused_with_what_to_do(method: str, settings: dict[str, Any]) -> None:
     sentence = (
         rf"its weights are quantized \({method}, \d\), in a way that is not read "
-        r"\(docs/quantization.md has those that are\); name the unquantized model "
+        r"\(docs/quantization.md in a clone of the repository has those that are\); name the unquantized model "
         r"\(the BF16 files that these were made from\), and set use_peft and load_in_4bit: true to keep it in 4 bits"
     )
     with pytest.raises(UserError, match=sentence):

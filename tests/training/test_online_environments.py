@@ -293,10 +293,9 @@ def test_a_dry_run_begins_an_environment(recipe: Path, folder: Path, capfd: Any)
 
 
 def read_page() -> dict[str, str]:
-    """The files that docs/online.md shows for a game, by name."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text()
-    section = page.partition("\n## Environments\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", section, re.DOTALL))
+    """The files that docs/environments.md shows for a game, by name."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.DOTALL))
 
 
 def test_the_game_of_the_page_is_played(caller: Path, folder: Path, tmp_path: Path) -> None:
