@@ -29,11 +29,14 @@ PATIENCE = 90.0  # seconds in which a run whose server is gone must have ended b
 class Runs:
     """The same run, started again after each kill, and its server."""
 
-    def __init__(self, recipe: Path, staleness: int, model: Path, *keys: str) -> None:
+    def __init__(
+        self, recipe: Path, staleness: int, model: Path, *keys: str, room: int = 200
+    ) -> None:
         self.folder = recipe.parent
         self.run = self.folder / f"staleness-{staleness}"
         self._recipe = str(recipe)
         self._model = model
+        self._room = room  # tokens
         self._keys = [f"max_staleness={staleness}", f"max_steps={STEPS}", "save_steps=2"]
         self._keys += ["eval_datasets=[]", *keys]
         self._server = ExitStack()
@@ -41,7 +44,7 @@ class Runs:
 
     def serve(self) -> None:
         self._server.close()
-        self.url = self._server.enter_context(serving_by_vllm(self._model, 200, at_once=4))
+        self.url = self._server.enter_context(serving_by_vllm(self._model, self._room, at_once=4))
 
     def stop_serving(self) -> None:
         self._server.close()
@@ -167,7 +170,7 @@ def test_worlds_are_killed_at_random_moments_too(staleness: int, tmp_path: Path)
         on_bad_reward="zero",
         max_length=110,
     )
-    runs = Runs(recipe, staleness, tmp_path / "sft" / "export")
+    runs = Runs(recipe, staleness, tmp_path / "sft" / "export", room=128)
     chance = random.Random(staleness)
     runs.serve()
     killed = 0
