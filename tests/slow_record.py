@@ -1,7 +1,7 @@
 """tests/slow_runs.json: when each file's slow tests last ran, how they ended and how long they took.
 
-A pytest plugin. A session that runs slow tests writes their files' entries; every long session ends with the files whose slow
-tests nobody has run for a week.
+A pytest plugin. A session that runs slow tests writes their files' entries; every long session ends with how many files have
+slow tests that nobody has run for a week.
 """
 
 import json
@@ -47,8 +47,9 @@ class SlowRecord:
         passed = len(terminalreporter.stats.get("passed", ()))
         if passed > LONG_SESSION:
             late = find_late(record, today)
+            named = f": {', '.join(late)}" if self.outcomes else f" (see {RECORD.name})"
             terminalreporter.write_line(
-                f"slow tests that nobody has run for a week: {', '.join(late) or 'none'}"
+                f"{len(late)} files have slow tests that nobody has run for a week{named}"
             )
 
 
