@@ -126,12 +126,12 @@ class Sampler:
         return self.reward(asked, sampled, step)
 
     def sample_alone(
-        self, asked: "RequestBatch", sample: Callable[[Sequence[Request]], list[Sampled]]
+        self, asked: RequestBatch, sample: Callable[[Sequence[Request]], list[Sampled]]
     ) -> list[Sampled]:
         """Samples completions by `sample` on the main rank, while all ranks train."""
         return self._sample(asked, sample, lambda action: action())
 
-    def reward(self, asked: "RequestBatch", sampled: list[Sampled], step: int) -> Rollout:
+    def reward(self, asked: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
         """Scores the completions of what was asked. All ranks call it.
 
         Raises `UserError` on all ranks for what a reward function does wrong.
@@ -152,7 +152,7 @@ class Sampler:
 
     def _sample(
         self,
-        asked: "RequestBatch",
+        asked: RequestBatch,
         sample: Callable[[Sequence[Request]], list[Sampled]],
         on_main: Callable[[Callable[[], Any]], Any],
     ) -> list[Sampled]:
@@ -172,7 +172,7 @@ class Sampler:
         return take_turns(asked.requests, sample, talks, most, on_main)
 
     def _score_all(
-        self, asked: "RequestBatch", sampled: Sequence[Sampled], step: int
+        self, asked: RequestBatch, sampled: Sequence[Sampled], step: int
     ) -> tuple[NDArray[np.float64], int]:
         """Returns (fp64[completions, rewards], the scores in the order of `reward_names`; how many
         scores failed and became 0), on every rank.
@@ -215,7 +215,7 @@ class Sampler:
         step: int,
         generations: int,
         first_place: int = 0,
-    ) -> "RequestBatch":
+    ) -> RequestBatch:
         """What completions of the prompts `example_ids` are asked for, by the seed, the step and
         their places.
         """
@@ -445,7 +445,7 @@ class RolloutBatches:
                 )
                 self._asked[prompts_step] = asked
                 sampling = sampler.choose_sampling()
-                if sampler.tools is None:
+                if sampler.tools is None and asked.episodes is None:
                     self._engine.submit(prompts_step, asked.requests, sampling)
                 else:
                     converse = partial(sampler.sample_alone, asked)

@@ -253,6 +253,26 @@ def test_worlds_are_met_while_the_model_trains(
     assert lines_of(run)[:two] == lines_of(whole)[:two]
 
 
+def test_a_world_without_tools_begins_and_pays_while_the_model_trains(
+    recipe: Path, folder: Path, caller: Path
+) -> None:
+    (folder / "my_silent.py").write_text(
+        "class Silent:\n    def reset(self, a, **row):\n        self.a = a\n"
+        "        return f'{a}, silently?'\n\n    def get_reward(self):\n        return self.a / 10\n"
+    )
+    run = folder / "silent"
+    with serving(caller / "sft" / "export") as server:
+        keys = [f"vllm_server_base_url={server.url}", f"output_dir={run}", "eval_datasets=[]"]
+        keys += ["environment=my_silent.py:Silent", "rewards=[]", "reward_weights=null"]
+        keys += ["max_staleness=1", "max_steps=3"]
+        train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
+    assert [line["staleness/max"] for line in steps_of(run)] == [0, 1, 1]
+    for line in lines_of(run):
+        asked = re.search(r"What is (\d+), silently\?", line["prompt"])
+        assert asked is not None
+        assert line["rewards"] == {"Silent": int(asked[1]) / 10}
+
+
 def test_a_change_of_weights_cuts_a_conversation_and_each_token_has_its_version(
     recipe: Path, folder: Path, caller: Path
 ) -> None:
