@@ -21,7 +21,7 @@ class SlowRecord:
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts a phase of a slow test: its seconds, and its outcome where that is the test's."""
