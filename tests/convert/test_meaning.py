@@ -3,6 +3,7 @@
 What each file means is worked out here from the file and that tool's documented defaults, not by finetune.convert.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,11 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         "learning_rate": number(file["learning_rate"]),
         "lr_scheduler_type": schedule.removesuffix("_with_warmup"),
         "weight_decay": number(file.get("weight_decay") or 0.0),
-        "max_grad_norm": file.get("max_grad_norm") or 1.0,
+        # its EAFT does not divide the entropy by 3, as the paper's does; its gradients are as much larger
+        "max_grad_norm": pytest.approx(
+            (file.get("max_grad_norm") or 1.0)
+            / (3 ** file.get("eaft_alpha", 1.0) if file.get("use_eaft") else 1)
+        ),
         "per_device_train_batch_size": file.get("micro_batch_size", 1),
         "max_length": file.get("sequence_len", 512),
         "packing": bool(file.get("sample_packing")),
@@ -286,7 +291,10 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
         "packing": bool(file.get("packing") or file.get("neat_packing")),
         "assistant_only_loss": not file.get("train_on_prompt", False),
         "use_peft": file.get("finetuning_type", "lora") in ("lora", "oft"),
-        "layout": "FULL_SHARD" if "z3" in str(file.get("deepspeed")) else "ddp",
+        # the launch with FSDP stands in the comments
+        "layout": "FULL_SHARD"
+        if "z3" in str(file.get("deepspeed")) or re.search(r"--config_file \S*fsdp", text)
+        else "ddp",
     }
     if file.get("finetuning_type") == "oft":
         meaning |= {"oft_block_size": file.get("oft_block_size", 32)}
