@@ -173,7 +173,9 @@ class InFlight:
         """Has a thread sample the completions of the prompts of `prompts_step` by
         `conversation`, which submits requests for them.
         """
-        self.flights[prompts_step] = Flight(conversation=start(conversation))
+        flight = Flight()
+        self.flights[prompts_step] = flight  # before the thread submits a request to it
+        flight.conversation = start(conversation)
 
     def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
         """The completions of the prompts of `prompts_step`, once all are there.

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,31 @@ def test_a_checkpoint_has_what_was_there_and_counts_what_was_not() -> None:
     again.submit(3, "w", requests, Sampling(max_tokens=4), recalled, lambda *_: None)
     one, two = again.take(3, lambda: None)
     assert one == recalled["one"] and two.versions == [9, 9] and two.cuts == 1
+
+
+def test_a_conversation_that_submits_at_once_is_in_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where its thread is faster than the one that starts it."""
+
+    def run_at_once(action: Any) -> Any:
+        done: Future[Any] = Future()
+        done.set_result(action())
+        return done
+
+    monkeypatch.setattr(in_flight, "start", run_at_once)
+    flights = InFlight(lambda *_: Sampled([5], [-1.0], 1.0, Ended.STOPPED), 2, keeps=True)
+    flights.open(0)
+
+    def converse() -> list[Sampled]:
+        sampling = Sampling(max_tokens=4)
+        requests = {"first": Request((1,), (0,))}
+        answers = flights.submit(3, "w", requests, sampling, {}, lambda *_: None)
+        return [each.result(20) for each in answers]
+
+    flights.converse(3, converse)
+    assert [line["request"] for line in flights.describe_lines()] == ["first"]
+    assert [each.token_ids for each in flights.take(3, lambda: None)] == [[5]]
 
 
 def test_a_completion_goes_on_from_where_it_was_cut_with_other_random_numbers() -> None:
