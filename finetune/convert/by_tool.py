@@ -135,6 +135,11 @@ FEWER_STEPS = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
     "rounds the warm-up's share down; here a short step ends each epoch"
 )
+# _configure_warmup_and_logging of its core/builders/base.py, in a run that is no shorter
+ROUNDED_DOWN = (
+    "warmup_ratio: its share of the steps is rounded down there, up here, and a warm-up of one "
+    "step is one of two there"
+)
 # the same of a mixture's routers of that name, which it casts back under no attention
 GATE = "self.gate = "
 ROUTERS_IN_FP32 = "the routers are in float32 there; all weights are in bfloat16 here"
@@ -143,6 +148,7 @@ NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"
 )
+BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # _configure_embedding_dtypes of its loaders/model.py
 PARTS_IN_FP32 = (
@@ -236,6 +242,8 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WHOLE_STEPS)
     elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
         conversion.remarks.append(FEWER_STEPS)
+    elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
+        conversion.remarks.append(ROUNDED_DOWN)
     is_asked = GROUPED in settings.values() or any(
         section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
     )
@@ -260,6 +268,10 @@ def report_evaluation(conversion: Conversion) -> None:
     if conversion.tool in ("torchtune", "Axolotl") and not is_measured:
         conversion.remarks.append(NOT_MEASURED)
     is_trainer = conversion.tool not in ("torchtune", "Automodel")
+    are_all_saved = recipe.get("save_steps") == recipe.get("eval_steps")
+    is_said = any(BEST_AT_END in line for line in conversion.remarks)
+    if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
+        conversion.add_remark("load_best_model_at_end", True, BEST_AT_END)
     if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
 
@@ -271,9 +283,14 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     name = str(settings.get(key))
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
+    if settings.get("deepspeed"):
+        return  # whose optimizer has a flat tensor in place of the embedding
     has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
-    copies = recipe.get("modules_to_save") or ()
-    if not has_adapters or any("embed" in str(copy) for copy in copies):
+    if has_adapters:
+        trained = recipe.get("modules_to_save") or ()
+    else:
+        trained = recipe.get("trainable_modules") or ("embed",)
+    if any(re.search("embed|wte", str(name)) for name in trained):
         conversion.add_remark(key, name, EMBEDDING_MOMENTS)
 
 
@@ -290,15 +307,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         and "gradient_accumulation_steps" not in settings
     ):
         recipe["gradient_accumulation_steps"] = max(1, total // micro)
-    epochs = convert_number(settings.get("num_epochs") or 1)
-    for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
-        per_epoch = convert_number(settings.get(key))
-        if (
-            isinstance(per_epoch, int | float)
-            and isinstance(epochs, int | float)
-            and per_epoch * epochs > 1
-        ):
-            recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
+    _adapt_axolotl_saves(settings, conversion)
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
     offload = str(settings.get("gradient_checkpointing"))
@@ -310,10 +319,6 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if recipe.get("warmup_steps") == 1:
         recipe["warmup_steps"] = 2
         conversion.add_remark("warmup_steps", 1, TWO_STEPS)
-    if settings.get("early_stopping_patience"):
-        recipe["keep_best_checkpoint"] = True
-        patience = settings["early_stopping_patience"]
-        conversion.add_remark("early_stopping_patience", patience, BEST_AT_END)
     report_turn_ends(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
@@ -329,6 +334,35 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets when it saves and evaluates, and whether the best checkpoint is kept."""
+    recipe = conversion.recipe
+    epochs = convert_number(settings.get("num_epochs") or 1)
+    for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        per_epoch = convert_number(settings.get(key))
+        if (
+            isinstance(per_epoch, int | float)
+            and isinstance(epochs, int | float)
+            and per_epoch * epochs > 1
+        ):
+            recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
+    if settings.get("load_best_model_at_end") and not _loads_best(recipe):
+        recipe.pop("keep_best_checkpoint", None)
+        conversion.add_remark("load_best_model_at_end", True, BEST_ON_STEPS)
+    if settings.get("early_stopping_patience"):
+        recipe["keep_best_checkpoint"] = True
+        patience = settings["early_stopping_patience"]
+        conversion.add_remark("early_stopping_patience", patience, BEST_AT_END)
+
+
+def _loads_best(recipe: Mapping[str, Any]) -> bool:
+    """Whether Axolotl loads the best checkpoint at the end: of saves that are evaluated."""
+    saves = recipe.get("save_steps")
+    evaluations = recipe.get("eval_steps")
+    are_steps = isinstance(saves, int | float) and isinstance(evaluations, int | float)
+    return are_steps and bool(evaluations) and saves % evaluations == 0
 
 
 def _describe_mean(settings: ToolFile) -> str:

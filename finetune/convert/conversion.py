@@ -51,6 +51,7 @@ from finetune.convert.model_names import (
     guess_family,
     is_mixture,
     report_classes,
+    report_scored_ends,
     report_shared_experts,
     set_template,
 )
@@ -205,6 +206,10 @@ MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as "
     "is the default here"
 )
+# the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
+REDUCED_IN_16_BITS = (
+    "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, in float32 here"
+)
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
 # its name.
 OPTIMIZER_NOTES = {
@@ -217,6 +222,13 @@ OPTIMIZER_NOTES = {
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"
     ),
+}
+# AdamW by name -> what is another's of its update, or of its state
+OTHER_ADAMWS = {
+    "adopt|apollo|galore|grok|schedule_?free|stable": "another update than AdamW's there",
+    "fp8": "moments in 8 bits there, in float32 here",
+    "flash": "state in fewer bits there, in float32 here",
+    "optimi": "weights in 16 bits are updated with a term that keeps what rounding loses there",
 }
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 # What decides over other keys, wherever it stands in a file: no warm-up, all layers, what is on.
@@ -264,6 +276,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_shared_experts(settings, conversion)
     adapt_method(method, settings, source, conversion)
     add_sources(tool, settings, source, conversion)
+    report_scored_ends(settings, conversion)
     add_defaults(settings, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
@@ -444,6 +457,9 @@ def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
             conversion.add_remark(key, value, note)
     if "4bit" in name:
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
+    for pattern, note in OTHER_ADAMWS.items():
+        if re.search(pattern, name):
+            conversion.add_difference(key, value, note)
 
 
 # How a key's value becomes ours -> what it does beside that.
@@ -469,6 +485,9 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
     conversion.remarks += layout.remarks()
+    is_sharded = layout.sharding != "none" and layout.precision != "no"
+    if is_sharded and conversion.tool != "Automodel" and not settings.get("lora_fp32_gradients"):
+        conversion.remarks.append(REDUCED_IN_16_BITS)
     _set_dtype(layout, conversion)
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]

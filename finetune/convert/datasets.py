@@ -22,7 +22,7 @@ from finetune.convert.entries import (
     take_first_rows,
 )
 from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import HEADER, guess_vision_family
+from finetune.convert.model_names import HEADER, guess_family, guess_vision_family
 from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
@@ -408,6 +408,11 @@ ALPACA_PROMPT = (
     "read by a chat template"
 )
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
+# strip_bos_token of its _tokenize, where there is no BOS token
+STARTS_TWICE = (
+    "where the tokenizer begins every text with [gMASK]<sop>, prompt and answer do so there, and "
+    "the answer's is trained; the template writes none here"
+)
 SPACE_AFTER = "without a format a prompt ends with a space there"
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained "
@@ -551,6 +556,8 @@ def _read_axolotl_entry(
         keys["chat_template_kwargs"] = variables
     if has_columns or name == "alpaca":
         keys["answers_apart"] = True
+        if str(guess_family(str(conversion.recipe.get("model_name_or_path")))).startswith("glm"):
+            conversion.add_remark(f"{entry.where}.type", kind, STARTS_TWICE)
     return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)
 
 

@@ -13,7 +13,13 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
-from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
+from finetune.convert.value_conversion import (
+    LINEAR_LAYERS,
+    Conversion,
+    convert_names,
+    find_method_facts,
+    read_section,
+)
 from finetune.files.json_files import read_json_object
 
 # evidence in a file, the capability that it asks for, whether the file trains
@@ -581,7 +587,9 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
     the files say.
     """
-    if settings.get("tokenizer_use_mistral_common") and not conversion.images:
+    if settings.get("tokenizer_use_mistral_common") and conversion.images:
+        conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
+    elif settings.get("tokenizer_use_mistral_common"):
         _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
@@ -602,6 +610,12 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(HEADER_TRAINED)
 
 
+COMMON_TURNS_OF_IMAGES = (
+    "mistral-common writes a system message only where a row has one; here the tokenizer's "
+    "template, which may have one of its own"
+)
+
+
 def _add_mistral_turns(model: str, conversion: Conversion) -> None:
     name = next(
         (name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None
@@ -613,6 +627,18 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.recipe["chat_template"] = name
 
 
+# add_eos of its trainers, which get Axolotl's rows as texts
+SCORED_EOS = "the EOS token follows {} there unless it is that, and is scored; it is not here"
+SCORED_BREAK = (
+    "chat_template: what it writes after the end of an answer, as ChatML's line break, is scored "
+    "too there"
+)
+TOKENIZERS_BOS = (
+    "chat_template: a prompt begins with the tokenizer's BOS token there, where it has one; the "
+    "template writes none here"
+)
+ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
+WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")
 CHANNEL = (
     "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
     "row has no thinking; both are here"
@@ -633,23 +659,46 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("datasets.type", "chat_template", CHANNEL)
     if "chat_template" not in conversion.recipe and not conversion.images:
         _report_own_thoughts(name.lower(), conversion)
-    if settings.get("eot_tokens"):
-        return
-    template = str(
-        conversion.recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or "")
-    )
-    end = TURN_ENDS.get(template)
-    eos = conversion.recipe.get("special_tokens", {}).get("eos_token")
-    if eos is None:
-        eos = next(
-            (token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None
-        )
-    if end is not None and eos != end:
+    end = _find_other_end(name, conversion)
+    if end is not None and not settings.get("eot_tokens"):
         note = (
             f"the EOS token alone ends a trained turn there: {end} is not trained unless it is "
             "that; it is here"
         )
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
+
+
+def _find_other_end(name: str, conversion: Conversion) -> str | None:
+    """Returns the token at the end of a turn; None where it is not known, or the model's EOS."""
+    recipe = conversion.recipe
+    template = str(recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or ""))
+    end = TURN_ENDS.get(template)
+    eos = recipe.get("special_tokens", {}).get("eos_token")
+    if eos is None:
+        eos = next(
+            (token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None
+        )
+    return None if eos == end else end
+
+
+def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what TRL's trainers of preferences, which are Axolotl's too, read before a prompt and
+    score after an answer.
+    """
+    if find_method_facts(conversion.recipe).rows not in ("pairs", "ratings"):
+        return
+    if conversion.tool == "TRL":
+        conversion.remarks.append(SCORED_BREAK)
+    if conversion.tool != "Axolotl":
+        return
+    end = _find_other_end(name_model(settings), conversion)
+    if end is not None:
+        conversion.add_remark("rl", settings.get("rl"), SCORED_EOS.format(end))
+    if conversion.recipe.get("chat_template") == "gemma4":
+        template = settings.get("chat_template")
+        conversion.add_difference("chat_template", template, ASKED_WITH_THOUGHT)
+    if conversion.recipe.get("chat_template") in WITHOUT_BOS:
+        conversion.remarks.append(TOKENIZERS_BOS)
 
 
 def _report_own_thoughts(name: str, conversion: Conversion) -> None:

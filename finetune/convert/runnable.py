@@ -102,6 +102,12 @@ def make_runnable(conversion: Conversion) -> None:
 
 # transformers' classes whose mask is of whole rows, whatever documents are packed in them
 WHOLE_ROW_MASKS = ("afmoe", "biogpt", "opt")
+# values of attn_implementation -> what transformers' classes say where they have it
+CLASS_FLAGS = {
+    "flash_attention_2": "_supports_flash_attn = True",
+    "flex_attention": "_supports_flex_attn = True",
+    "sdpa": "_supports_sdpa = True",
+}
 
 
 def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
@@ -109,14 +115,17 @@ def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
     recipe = conversion.recipe
     family = facts.model_type
     _drop_remote_code(family, conversion)
+    attention = str(recipe.get("attn_implementation"))
     reason = None
-    if facts.family.sinks:
+    if attention == "sdpa" and facts.family.sinks:
         reason = f"transformers' {family} has sinks, which it does not compute"
-    elif recipe.get("packing") and family in WHOLE_ROW_MASKS:
+    elif attention == "sdpa" and recipe.get("packing") and family in WHOLE_ROW_MASKS:
         reason = f"transformers' {family} does not keep packed documents apart with it"
-    if reason and recipe.get("attn_implementation") == "sdpa":
+    elif CLASS_FLAGS.get(attention, "") not in read_family_source(family):
+        reason = f"transformers' {family} cannot be computed with it"
+    if reason:
         del recipe["attn_implementation"]
-        conversion.remarks.append(f"attn_implementation: sdpa is dropped: {reason}")
+        conversion.remarks.append(f"attn_implementation: {attention} is dropped: {reason}")
     _rename_targets(conversion, facts)
 
 

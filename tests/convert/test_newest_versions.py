@@ -10,16 +10,28 @@ import yaml
 from finetune.convert.by_tool import (
     APART_IN_21,
     BEST_AT_END,
+    BEST_ON_STEPS,
     EACH_IN_19,
+    EMBEDDING_MOMENTS,
+    FEWER_STEPS,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     RANKS_ALIKE,
+    ROUNDED_DOWN,
     ROUTERS_IN_FP32,
     STATE_PASSED_ON,
     TWO_STEPS,
 )
-from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import ONE_TEXT, OWN_THOUGHT, THOUGHT_OF_IMAGES
+from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
+from finetune.convert.datasets import STARTS_TWICE
+from finetune.convert.model_names import (
+    COMMON_TURNS_OF_IMAGES,
+    ONE_TEXT,
+    OWN_THOUGHT,
+    SCORED_BREAK,
+    THOUGHT_OF_IMAGES,
+    TOKENIZERS_BOS,
+)
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT
 from finetune.convert.value_conversion import Conversion
 
@@ -154,6 +166,169 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
     made = convert(AXOLOTL, warmup_steps=theirs)
     assert made.recipe["warmup_steps"] == ours
     assert (TWO_STEPS in said(made)) == (theirs == 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN]),
+        ({"warmup_ratio": 0.1, "num_epochs": 1}, [ROUNDED_DOWN]),
+        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS]),  # which says it too
+        ({"warmup_steps": 10, "num_epochs": 1}, []),
+        ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
+    ],
+)
+def test_how_axolotl_rounds_a_warm_ups_share_is_said(
+    keys: dict[str, object], lines: list[str], convert: Convert
+) -> None:
+    made = convert(AXOLOTL, **keys)
+    assert [line for line in made.remarks if line in (ROUNDED_DOWN, FEWER_STEPS)] == lines
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_kept"),
+    [
+        ({"eval_steps": 10, "save_steps": 20}, True),
+        ({"evals_per_epoch": 4, "saves_per_epoch": 2}, True),
+        ({"eval_steps": 30, "save_steps": 100}, False),
+        ({"eval_steps": 30}, False),
+    ],
+)
+def test_axolotl_keeps_the_best_checkpoint_where_its_saves_are_evaluated(
+    keys: dict[str, object], is_kept: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, val_set_size=0.1, load_best_model_at_end=True, **keys)
+    assert made.recipe.get("keep_best_checkpoint", False) == is_kept
+    assert (BEST_ON_STEPS in said(made)) != is_kept
+    assert (BEST_AT_END in said(made)) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("keys", "are_in_32_bits"),
+    [
+        ({}, True),
+        ({"unfrozen_parameters": ["model.layers.[0-7]."]}, False),
+        ({"unfrozen_parameters": ["model.embed_tokens"]}, True),
+        ({"deepspeed": "deepspeed_configs/zero2.json"}, False),
+        ({"adapter": "lora", "lora_r": 8, "lora_alpha": 8}, False),
+    ],
+)
+def test_moments_in_32_bits_are_those_of_an_embedding_that_is_trained_as_such(
+    keys: dict[str, object], are_in_32_bits: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, optimizer="adamw_bnb_8bit", **keys))
+    assert (EMBEDDING_MOMENTS in text) == are_in_32_bits
+
+
+@pytest.mark.parametrize(
+    ("keys", "are_rounded"),
+    [
+        ({}, False),  # DDP, whose gradients have the dtype of what is trained
+        ({"fsdp_config": {"offload_params": False}}, True),
+        ({"deepspeed": "deepspeed_configs/zero3_bf16.json"}, True),
+        ({"deepspeed": "zero3.json", "adapter": "lora", "lora_fp32_gradients": True}, False),
+    ],
+)
+def test_the_sum_of_gradients_over_shards_is_said(
+    keys: dict[str, object], are_rounded: bool, convert: Convert
+) -> None:
+    assert (REDUCED_IN_16_BITS in said(convert(AXOLOTL, **keys))) == are_rounded
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_adamw"),
+    [
+        ("adamw_torch_fused", True),
+        ("paged_adamw_32bit", True),
+        ("adamw_bnb_8bit", True),
+        ("adopt_adamw", False),
+        ("schedule_free_adamw", False),
+        ("q_galore_adamw8bit", False),
+        ("apollo_adamw", False),
+        ("ao_adamw_fp8", False),
+        ("flash_adamw", False),
+        ("optimi_adamw", False),
+    ],
+)
+def test_what_is_an_adamw_by_name_alone_says_so(
+    optimizer: str, is_adamw: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, optimizer=optimizer)
+    assert made.recipe["optim"].startswith("adamw")
+    assert any(line.startswith("optimizer") for line in made.differences) != is_adamw
+
+
+@pytest.mark.parametrize(
+    ("model", "implementation"),
+    [
+        ("meta-llama/Llama-4-Scout-17B-16E", "flash_attention_2"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "flex_attention"),
+        ("Qwen/Qwen3-8B", "flash_attention_2"),
+        ("bigscience/bloom-7b1", "sdpa"),
+        ("bigscience/bloom-7b1", "flex_attention"),
+    ],
+)
+def test_attention_that_the_models_class_does_not_have_is_dropped(
+    model: str, implementation: str, convert: Convert
+) -> None:
+    names = {"Llama": "Llama4ForCausalLM", "Qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
+    own_class = getattr(transformers, next(own for part, own in names.items() if part in model))
+    kind = implementation.split("_")[0].replace("flash", "flash_attn").replace("flex", "flex_attn")
+    made = convert(AXOLOTL, base_model=model, attn_implementation=implementation)
+    assert ("attn_implementation" in made.recipe) == getattr(own_class, f"_supports_{kind}")
+    assert (f"{implementation} is dropped" in said(made)) != ("attn_implementation" in made.recipe)
+
+
+PAIRS = [{"path": "a/pairs", "type": "chat_template.default"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "follows", "lacks_bos"),
+    [
+        ("chatml", None, True, True),
+        ("chatml", "<|im_end|>", False, True),
+        ("llama3", "<|eot_id|>", False, False),
+        ("llama3", None, True, False),
+        ("mistral_v1", None, False, False),
+    ],
+)
+def test_what_is_scored_after_an_answer_of_a_pair_is_said(
+    template: str, eos: str | None, follows: bool, lacks_bos: bool, convert: Convert
+) -> None:
+    keys = {"base_model": "org/model", "rl": "dpo", "chat_template": template, "datasets": PAIRS}
+    text = said(convert(AXOLOTL, **keys, special_tokens={"eos_token": eos}))
+    assert ("the EOS token follows" in text) == follows
+    assert (TOKENIZERS_BOS in text) == lacks_bos and SCORED_BREAK not in text
+
+
+def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> None:
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
+    assert SCORED_BREAK in said(convert(file, beta=0.1))
+    assert SCORED_BREAK not in said(convert(file))
+
+
+def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) -> None:
+    keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
+    images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
+    assert COMMON_TURNS_OF_IMAGES in said(images)
+    text = convert(AXOLOTL, **keys)
+    assert COMMON_TURNS_OF_IMAGES not in said(text)
+    assert text.recipe["chat_template"] == "mistral-v13-tekken"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "is_said"),
+    [
+        ("THUDM/GLM-4-32B-0414", "alpaca", True),
+        ("THUDM/GLM-4-32B-0414", "chat_template", False),
+        ("Qwen/Qwen3-8B", "alpaca", False),
+    ],
+)
+def test_tokens_before_every_text_are_said_where_answers_are_texts(
+    model: str, kind: str, is_said: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=model, datasets=[{"path": "a/rows", "type": kind}])
+    assert (STARTS_TWICE in said(made)) == is_said
 
 
 def test_a_share_of_a_data_set_is_said(convert: Convert) -> None:

@@ -11,18 +11,22 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
+from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
+    ASKED_WITH_THOUGHT,
     EMPTY_SYSTEM,
     ONE_TEXT,
     OTHER_TURNS,
@@ -30,6 +34,7 @@ from finetune.convert.model_names import (
     SPACE_TRAINED,
     TEMPLATES,
     TOKENIZERS,
+    TOKENIZERS_BOS,
     TURN_ENDS,
 )
 from finetune.convert.value_conversion import Conversion
@@ -572,6 +577,105 @@ def test_alpacas_ids_are_those_of_axolotls_own_classes(
         ids, trained = make_ours(row, source, data, tokenizer)
         assert ids == made["input_ids"]
         assert trained[1:] == [label != IGNORE_INDEX for label in made["labels"]][1:]
+
+
+def test_tokens_before_every_text_are_said_where_prompt_and_answer_are_texts(
+    axolotls: Path, tmp_path: Path
+) -> None:
+    """Axolotl takes a BOS token from an answer; GLM's tokenizers begin a text with two tokens that are none."""
+    sys.path.append(str(axolotls.parents[3]))
+    from axolotl.prompt_tokenizers import AlpacaPromptTokenizingStrategy
+    from axolotl.prompters import AlpacaPrompter
+
+    start = ["[gMASK]", "<sop>"]
+    tokenizer = copy.deepcopy(load("byte BPE"))
+    tokenizer.add_special_tokens({"additional_special_tokens": start})
+    ids = tokenizer.convert_tokens_to_ids(start)
+    tokenizer.bos_token = None
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A",
+        pair="[gMASK] <sop> $A $B",
+        special_tokens=list(zip(start, ids, strict=True)),
+    )
+    strategy = AlpacaPromptTokenizingStrategy(AlpacaPrompter("instruct"), tokenizer, False, 4096)
+    row = {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"}
+    made = strategy.tokenize_prompt(row)
+    source, data, tokenizer.chat_template = convert_strategy(
+        "alpaca", tmp_path, trains_prompt=False
+    )
+    ours, trained = make_ours(row, source, data, tokenizer)
+    answer = trained.index(True)
+    assert made["input_ids"] == [*ids, *ours[:answer], *ids, *ours[answer:]]
+    assert made["labels"] == [IGNORE_INDEX] * (2 + answer) + [*ids, *ours[answer:]]
+    rows = {"path": "rows.jsonl", "type": "alpaca"}
+    file = {"base_model": "THUDM/GLM-4-32B-0414", "datasets": [rows]}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    assert any(STARTS_TWICE in line for line in convert_file(tmp_path / "theirs.yaml").remarks)
+
+
+def pair_by_axolotl(name: str, row: dict[str, Any], tokenizer: Any) -> list[list[int]]:
+    """The ids of both sides by Axolotl's DPO strategy, and by what TRL's trainer makes of its texts."""
+    texts = types.ModuleType("axolotl.utils.data.utils")
+    texts.is_vision_dataset = lambda columns: False  # type: ignore[attr-defined]
+    parent = types.ModuleType("axolotl.utils.data")
+    with pytest.MonkeyPatch.context() as patch:  # their own import a telemetry client
+        patch.setitem(sys.modules, "axolotl.utils.data", parent)
+        patch.setitem(sys.modules, "axolotl.utils.data.utils", texts)
+        from axolotl.prompt_strategies.dpo.chat_template import default
+        from axolotl.utils.dict import DictDefault
+
+        transform, _ = default(DictDefault({"chat_template": name, "datasets": PAIRS}))
+        made = transform(row, tokenizer=tokenizer)
+    eos, sides = tokenizer.eos_token, []
+    for side in ("chosen", "rejected"):
+        answer = made[side] if made[side].endswith(eos) else made[side] + eos  # add_eos
+        ids = tokenizer(made["prompt"] + answer).input_ids
+        begins_twice = ids[:2] == [tokenizer.bos_token_id] * 2  # remove_double_bos_token
+        sides.append(ids[begins_twice:])
+    return sides
+
+
+PAIRS = [{"path": "rows.jsonl", "type": "chat_template.default"}]
+ENDS_IT = [*sorted(set(TURN_ENDS.values())), *EOS_OF_AXOLOTL.values()]
+
+
+@pytest.mark.parametrize("eos", [None, "its own"])
+@pytest.mark.parametrize("name", [name for name in AXOLOTLS if name not in SAID])
+def test_a_pair_of_axolotls_has_its_ids_or_convert_says_what_differs(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str, eos: str | None
+) -> None:
+    sys.path.append(str(axolotls.parents[3]))
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, *ENDS_IT]})
+    tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
+    end = TURN_ENDS.get(TEMPLATES[name])
+    if eos and end:
+        tokenizer.eos_token = end
+    file = {"base_model": "org/model", "rl": "dpo", "chat_template": name, "datasets": PAIRS}
+    file["special_tokens"] = {"eos_token": tokenizer.eos_token}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    found = convert_file(tmp_path / "theirs.yaml")
+    sides = {side: {"role": "assistant", "content": side} for side in ("chosen", "rejected")}
+    row = {"messages": [{"role": "user", "content": "Who?"}], **sides}
+    theirs = pair_by_axolotl(name, row, tokenizer)
+    tokenizer.chat_template = read_template(str(found.recipe["chat_template"]))
+    source = DatasetSource(path="rows.jsonl")
+    batch = RowBatch("rows.jsonl", (0,), (row,))
+    data = Data(datasets=(source,), dataset_num_proc=1)
+    (pair,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats(), kind="pairs")
+    ends = (0, *itertools.accumulate(pair.lengths.tolist()))
+    said = " ".join(found.remarks)
+    for ids, (first, last) in zip(theirs, itertools.pairwise(ends), strict=True):
+        ours = pair.input_ids[first:last].tolist()
+        scored = pair.labels[first:last].tolist()
+        until = max(i for i, label in enumerate(scored) if label != IGNORE_INDEX) + 2
+        ours = ours[:until]
+        begins = ids[0] == tokenizer.bos_token_id != ours[0]
+        assert begins == (TOKENIZERS_BOS in said)
+        follows = ids[-1] == tokenizer.eos_token_id != ours[-1]
+        assert follows == ("the EOS token follows" in said)
+        is_same = ids[begins : len(ids) - follows] == ours
+        assert is_same != any(ASKED_WITH_THOUGHT in line for line in found.differences)
 
 
 @pytest.mark.parametrize(
