@@ -116,6 +116,7 @@ LOSS_OF_ITS_OWN = re.compile(
     r"^class \w+ForConditionalGeneration\((?:(?!^class ).)*accepts_loss_kwargs = False",
     re.DOTALL | re.MULTILINE,
 )
+COUNTED_IN_21 = ("gemma4",)  # whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
 MICRO_BATCHES_ALIKE = (
     "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
     "over those of the whole step"
@@ -137,9 +138,10 @@ FEWER_STEPS = (
 )
 # _configure_warmup_and_logging of its core/builders/base.py, in a run that is no shorter
 ROUNDED_DOWN = (
-    "warmup_ratio: its share of the steps is rounded down there, up here, and a warm-up of one "
+    "warmup_ratio: its share of the steps{} is rounded down there, up here, and a warm-up of one "
     "step is one of two there"
 )
+OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
 # the same of a mixture's routers of that name, which it casts back under no attention
 GATE = "self.gate = "
 ROUTERS_IN_FP32 = "the routers are in float32 there; all weights are in bfloat16 here"
@@ -243,7 +245,7 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
         conversion.remarks.append(FEWER_STEPS)
     elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
-        conversion.remarks.append(ROUNDED_DOWN)
+        conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if "max_steps" in recipe else ""))
     is_asked = GROUPED in settings.values() or any(
         section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
     )
@@ -361,15 +363,17 @@ def _loads_best(recipe: Mapping[str, Any]) -> bool:
     """Whether Axolotl loads the best checkpoint at the end: of saves that are evaluated."""
     saves = recipe.get("save_steps")
     evaluations = recipe.get("eval_steps")
-    are_steps = isinstance(saves, int | float) and isinstance(evaluations, int | float)
-    return are_steps and bool(evaluations) and saves % evaluations == 0
+    if not isinstance(saves, int | float) or not isinstance(evaluations, int | float):
+        return False
+    return evaluations > 0 and saves % evaluations == 0
 
 
 def _describe_mean(settings: ToolFile) -> str:
     """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
     if any(map(settings.get, LABEL_LOSSES)):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
-    if _has_own_loss(name_model(settings)):
+    name = name_model(settings)
+    if _has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
     return RANKS_ALIKE.format(EACH_IN_19)
 

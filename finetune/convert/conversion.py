@@ -478,6 +478,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     layout = read_layout(conversion.tool, settings, text)
+    is_sharded = layout.sharding != "none" and layout.precision != "no"
     if recipe.get("optim_in_backward") and layout.sharding == "none":
         # the same in one process, and DDP keeps its gradients
         layout = replace(layout, sharding="full")
@@ -485,7 +486,6 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
     conversion.remarks += layout.remarks()
-    is_sharded = layout.sharding != "none" and layout.precision != "no"
     if is_sharded and conversion.tool != "Automodel" and not settings.get("lora_fp32_gradients"):
         conversion.remarks.append(REDUCED_IN_16_BITS)
     _set_dtype(layout, conversion)
