@@ -458,7 +458,7 @@ def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     if "4bit" in name:
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     for pattern, note in OTHER_ADAMWS.items():
-        if re.search(pattern, name):
+        if re.search(pattern, name.rpartition(".")[2]):
             conversion.add_difference(key, value, note)
 
 

@@ -503,7 +503,8 @@ THINKING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
 THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
 # Of these some may.
 MAYBE_THINKING = re.compile(
-    r"think|reason|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|mimo|seed-oss"
+    r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
+    r"mimo|seed-oss"
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
@@ -657,7 +658,8 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
         conversion.add_difference("datasets.type", "chat_template", CHANNEL)
-    if "chat_template" not in conversion.recipe and not conversion.images:
+    has_own = not settings.get("tokenizer_use_mistral_common")  # which comes later
+    if has_own and "chat_template" not in conversion.recipe and not conversion.images:
         _report_own_thoughts(name.lower(), conversion)
     end = _find_other_end(name, conversion)
     if end is not None and not settings.get("eot_tokens"):
@@ -770,6 +772,10 @@ QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
+CHATML_ADDED = (
+    "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
+    "versions; the newest adds none for a template that a file names"
+)
 # Keys of added tokens, by tool, beside those in special_tokens.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("tokens",),
@@ -823,6 +829,7 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         recipe["added_tokens"] = list(dict.fromkeys(added))
     # by its setup_chat_format
     if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):
+        conversion.remarks.append(CHATML_ADDED)
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
     if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):

@@ -26,6 +26,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
+    CHATML_ADDED,
     COMMON_TURNS_OF_IMAGES,
     ONE_TEXT,
     OWN_THOUGHT,
@@ -309,6 +310,50 @@ def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> 
     assert SCORED_BREAK not in said(convert(file))
 
 
+def test_a_thought_is_none_of_the_tokenizers_where_mistral_common_writes_the_turns(
+    convert: Convert,
+) -> None:
+    keys = {"base_model": "mistralai/Ministral-3-3B-Reasoning-2512"}
+    assert OWN_THOUGHT in said(convert(AXOLOTL, **keys))
+    assert OWN_THOUGHT not in said(convert(AXOLOTL, **keys, tokenizer_use_mistral_common=True))
+
+
+@pytest.mark.parametrize(
+    ("template", "is_added"),
+    [("{{ '<|im_start|>' + messages[0]['content'] + '<|im_end|>' }}", True), ("{{ messages }}", False)],
+)  # fmt: skip
+def test_tokens_that_older_versions_add_for_a_template_are_said(
+    template: str, is_added: bool, convert: Convert
+) -> None:
+    made = convert(
+        {"model_name_or_path": "a/model", "dataset_name": "a/rows"}, chat_template=template
+    )
+    assert (CHATML_ADDED in made.remarks) == ("added_tokens" in made.recipe) == is_added
+
+
+@pytest.mark.parametrize(
+    ("path", "is_adamw"),
+    [
+        ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", True),
+        ("flashoptim.FlashAdamW", False),
+    ],
+)
+def test_an_optimizer_is_judged_by_its_own_name(
+    path: str, is_adamw: bool, convert: Convert
+) -> None:
+    target = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
+    data = "nemo_automodel.components.datasets.llm.squad.make_squad_dataset"
+    made = convert(
+        {
+            "model": {"_target_": target, "pretrained_model_name_or_path": "Qwen/Qwen3-8B"},
+            "dataset": {"_target_": data, "dataset_name": "rajpurkar/squad"},
+            "optimizer": {"_target_": path, "lr": 1e-5},
+            "step_scheduler": {},
+        }
+    )
+    assert any(line.startswith("optimizer") for line in made.differences) != is_adamw
+
+
 def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) -> None:
     keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
     images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
@@ -345,6 +390,7 @@ def test_a_share_of_a_data_set_is_said(convert: Convert) -> None:
         ("Qwen/Qwen3-8B", ONE_TEXT),
         ("Qwen/Qwen3-4B-Instruct-2507", None),
         ("zai-org/GLM-5", OWN_THOUGHT),
+        ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", OWN_THOUGHT),
         ("meta-llama/Llama-3.1-8B-Instruct", None),
     ],
 )
