@@ -314,7 +314,7 @@ class DatasetSource:
         bool,
         "Encode prompt and answer as two texts, as Axolotl does for type alpaca. It matters where "
         "a tokenizer puts a space before every text (SentencePiece): the answer then begins with "
-        "one.",
+        "one. The prompt begins with what the tokenizer writes before every text: no other BOS.",
     ] = False
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,

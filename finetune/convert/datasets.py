@@ -410,8 +410,8 @@ ALPACA_PROMPT = (
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 # strip_bos_token of its _tokenize, where there is no BOS token
 STARTS_TWICE = (
-    "where the tokenizer begins every text with [gMASK]<sop>, prompt and answer do so there, and "
-    "the answer's is trained; the template writes none here"
+    "where the tokenizer begins every text with [gMASK]<sop>, the answer begins with it too there, "
+    "and it is trained"
 )
 SPACE_AFTER = "without a format a prompt ends with a space there"
 PROMPT_ALONE = (

@@ -520,7 +520,9 @@ def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
     """
     renderer = add_variables(renderer, source.chat_template_kwargs)
     if source.answers_apart:
-        return replace(renderer, answers_apart=True)
+        # a text of its own begins as the tokenizer has every text begin
+        variables = renderer.variables | {"bos_token": renderer.bos}
+        return _probe_turn(replace(renderer, answers_apart=True, variables=variables))
     return renderer
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from finetune.config.schema import Data, DatasetSource
@@ -27,6 +28,7 @@ SHARED = ROOT.parent / "shared"
 VOCABULARIES = {
     "SentencePiece": SHARED / "models" / "stories260k",
     "byte BPE": SHARED / "tokenizers" / "llama3",
+    "byte BPE without BOS": SHARED / "tokenizers" / "llama3",  # as GPT-2's, which has one
 }
 HEAD = "Below is an instruction that describes a task"
 REST = "Write a response that appropriately completes the request.\n\n"
@@ -50,7 +52,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def load(vocabulary: str) -> Any:
     if not VOCABULARIES[vocabulary].is_dir():
         pytest.skip(f"{VOCABULARIES[vocabulary]} is not here")
-    return AutoTokenizer.from_pretrained(VOCABULARIES[vocabulary])
+    tokenizer = AutoTokenizer.from_pretrained(VOCABULARIES[vocabulary])
+    if vocabulary.endswith("without BOS"):
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
 
 
 def expect(
@@ -68,7 +73,8 @@ def expect(
     elif name == "alpaca":
         prompt = f"{HEAD}. {REST}### Instruction:\n{prompt}\n\n### Response:\n"
     prompt_ids = tokenizer(prompt).input_ids
-    answer_ids = [*tokenizer(row["output"]).input_ids[1:], end]  # both vocabularies write a BOS
+    answer_ids = [*tokenizer(row["output"]).input_ids, end]
+    answer_ids = answer_ids[answer_ids[0] == tokenizer.bos_token_id :]
     return prompt_ids + answer_ids, [trains_prompt] * len(prompt_ids) + [True] * len(answer_ids)
 
 

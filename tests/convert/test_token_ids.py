@@ -605,8 +605,8 @@ def test_tokens_before_every_text_are_said_where_prompt_and_answer_are_texts(
     )
     ours, trained = make_ours(row, source, data, tokenizer)
     answer = trained.index(True)
-    assert made["input_ids"] == [*ids, *ours[:answer], *ids, *ours[answer:]]
-    assert made["labels"] == [IGNORE_INDEX] * (2 + answer) + [*ids, *ours[answer:]]
+    assert made["input_ids"] == [*ours[:answer], *ids, *ours[answer:]]
+    assert made["labels"] == [IGNORE_INDEX] * answer + [*ids, *ours[answer:]]
     rows = {"path": "rows.jsonl", "type": "alpaca"}
     file = {"base_model": "THUDM/GLM-4-32B-0414", "datasets": [rows]}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
