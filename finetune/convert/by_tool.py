@@ -31,6 +31,7 @@ from finetune.convert.value_conversion import (
     read_section,
 )
 
+OF_PAIRS = ("rl", "reward_model")  # keys of Axolotl's trainers that average pairs, not labels
 # Axolotl's core/builders/base.py: average_tokens_across_devices = False
 RANKS_ALIKE = (
     "loss: on several processes the mean of each over its labels counts alike there{}; here it is "
@@ -316,7 +317,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if offload in OFFLOADED:
         recipe["activation_offload"] = True
         conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
-    if not settings.get("rl"):
+    if not any(map(settings.get, OF_PAIRS)):
         conversion.remarks.append(_describe_mean(settings))
     if recipe.get("warmup_steps") == 1:
         recipe["warmup_steps"] = 2

@@ -115,6 +115,19 @@ def test_a_class_that_takes_no_count_of_labels_averages_each_micro_batch(
     assert RANKS_ALIKE.format("") in weighted and MICRO_BATCHES_ALIKE not in weighted
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]},
+        {"reward_model": True, "datasets": [{"path": "a/pairs", "type": "bradley_terry.chat_template"}]},
+    ],
+)  # fmt: skip
+def test_a_trainer_of_pairs_has_no_mean_over_labels(
+    keys: dict[str, object], convert: Convert
+) -> None:
+    assert "over its labels" not in said(convert(AXOLOTL, **keys))
+
+
 @pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3-8B"])
 def test_the_trainer_of_trl_asks_the_class_too(model: str, convert: Convert) -> None:
     file = {"model_name_or_path": model, "dataset_name": "a/rows", "max_length": 1024}
