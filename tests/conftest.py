@@ -123,8 +123,13 @@ def slow_too(request: pytest.FixtureRequest) -> bool:
 
 
 def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
-    """Parameters: each of `cases`, slow unless it is one of `quick`."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    """Parameters: each of `cases`, slow unless it is one of `quick`. A tuple has a value for each argument."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 @dataclass(frozen=True, slots=True)
