@@ -11,8 +11,10 @@ quickstart: .venv/packages
 test: .venv/installed
 	python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
+# SLOW_TESTS: a part of them.
+SLOW_TESTS ?= tests
 test-slow: .venv/installed
-	python -m pytest -m slow
+	python -m pytest -m slow $(SLOW_TESTS)
 
 test-gpu: .venv/installed
 	python -m pytest -m gpu

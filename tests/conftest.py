@@ -6,9 +6,10 @@ import gc
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,21 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def reload_warm() -> Iterator[None]:
+    """The processes that open an export, or torch's files, do not import all again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reload_process, "subprocess", warm_reload())
+        patch.setattr(torch_files, "subprocess", warm_reload())
+        yield
+
+
 @pytest.fixture(autouse=True)
-def reload_warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The processes that open an export, or torch's files, do not import all again, except where a test is marked `cold`."""
-    if request.node.get_closest_marker("cold") is None:
-        monkeypatch.setattr(reload_process, "subprocess", warm_reload())
-        monkeypatch.setattr(torch_files, "subprocess", warm_reload())
+def reload_cold(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Except where a test is marked `cold`."""
+    if request.node.get_closest_marker("cold") is not None:
+        monkeypatch.setattr(reload_process, "subprocess", subprocess)
+        monkeypatch.setattr(torch_files, "subprocess", subprocess)
 
 
 QUICKSTART = ("accelerate", "launch", "finetune/run.py", "--config", "fsdp_full_shard.yaml")
@@ -123,8 +133,13 @@ def slow_too(request: pytest.FixtureRequest) -> bool:
 
 
 def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
-    """Parameters: each of `cases`, slow unless it is one of `quick`."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    """Parameters: each of `cases`, slow unless it is one of `quick`. A tuple has a value for each argument."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,9 @@ PAIRS = [{"prompt": f"{n} + {n} = ", "chosen": str(2 * n), "rejected": str(n)} f
 HELIUM = {"model_type": "helium", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 
 
-def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
-    tmp_path: Path, tiny_recipe: Callable[..., Path]
-) -> None:
-    copy, page = tmp_path / "project", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def add_one_of_each(copy: Path) -> None:
+    """Copies the project, and writes each row into the files that the page names for it."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for folder in ("finetune", "accelerate_configs", "recipes"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for what, touched in ADDED.items():
@@ -158,6 +157,16 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
             file.write_text(text.replace(beside, put + beside), encoding="utf-8")
         else:
             file.write_text(text.replace(beside, beside + put), encoding="utf-8")
+
+
+def test_the_page_names_the_files_that_one_of_each_kind_touches(tmp_path: Path) -> None:
+    add_one_of_each(tmp_path / "project")
+
+
+@pytest.mark.slow
+def test_one_of_each_kind_works(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    copy = tmp_path / "project"
+    add_one_of_each(copy)
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     added = {

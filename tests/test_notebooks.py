@@ -13,7 +13,6 @@ from tests.training.layouts import steps_of, write_config
 nbformat = pytest.importorskip("nbformat")
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-SLOW = {"fine_tune"}  # the other one trains, too
 
 
 def execute(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -26,13 +25,8 @@ def execute(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str
     return json.dumps([cell.get("outputs", []) for cell in notebook.cells])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(path, as_version=4)
     kept = [cell.get("outputs") for cell in notebook.cells if cell.cell_type == "code"]

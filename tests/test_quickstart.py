@@ -59,6 +59,7 @@ def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
     assert as_in_the_readme.returncode == 0, as_in_the_readme.stderr
 
 
+@pytest.mark.slow
 def test_make_quickstarts_first_line_is_the_runs_own(
     quickstart_run: QuickstartRun, tmp_path: Path
 ) -> None:

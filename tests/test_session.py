@@ -642,6 +642,7 @@ def test_an_interrupt_waits_for_the_update() -> None:
     assert done
 
 
+@pytest.mark.slow
 def test_the_pages_examples_run(tmp_path: Path) -> None:
     page = (
         (ROOT / "docs" / "api.md")

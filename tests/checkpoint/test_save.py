@@ -62,7 +62,7 @@ def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -
     ).check()
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
     done = run_python([str(HERE / "killing.py"), "--kills", str(kills)], timeout=60 + 20 * kills)
     assert done.returncode == 0, done.stderr[-4000:]

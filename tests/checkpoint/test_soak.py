@@ -7,9 +7,8 @@ import pytest
 from tests.ranks import ROOT, run_python
 
 
-@pytest.mark.parametrize(
-    ("faults", "launcher"), [(25, 0.0), pytest.param(300, 0.05, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("faults", "launcher"), [(25, 0.0), (300, 0.05)])
 def test_random_faults_lose_nothing(faults: int, launcher: float) -> None:
     command = ["tests/soak.py", "--faults", str(faults), "--launcher", str(launcher)]
     done = run_python(command, timeout=120 + 10 * faults)

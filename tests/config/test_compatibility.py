@@ -26,6 +26,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.rule import Case
 from finetune.config.schema import Quantization, recipe_keys
 from finetune.errors import UserError
+from tests.conftest import slow_but
 
 LLAMA = {
     "model_type": "llama",
@@ -723,7 +724,7 @@ def test_a_config_of_which_no_model_can_be_built_is_refused(
         read_model_facts(LLAMA | change, "M")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], ["llama", "qwen2_moe", "deepseek_v3"]))
 def test_a_damaged_config_is_planned_or_refused_in_sentences(family: str) -> None:
     from finetune.plan.plan import format_plan, make_plan
 

@@ -230,7 +230,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Place:
     return Place.make(tmp_path_factory.mktemp("random"), shared / "models" / "stories260k")
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_plan_and_run_give_the_same_answer(count: int, place: Place) -> None:
     draw, passed = random.Random(count), 0
     for _ in range(count):
@@ -244,7 +244,7 @@ def test_plan_and_run_give_the_same_answer(count: int, place: Place) -> None:
     assert count / 10 < passed < count * 9 / 10, "the drawn recipes show both answers"
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_what_no_rule_refuses_starts(count: int, place: Place, tmp_path: Path) -> None:
     draw, config = random.Random(count), write_config(tmp_path, "single")
     single = Sharding(layout="single", use_cpu=True)

@@ -31,6 +31,7 @@ from finetune.convert.model_names import TEMPLATES, guess_family
 from finetune.convert.runnable import find_facts
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
+from tests.conftest import slow_but
 from tests.ranks import run_command
 
 Convert = Callable[[str], tuple[dict[str, object], str, Path]]
@@ -1191,7 +1192,10 @@ ODD = ("auto", [1], {"a": 1}, True, float("nan"), None, 0, -1)
 
 @pytest.mark.parametrize(
     ("theirs", "tool"),
-    [(TRL, "TRL"), (AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TORCHTUNE, "torchtune"), (AUTOMODEL, "Automodel")],
+    slow_but(
+        [(TRL, "TRL"), (LLAMA_FACTORY, "LLaMA-Factory")],
+        [(TRL, "TRL"), (AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TORCHTUNE, "torchtune"), (AUTOMODEL, "Automodel")],
+    ),
 )  # fmt: skip
 def test_an_odd_value_is_converted_or_one_sentence(tmp_path: Path, theirs: str, tool: Tool) -> None:
     """Each key with one of the odd values in turn, keys of numbers with each of them."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import slow_but
 from tests.cuda_without_gpu.steps_on_ranks import HEAD_SIZE, LONGEST, STEPS
 from tests.ranks import launch_ranks
 
@@ -38,16 +37,14 @@ CAPPED: dict[str, dict[str, Any]] = {
 }
 
 
-COMPILED = slow_but(("compiled",), ("compiled", "lora, compiled"))
+COMPILED = ("compiled", "lora, compiled")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(
-    tmp_path_factory: pytest.TempPathFactory, slow_too: bool
-) -> dict[str, list[dict[str, Any]]]:
-    """What each of JOBS found, by rank; those of LoRA are slow."""
-    jobs = {name: job for name, job in JOBS.items() if slow_too or "lora" not in name}
-    return run_jobs(tmp_path_factory.mktemp("steps"), jobs)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each of JOBS found, by rank."""
+    return run_jobs(tmp_path_factory.mktemp("steps"), JOBS)
 
 
 def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -98,7 +95,6 @@ def test_compiled_layers_under_fsdp2_keep_no_more_activations_for_backward(found
         assert found["compiled"][rank]["saved_bytes"] <= found["cpu"][rank]["saved_bytes"] + rotary
 
 
-@pytest.mark.slow
 def test_a_mixture_compiles_to_one_graph_without_a_break(tmp_path: Path) -> None:
     """What its routers choose is counted outside of the compiled layers, and the same; attention's outputs are kept."""
     found = run_jobs(tmp_path, MIXTURES)
@@ -111,7 +107,6 @@ def test_a_mixture_compiles_to_one_graph_without_a_break(tmp_path: Path) -> None
         assert each["graph_breaks"] == {}
 
 
-@pytest.mark.slow
 def test_capped_scores_train_to_the_losses_of_the_cpus_by_masks_that_layers_share(
     tmp_path: Path,
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_fatal_finding_is_shown_and_sets_the_exit_code(
     assert "fatal: no_end_of_turn: in 1 of 1 row " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_is_colored_and_the_data_cannot_control_it(recipe: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -29,6 +29,7 @@ from finetune.errors import UserError
 from finetune.inference.conversation import encode_prompt
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import read_prompts
+from tests.conftest import slow_but
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines
@@ -440,13 +441,7 @@ def test_chat_asks_with_the_tokens_that_were_trained(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3.5",
-        "gptoss",
-        "gemma4_v5",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4.5")),
-    ],
+    "name", slow_but(["gptoss"], ["qwen3.5", "gptoss", "gemma4_v5", "qwen3", "glm4.5"])
 )
 def test_chat_asks_rows_with_tools_as_they_were_trained(
     name: str, shared_tokenizer: Any, tmp_path: Path

@@ -21,7 +21,13 @@ time.sleep(4)
 """
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["in the run", "after leaving"])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        pytest.param(False, id="in the run"),
+        pytest.param(True, id="after leaving", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_waits_ends_after_its_peer_was_killed(leaves: bool) -> None:
     with subprocess.Popen(["sleep", "60"]) as peer:
         command = [sys.executable, "-c", WAITS, str(peer.pid), *(["leaves"] if leaves else [])]

@@ -463,6 +463,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[...
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_a_conversation_at_a_terminal(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Through a real terminal: two turns, the commands, Ctrl-C at the prompt, and Ctrl-D."""
     command = [

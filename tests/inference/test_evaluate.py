@@ -47,6 +47,7 @@ def make_task(folder: Path, answers: list[str]) -> None:
     (folder / "copied.yaml").write_text(yaml.safe_dump(task))
 
 
+@pytest.mark.slow
 def test_base_beside_trained_in_run_report_and_card(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
+from tests.conftest import slow_but
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak
@@ -96,7 +97,10 @@ def backward(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("keeps", ["nothing", "attention", "attention_and_projections"])
+@pytest.mark.parametrize(
+    "keeps",
+    slow_but(["attention_and_projections"], ["nothing", "attention", "attention_and_projections"]),
+)
 @pytest.mark.parametrize(
     "keys", [{}, {"lora": Lora(use_peft=True, lora_r=8)}, {"every": 2}, {"dropout": 0.1}], ids=["full", "lora", "every second", "dropout"]
 )  # fmt: skip
@@ -130,6 +134,7 @@ def test_gradients_are_the_same_bit_for_bit_and_the_device_holds_one_layer(
     assert held[0] - held[1] == planned[0] - planned[1] > 0
 
 
+@pytest.mark.slow
 def test_compiled_layers_offload_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no parameter, which they save as well; in the graphs that they have without it."""
     register_cpu_kernels()

@@ -26,7 +26,7 @@ from finetune.models.decoder_layers import decoder_layers
 from finetune.models.documents import can_continue, install_attention
 from finetune.models.routing import install_routing
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
-from tests.conftest import make_tokenizer
+from tests.conftest import make_tokenizer, slow_but
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import (
     FAMILIES,
@@ -263,7 +263,9 @@ def test_the_varlen_kernel_is_called_as_its_documentation_says(
             assert abs(model(**batch).item() - true_loss.item()) <= EXACT * true_loss.item()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])  # which slides, as Mistral does
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma3_text"], ["qwen3", "gemma3_text"])
+)  # which slides
 def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +360,7 @@ def continuing(prompt: int, lengths: tuple[int, ...], last: int) -> dict[str, An
     return batch | {"packed_lengths": (prompt, *lengths, last), "continued": places}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("varlen_kernel")
 def test_a_layer_whose_documents_continue_a_prompt_compiles_for_all_lengths() -> None:
     model, graphs = ours(build("qwen3").eval()), [0]

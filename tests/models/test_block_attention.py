@@ -20,6 +20,7 @@ from finetune.models.attention_kernels import (
     make_masks,
 )
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
+from tests.conftest import slow_but
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.models.families import (
     WINDOW,
@@ -171,7 +172,7 @@ def make_counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("compiles_layers", [False, True])
+@pytest.mark.parametrize("compiles_layers", slow_but([False], [False, True]))
 def test_a_mask_a_forward_for_each_kind_of_layer_and_graphs_for_all_lengths(
     compiles_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,15 +21,19 @@ from tests.models.quantized_on_ranks import KINDS, STORED, TRAINED, WORLDS, kind
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("quantized_on_ranks.py")
-QUICK_WORLDS = [world for world in WORLDS if world[0] <= 2]  # more ranks are slow
+QUICK_WORLDS = [(1, "single"), (2, "fsdp2")]
 QUICK_LAYOUTS = [f"{layout}-{ranks}" for ranks, layout in QUICK_WORLDS]
 LAYOUTS = slow_but(QUICK_LAYOUTS, [f"{layout}-{ranks}" for ranks, layout in WORLDS])
 
 
 def scenarios(kinds: Collection[str]) -> list[Any]:
-    """(layout, kind), slow on more than two ranks."""
+    """(layout, kind), slow in most worlds."""
     return [
-        pytest.param(f"{layout}-{ranks}", kind, marks=pytest.mark.slow if ranks > 2 else [])
+        pytest.param(
+            f"{layout}-{ranks}",
+            kind,
+            marks=[] if (ranks, layout) in QUICK_WORLDS else pytest.mark.slow,
+        )
         for ranks, layout in WORLDS
         for kind in kinds_of(layout)
         if kind in kinds

@@ -29,9 +29,12 @@ CASES = [
     (24_000, 4, 8, 48, 48),
     (2048, 4, 4, 16, 72),
 ]
+QUICK = [CASES[0], CASES[3]]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_sampling_takes_what_it_allocates(
     case: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -88,14 +89,23 @@ def test_the_moment_of_the_loss_by_hand() -> None:
     assert steady.loss == 4 * head + 2 * 2 * hidden * tokens + chunk * 128256 * (2 + 4 + 2)
 
 
-def test_more_ranks_never_need_more_and_ddp_never_less_than_the_state() -> None:
-    for config, parameters in ((LLAMA_31_8B, HAND_8B), (LLAMA_31_70B, HAND_70B)):
-        for lora in (False, True):
-            by_layout = dict(compare_layouts(make_spec(config, ranks=8, lora=lora)))
-            full = [value for value in by_layout["fsdp_full_shard"] if value is not None]
-            assert full[1:] == sorted(full[1:], reverse=True)
-            state = 2 * parameters if lora else 16 * parameters
-            assert min(value for value in by_layout["ddp"] if value is not None) > state
+@pytest.mark.parametrize(
+    ("config", "parameters", "lora"),
+    [
+        (LLAMA_31_8B, HAND_8B, True),
+        pytest.param(LLAMA_31_8B, HAND_8B, False, marks=pytest.mark.slow),
+        pytest.param(LLAMA_31_70B, HAND_70B, False, marks=pytest.mark.slow),
+        pytest.param(LLAMA_31_70B, HAND_70B, True, marks=pytest.mark.slow),
+    ],
+)
+def test_more_ranks_never_need_more_and_ddp_never_less_than_the_state(
+    config: dict[str, Any], parameters: int, lora: bool
+) -> None:
+    by_layout = dict(compare_layouts(make_spec(config, ranks=8, lora=lora)))
+    full = [value for value in by_layout["fsdp_full_shard"] if value is not None]
+    assert full[1:] == sorted(full[1:], reverse=True)
+    state = 2 * parameters if lora else 16 * parameters
+    assert min(value for value in by_layout["ddp"] if value is not None) > state
 
 
 def test_what_is_gathered_is_a_layer_under_full_shard_and_the_model_under_shard_grad_op() -> None:
@@ -122,7 +132,6 @@ def test_what_is_gathered_is_a_layer_under_full_shard_and_the_model_under_shard_
             2,
         ),
         ({"cp_size": 8, "dp_replicate_size": 2}, "(2 x 8)", 8),
-        ({"dp_replicate_size": 16}, "(16 x 1)", 1),
         ({"dp_replicate_size": 4}, "(4 x 1)", 1),
     ],
 )

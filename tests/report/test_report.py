@@ -105,6 +105,7 @@ def test_a_preference_run_shows_its_rewards_beside_the_loss(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
     sources: dict[str, list[dict[str, object]]] = {
         name: [{"path": str(make_chat(tmp_path / "chat.jsonl", rows=24))}]
@@ -155,6 +156,7 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     assert desk["top"] < desk["bottom"] <= 900, "the loss is on the first screen"
 
 
+@pytest.mark.slow
 def test_a_loss_that_falls_far_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
     """Equal factors are equal heights; a loss that falls little, or to 0, keeps a linear scale."""
     labels = """[...w.document.querySelectorAll('#loss .y')].map((label) => [
@@ -302,6 +304,7 @@ def test_a_damaged_run_is_a_report_or_one_sentence(
         assert code == 0 or (code == 2 and is_named), (name, content[:60])
 
 
+@pytest.mark.slow
 def test_a_long_run_takes_linear_time_and_memory_and_a_page_of_the_same_size(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,7 @@ from finetune.data.tokenizer import load_tokenizer, make_renderer_of
 from finetune.data.tool_calls import make_tool_turns
 from finetune.errors import UserError
 from finetune.rollout.rewards import Rewards
-from tests.conftest import make_tokenizer
+from tests.conftest import make_tokenizer, slow_but
 
 FILE = '''
 import asyncio
@@ -258,7 +258,7 @@ def test_what_goes_wrong_ends_the_run_with_a_sentence(how: str, file: Path) -> N
             rewards.close()
 
 
-@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("how", slow_but(BROKEN.keys() - {"hangs in C"}, BROKEN))
 def test_what_goes_wrong_is_counted_and_stays_alone(how: str, file: Path) -> None:
     name = f"{file}:Bad"
     keys = RolloutKeys(environment=name, environment_processes=2, reward_timeout_seconds=1)

@@ -18,7 +18,6 @@ from finetune.report.run_data import _ratio_histogram, read_run
 from finetune.rollout import in_flight
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.rollout.in_flight import LOST, InFlight, read_lines
-from tests.conftest import slow_but
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
 from tests.rollout.test_vllm import (
@@ -106,7 +105,8 @@ def test_a_step_ahead_is_sampled_by_the_weights_of_the_step_before(
         ]
 
 
-@pytest.mark.parametrize("in_flight", slow_but(["keep"], ["keep", "restart"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["keep", "restart"])
 def test_a_change_of_weights_cuts_what_is_in_flight(
     in_flight: str, folder: Path, recipe: Path, model: Path
 ) -> None:
@@ -147,6 +147,7 @@ def test_a_change_of_weights_cuts_what_is_in_flight(
         }
 
 
+@pytest.mark.slow
 def test_without_staleness_a_correction_changes_no_number(
     folder: Path, recipe: Path, model: Path
 ) -> None:
@@ -162,9 +163,8 @@ def test_without_staleness_a_correction_changes_no_number(
     assert losses[1] == losses[2] and losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("heeds_seeds", "ahead"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("heeds_seeds", "ahead"), [(True, 1), (False, 2)])
 def test_a_killed_run_learns_from_what_was_sampled_ahead(
     heeds_seeds: bool, ahead: int, folder: Path, recipe: Path, model: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_each_step_is_sampled_by_the_server_from_the_weights_that_are_trained(
     )
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_under_a_name_of_their_own(
     folder: Path, recipe: Path, model: Path
 ) -> None:
@@ -177,11 +178,8 @@ def test_an_adapter_on_experts_is_loaded_as_stacked(
     assert stacked == plain | {"is_3d_lora_weight": True}
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [[], pytest.param([*LORA, "max_staleness=1"], marks=pytest.mark.slow)],
-    ids=["full", "lora ahead"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [[], [*LORA, "max_staleness=1"]], ids=["full", "lora ahead"])
 def test_two_servers_divide_the_prompts(
     keys: list[str], full: tuple[Path, StandInVllm], recipe: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -274,14 +272,8 @@ def test_experts_may_be_sharded_where_a_server_samples(folder: Path, recipe: Pat
     assert_ratio_is_one(folder / "ep")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "step",
-        pytest.param("rewards", marks=pytest.mark.slow),
-        pytest.param("save", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["step", "rewards", "save"])
 def test_a_killed_run_asks_for_nothing_twice(
     place: str, folder: Path, recipe: Path, model: Path
 ) -> None:

@@ -75,7 +75,10 @@ class Client:
 
 @pytest.mark.parametrize(
     ("kind", "rank", "sentence"),
-    [("memory", 1, "out of memory: CUDA out of memory"), ("fault", 0, "a kernel has failed")],
+    [
+        ("memory", 1, "out of memory: CUDA out of memory"),
+        pytest.param("fault", 0, "a kernel has failed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_fails_alone_ends_all_in_a_sentence_and_a_restart_goes_on(
     shared: Path, tmp_path: Path, kind: str, rank: int, sentence: str

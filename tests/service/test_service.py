@@ -196,6 +196,7 @@ def train_at_once(
     return losses
 
 
+@pytest.mark.slow
 def test_eight_adapters_have_the_losses_of_eight_runs_alone(
     base: Path, rows: list[list[int]], tmp_path: Path
 ) -> None:
