@@ -122,9 +122,14 @@ def slow_too(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("slow") for item in of_file)
 
 
-def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
-    """Parameters: each of `cases`, slow unless it is one of `quick`."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters: each of `cases`, slow unless it is one of `quick`. A tuple has a value for each argument."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 @dataclass(frozen=True, slots=True)
