@@ -96,9 +96,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    folder: Path, recipes: dict[str, Path], slow_too: bool
-) -> Callable[[str, str, int], Path]:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
     return train_families(folder, recipes, WANTED if slow_too else QUICK, VERIFIED)
 
 

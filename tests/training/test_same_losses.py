@@ -4,7 +4,6 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -104,12 +103,7 @@ Runs = Callable[..., Path]
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
-    model = make_model(
-        folder / "model",
-        hidden_size=72,
-        vocab_size=509,
-        tie_word_embeddings=True,
-    )
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509, tie_word_embeddings=True)
     data = make_chat(folder / "chat.jsonl", rows=ROWS)
     steps = {"global_batch_size": 6, "max_steps": STEPS}
     return {

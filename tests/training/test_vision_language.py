@@ -88,9 +88,7 @@ def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    folder: Path, recipes: dict[str, Path], slow_too: bool
-) -> Callable[[str, str, int], Path]:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
     return train_families(folder, recipes, WANTED if slow_too else QUICK, EXPORTED)
 
