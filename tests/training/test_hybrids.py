@@ -17,7 +17,7 @@ from tests.training.layouts import assert_losses, train_all, write_config
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
 QUICK = ["qwen3_5_text"]
-QUICK_RUNS = ("full", "lora")
+QUICK_RUNS = ("full",)
 RUNS = {
     "full": ("full_shard", "packing=true"),
     "padded": ("ddp", "packing=false"),
@@ -91,9 +91,10 @@ def test_they_train_packed_on_two_ranks_to_a_verified_export(
         runs.append((recipe, config, [key, f"output_dir={tmp_path / name}", *by_name]))
     printed = train_all(tmp_path, runs, ranks=2, timeout=500)
     assert len(VERIFIED.findall(printed)) == len(wanted), printed
-    assert "lora/adapter: an adapter of" in printed
-    is_named = "lora_target_modules: all-linear: without" in printed
-    assert is_named == bool(FAMILIES[family].unadaptable), printed
+    if "lora" in wanted:
+        assert "lora/adapter: an adapter of" in printed
+        is_named = "lora_target_modules: all-linear: without" in printed
+        assert is_named == bool(FAMILIES[family].unadaptable), printed
     for name, (_, key) in wanted.items():
         keys = yaml.safe_load(recipe.read_text()) | {key.partition("=")[0]: key.endswith("true")}
         if "use_peft" in keys:
