@@ -132,7 +132,7 @@ def slow_too(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("slow") for item in of_file)
 
 
-def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
+def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """Parameters: each of `cases`, slow unless it is one of `quick`. A tuple has a value for each argument."""
     return [
         case

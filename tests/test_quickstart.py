@@ -47,6 +47,7 @@ def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
     assert "wrapped 4 LlamaDecoderLayer; bf16" in said
     assert "activation checkpointing on" in said
     assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line] == [2, 4]
+    assert any(line.get("phase") == "imports" for line in lines(run / "metrics.jsonl"))
     assert (run / "checkpoints" / "step-00000004" / "manifest.json").is_file()
     for made in ("export", "checkpoints", "metrics.jsonl"):
         assert str(run / made) in said

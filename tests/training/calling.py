@@ -51,12 +51,6 @@ def write_short_run(path: Path, caller: Path, **own: Any) -> Path:
     return path
 
 
-def slow_but_quick(layouts: Layouts) -> list[Any]:
-    """Parameters: each of `layouts`, slow unless it is one of QUICK."""
-    slow = pytest.mark.slow
-    return [each if each in QUICK else pytest.param(*each, marks=slow) for each in layouts]
-
-
 def train_layouts(folder: Path, recipe: Path, layouts: Layouts) -> Callable[[int, str], Path]:
     """Trains the recipe under each; (ranks, layout) -> the run's folder."""
     configs = {layout: write_config(folder, layout) for layout in ("single", "ddp", "full_shard")}

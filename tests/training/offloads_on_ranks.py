@@ -1,6 +1,6 @@
 """Runs with the optimizer's state in files and in memory, each on freshly forked ranks: `offloads_on_ranks.py CASES.json`.
 
-CASES.json: a list of {recipe, config, overrides, ranks, fault, log}. `fault`: "killed" takes all ranks at step 13, half of a
+CASES.json: a list of {recipe, config, overrides, ranks, fault, log}. `fault`: "killed" takes all ranks at step 4, half of a
 window being written; "full" lets the last rank's disk fail at step 3. Prints one JSON line for each case: the ranks' exit codes,
 the windows of a pass, and the names left in `offload_dir`.
 """
@@ -21,7 +21,7 @@ from finetune.optim.offload import OffloadedOptimizer, ScratchFile, align
 from finetune.run import fine_tune
 from tests.forked_ranks import fork_ranks, import_all, wait
 
-KILLED_AT, FAILING_AT = 13, 3  # steps, from 1
+KILLED_AT, FAILING_AT = 4, 3  # steps, from 1
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

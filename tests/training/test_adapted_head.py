@@ -18,7 +18,7 @@ from finetune.errors import UserError
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters, read_adapter
 from finetune.plan.plan import make_plan
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import (
     assert_bit_equal,
@@ -39,6 +39,12 @@ MODES: dict[str, dict[str, Any]] = {
     "tied": {"model_name_or_path": "TIED"},
 }
 LAYOUTS = ("full_shard", "shard_grad_op", "offload", "ddp", "FULL_SHARD")
+QUICK_MODES = (
+    "sft",
+    "packed",
+    "dpo",
+    "tied",
+)  # on one rank; on two: sft in full_shard, whole and resumed
 SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
 
 
@@ -66,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
+def runs(folder: Path, slow_too: bool) -> Path:
     saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
     configs = {
         layout: write_config(folder, layout, checkpointing=layout == "full_shard")
@@ -77,19 +83,29 @@ def runs(folder: Path) -> Path:
     }
     alone = ["per_device_train_batch_size=4", "export_at_end=true", *saves]
     single = write_config(folder, "single")
-    train_all(
-        folder,
-        [
-            (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}-single", *alone])
-            for mode in MODES
-        ],
-        ranks=1,
-    )
+    one = [
+        (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}-single", *alone])
+        for mode in (MODES if slow_too else QUICK_MODES)
+    ]
+    adapter = f"adapter_name_or_path={folder}/sft-single/adapter"
+    one += [
+        (folder / "sft.yaml", single, [f"output_dir={folder}/further", adapter]),
+        (folder / "sft.yaml", single, [f"output_dir={folder}/dropout", "lora_dropout=0.9"]),
+    ]
+    train_all(folder, one, ranks=1)
     rows = ["per_device_train_batch_size=2", *saves]
+    middle = f"resume_from_checkpoint={folder}/sft-full_shard/checkpoints/step-{SAVED_AT:08d}"
+    again = [f"output_dir={folder}/resumed", middle, *rows]
+    whole = [f"output_dir={folder}/sft-full_shard", *rows]
+    wanted = [(folder / "sft.yaml", configs["full_shard"], keys) for keys in (whole, again)]
+    train_all(folder, wanted, ranks=2)
+    if not slow_too:
+        return folder
     wanted = [
         (folder / f"{mode}.yaml", config, [f"output_dir={folder}/{mode}-{layout}", *rows])
         for mode in ("sft", "tied")
         for layout, config in configs.items()
+        if (mode, layout) != ("sft", "full_shard")
     ]
     wanted += [
         (
@@ -99,14 +115,6 @@ def runs(folder: Path) -> Path:
         )
         for mode in ("sft", "tied")
     ]
-    middle = f"resume_from_checkpoint={folder}/sft-full_shard/checkpoints/step-{SAVED_AT:08d}"
-    again = [f"output_dir={folder}/resumed", middle, *rows]
-    adapter = f"adapter_name_or_path={folder}/sft-single/adapter"
-    further = [f"output_dir={folder}/further", adapter, *rows]
-    wanted += [
-        (folder / "sft.yaml", configs["full_shard"], again),
-        (folder / "sft.yaml", configs["full_shard"], further),
-    ]
     wanted += [
         (folder / "sft.yaml", config, [f"output_dir={folder}/{name}", *rows, *keys])
         for name, config, keys in (
@@ -114,22 +122,21 @@ def runs(folder: Path) -> Path:
             ("bf16-full_shard", write_config(folder, "full_shard", "bf16"), []),
             ("bf16-ddp", write_config(folder, "ddp", "bf16"), []),
             ("qlora", write_config(folder, "full_shard", "bf16"), ["load_in_4bit=true"]),
-            ("dropout", write_config(folder, "full_shard"), ["lora_dropout=0.5"]),
         )
     ]
     train_all(folder, wanted, ranks=2)
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(QUICK_MODES, MODES))
 def test_the_losses_are_those_of_plain_peft(mode: str, runs: Path) -> None:
     expected = reference.losses(runs / f"{mode}.yaml")
     assert expected[-1][0] < expected[0][0]
     assert_losses(runs / f"{mode}-single", expected)
 
 
-@pytest.mark.parametrize("mode", ["sft", "tied"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, *SIZES, "stages"])
+@pytest.mark.parametrize("mode", slow_but(["sft"], ["sft", "tied"]))
+@pytest.mark.parametrize("layout", slow_but(["full_shard"], [*LAYOUTS, *SIZES, "stages"]))
 def test_every_layout_has_the_same_losses(layout: str, mode: str, runs: Path) -> None:
     assert_losses(runs / f"{mode}-{layout}", reference.losses(runs / f"{mode}.yaml"))
 
@@ -138,7 +145,7 @@ def test_a_resumed_run_ends_the_same(runs: Path) -> None:
     assert_bit_equal(runs / "sft-full_shard", runs / "resumed", STEPS, SAVED_AT)
 
 
-@pytest.mark.parametrize("mode", ["sft", "packed", "head", "tied"])
+@pytest.mark.parametrize("mode", slow_but(["packed", "tied"], ["sft", "packed", "head", "tied"]))
 def test_the_adapter_opens_in_peft_and_is_the_merged_model(mode: str, runs: Path) -> None:
     """A tied head is the embedding no longer: the merged model is untied. peft's own merging adds the update to the embedding too."""
     folder = runs / ("tied" if mode == "tied" else "model")
@@ -165,6 +172,7 @@ def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
     assert first["loss"] < start["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "full_shard", "ddp"])
 def test_in_bf16_the_losses_are_those_up_to_its_rounding(layout: str, runs: Path) -> None:
     """Under FSDP1 both matrices of the head's adapter are units of their own, whole in their own forwards alone."""
@@ -173,6 +181,7 @@ def test_in_bf16_the_losses_are_those_up_to_its_rounding(layout: str, runs: Path
     )
 
 
+@pytest.mark.slow
 def test_the_head_of_a_quantized_base_is_in_16_bits(runs: Path) -> None:
     losses = [line["loss"] for line in steps_of(runs / "qlora")]
     assert losses == pytest.approx(
@@ -217,7 +226,7 @@ def test_an_adapter_that_peft_saved_is_trained_further(
             values(head, whole)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(QUICK_MODES, MODES))
 def test_the_plan_counts_the_adapter(mode: str, runs: Path) -> None:
     recipe = read_recipe(str(runs / f"{mode}.yaml"))
     spec = make_plan(recipe, read_sharding(None, None, {"WORLD_SIZE": "1"}), 1, on_cpu=True).spec

@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
 from finetune.plan.plan import make_plan
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import (
     assert_bit_equal,
@@ -35,6 +35,10 @@ MODES: dict[str, dict[str, Any]] = {
     "qlora": {"load_in_4bit": True},
     "dpo": {"method": "dpo", "beta": 0.5, "datasets": [{"path": "PAIRS"}]},
 }
+
+
+RUNS = [(mode, layout) for mode in MODES for layout in ("single", "full_shard")]
+QUICK = [*((mode, "single") for mode in MODES), ("lora", "full_shard")]
 
 
 def make_adapter(folder: Path, model: Path, **keys: Any) -> Path:
@@ -87,37 +91,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
+def runs(folder: Path, slow_too: bool) -> Path:
     """Every mode on one rank and sharded over two; lora once more resumed from its middle, and exported."""
     single, sharded = (
         write_config(folder, "single"),
         write_config(folder, "full_shard", checkpointing=True),
     )
     saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
-    wanted = [
-        (
-            folder / f"{mode}.yaml",
-            config,
-            [f"output_dir={folder}/{mode}-{config.name.split('-')[0]}", *saves, *more],
-        )
-        for mode in MODES
-        for config, more in (
-            (single, ["per_device_train_batch_size=4", "export_at_end=true"]),
-            (sharded, ["per_device_train_batch_size=2"]),
-        )
-    ]
+    keys_of = {
+        "single": (single, ["per_device_train_batch_size=4", "export_at_end=true"]),
+        "full_shard": (sharded, ["per_device_train_batch_size=2"]),
+    }
+    wanted: dict[str, list[Any]] = {"single": [], "full_shard": []}
+    for mode, layout in RUNS if slow_too else QUICK:
+        config, keys = keys_of[layout]
+        given = [f"output_dir={folder}/{mode}-{layout}", *saves, *keys]
+        wanted[layout].append((folder / f"{mode}.yaml", config, given))
     middle = f"resume_from_checkpoint={folder}/lora-full_shard/checkpoints/step-{SAVED_AT:08d}"
     rows = "per_device_train_batch_size=2"
-    wanted.append(
-        (folder / "lora.yaml", sharded, [f"output_dir={folder}/resumed", middle, rows, *saves])
-    )
-    train_all(folder, wanted[0::2][:3], ranks=1)
-    train_all(folder, [*wanted[1::2], wanted[-1]], ranks=2)
+    again = (folder / "lora.yaml", sharded, [f"output_dir={folder}/resumed", middle, rows, *saves])
+    train_all(folder, wanted["single"], ranks=1)
+    train_all(folder, [*wanted["full_shard"], again], ranks=2)
     return folder
 
 
-@pytest.mark.parametrize("layout", ["single", "full_shard"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "layout"), slow_but(QUICK, RUNS))
 def test_the_losses_are_those_of_plain_peft(mode: str, layout: str, runs: Path) -> None:
     """peft loads the adapter with is_trainable, and the reference of DPO is the model with the adapter as it was."""
     expected = reference.losses(runs / f"{mode}.yaml")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import run_python
 from tests.training.layouts import write_config
 
@@ -18,11 +18,12 @@ CASES = [
     for fault in ("raises", "exits", "killed", "sleeps", "killed while tokenizing")
 ]
 CASES += [("ddp", "raises")]
+QUICK = [("full_shard", fault) for fault in ("raises", "killed", "sleeps")]
 Case = Callable[[str, str], tuple[dict[str, Any], str]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def ended(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Case:
     """(layout, fault) -> how the ranks ended, and their output."""
     import yaml
 
@@ -38,6 +39,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
         "timeout_seconds": TIMEOUT_SECONDS,
     }
     recipe.write_text(yaml.safe_dump(keys))
+    wanted = CASES if slow_too else QUICK
     cases = [
         {
             "recipe": str(recipe),
@@ -49,27 +51,27 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
             "fault": fault,
             "log": str(folder / f"{layout}-{fault}.log"),
         }
-        for layout, fault in CASES
+        for layout, fault in wanted
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     script = str(Path(__file__).with_name("desync_on_ranks.py"))
     done = run_python([script, str(folder / "cases.json")], timeout=300)
     assert done.returncode == 0, done.stderr
-    found = dict(zip(CASES, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
+    found = dict(zip(wanted, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
     return lambda layout, fault: (
         found[layout, fault],
         (folder / f"{layout}-{fault}.log").read_text(),
     )
 
 
-@pytest.mark.parametrize(("layout", "fault"), CASES)
+@pytest.mark.parametrize(("layout", "fault"), slow_but(QUICK, CASES))
 def test_the_run_ends_everywhere_in_time(layout: str, fault: str, ended: Case) -> None:
     end, output = ended(layout, fault)
     assert None not in end["codes"] and 0 not in end["codes"], output
     assert end["seconds"] < TIMEOUT_SECONDS + 5, output
 
 
-@pytest.mark.parametrize("layout", ["full_shard", "ddp"])
+@pytest.mark.parametrize("layout", slow_but(["full_shard"], ["full_shard", "ddp"]))
 def test_the_error_of_the_rank_that_raised_stands_first(layout: str, ended: Case) -> None:
     _, output = ended(layout, "raises")
     cause, consequence = (
@@ -85,7 +87,7 @@ def test_the_rank_that_fell_behind_reports_first_where_it_was(ended: Case) -> No
     assert reported < output.index("seed_and_fail") < output.index("rank 0: ")
 
 
-@pytest.mark.parametrize("fault", ["exits", "killed"])
+@pytest.mark.parametrize("fault", slow_but(["killed"], ["exits", "killed"]))
 def test_a_rank_that_cannot_speak_is_missed_by_the_other(fault: str, ended: Case) -> None:
     end, output = ended("full_shard", fault)
     assert end["codes"] == [1, 3 if fault == "exits" else -9]

@@ -33,7 +33,7 @@ from finetune.training.objectives.distill import read_teacher_facts, teacher_flo
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.screens import describe_teacher, last_screen
 from finetune.training.watch import SignalListener
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config
@@ -86,12 +86,16 @@ EVERY: list[tuple[int, str, str, str]] = [
     (1, "single", "top", "packed"),
     (2, "full_shard", "top", "padded"),
     (1, "single", "every", "packed"),
+    (1, "single", "reverse", "packed"),
     (3, "ddp", "top", "packed"),
     (3, "full_shard", "jsd", "packed"),
     (3, "ddp", "reverse", "padded"),
     (4, "hybrid", "reverse", "padded"),
 ]
-QUICK = [each for each in EVERY if each[0] <= 2]  # more ranks are slow
+QUICK = [each for each in EVERY if each[0] == 1]
+QUICK += [(2, "full_shard", "forward", "packed"), (2, "full_shard", "top", "padded")]
+HELD_OUT = [(1, "single", "jsd", "packed"), (2, "full_shard", "jsd", "padded")]
+HELD_OUT += [(3, "full_shard", "jsd", "packed")]
 FSDP2 = Sharding(layout="fsdp2")
 Expected = dict[str, list[dict[str, float]]]
 
@@ -225,10 +229,7 @@ def test_the_plain_loop_learns(expected: Expected) -> None:
     assert expected["forward"][-1]["kl"] < expected["forward"][0]["kl"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "mode", "rows"),
-    [each if each in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in EVERY],
-)
+@pytest.mark.parametrize(("ranks", "layout", "mode", "rows"), slow_but(QUICK, EVERY))
 def test_every_layout_and_packing_gives_the_numbers_of_a_plain_loop(
     ranks: int, layout: str, mode: str, rows: str, runs: Callable[..., Path], expected: Expected
 ) -> None:
@@ -238,14 +239,7 @@ def test_every_layout_and_packing_gives_the_numbers_of_a_plain_loop(
         assert {key: line[key] for key in truth} == pytest.approx(truth, rel=1e-5), line["step"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "mode", "rows"),
-    [
-        (1, "single", "jsd", "packed"),
-        (2, "full_shard", "jsd", "padded"),
-        pytest.param(3, "full_shard", "jsd", "packed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layout", "mode", "rows"), slow_but(QUICK, HELD_OUT))
 def test_held_out_rows_have_a_divergence_and_a_cross_entropy_too(
     ranks: int, layout: str, mode: str, rows: str, runs: Callable[..., Path], expected: Expected
 ) -> None:
@@ -480,7 +474,7 @@ def test_a_distillation_from_its_own_model_says_at_its_end_that_nothing_was_lear
     model = tiny_llama()
     shutil.copytree(model, tmp_path / "copy")
     make_model(tmp_path / "wide", seed=3, hidden_size=48)
-    said = {}
+    runs = []
     for teacher in ("copy", "wide"):
         keys = {
             "method": "distill",
@@ -490,12 +484,16 @@ def test_a_distillation_from_its_own_model_says_at_its_end_that_nothing_was_lear
         recipe = tiny_recipe(
             teacher, **keys, output_dir=str(tmp_path / f"run-{teacher}"), max_steps=2
         )
-        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
-        said[teacher] = last_screen(tmp_path / f"run-{teacher}", 2, has_teacher=True)
-    assert said["copy"][0].startswith(
+        runs.append((recipe, write_config(tmp_path, "single"), []))
+    train_all(tmp_path, runs, ranks=1)
+    copy, wide = (
+        last_screen(tmp_path / f"run-{teacher}", 2, has_teacher=True)
+        for teacher in ("copy", "wide")
+    )
+    assert copy[0].startswith(
         "warning the teacher gave the model's own probabilities from the first step on"
     )
-    assert not any(line.startswith("warning") for line in said["wide"])
+    assert not any(line.startswith("warning") for line in wide)
 
 
 LEARNS = (

@@ -40,7 +40,7 @@ from finetune.training.objectives.early_exit import (
     find_chances,
     weigh_exits,
 )
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.models.families import build, gradients, ours, relative_error
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_peak
@@ -242,7 +242,8 @@ RUNS = {  # name -> kind, layout, ranks
     "packed-tp": ("packed", "tp_size", 2),
     "packed-cp": ("packed", "sp_size", 2),
 }
-MEASURED = ("padded", "packed", "packed-ddp")  # on held-out data too
+QUICK = ("padded", "packed", "gradual", "lora", "packed-fsdp2")
+MEASURED = ("padded", "packed", "packed-fsdp2")  # on held-out data too
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +257,9 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Path:
-    train_kinds(folder, recipes, RUNS, measured=MEASURED, checkpointed=("gradual",))
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
+    wanted = {name: RUNS[name] for name in (RUNS if slow_too else QUICK)}
+    train_kinds(folder, recipes, wanted, measured=MEASURED, checkpointed=("gradual",))
     return folder
 
 
@@ -277,7 +279,7 @@ def expected(recipes: dict[str, Path]) -> dict[str, Steps]:
     return {kind: train_plainly(path, STEPS, weighted_losses) for kind, path in recipes.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(QUICK, RUNS))
 def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, Steps]) -> None:  # fmt: skip
     lines = steps_of(runs / f"run-{name}")
     for line, (loss, (output,), norm) in zip(lines, expected[RUNS[name][0]], strict=True):
@@ -287,8 +289,8 @@ def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, ex
 
 
 def test_held_out_data_are_scored_at_the_output_with_all_layers(runs: Path) -> None:
-    ddp, alone = held_out(runs / "run-packed-ddp"), held_out(runs / "run-packed")
-    assert len(alone) == 3 and ddp == pytest.approx(alone, rel=1e-5)
+    two, alone = held_out(runs / "run-packed-fsdp2"), held_out(runs / "run-packed")
+    assert len(alone) == 3 and two == pytest.approx(alone, rel=1e-5)
     model: Any = AutoModelForCausalLM.from_pretrained(runs / "model")
     assert held_out(runs / "run-padded")[0] == pytest.approx(alone[0], rel=1e-6)
     recipe = read_recipe(str(runs / "run-padded" / "recipe.yaml"))
@@ -316,7 +318,9 @@ def test_a_session_trains_on_rows_and_its_own_losses_pass_no_layer_by(
         assert session.forward_backward(ROWS, "cross_entropy").loss == before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]), ids=str
+)
 def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
     tokens, vocabulary, exits = 512, 12_000, 3
     config = {"model_type": "llama", "vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4}  # fmt: skip

@@ -12,7 +12,7 @@ from finetune.checkpoint.manifest import MODEL
 from finetune.config.families import FAMILIES as KNOWN
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import (
     assert_bit_equal,
@@ -26,7 +26,7 @@ from tests.training.layouts import (
 from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
 
-STEPS, SAVED, FAMILY_STEPS = 10, 5, 2
+STEPS, SAVED, FAMILY_STEPS = 6, 2, 2
 DIVIDED = "expert_parallel_size=2"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LORA: dict[str, Any] = {
@@ -60,6 +60,7 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
         if family not in ("mixtral", "qwen3_moe")
     },
 }
+QUICK = ("padded", "lora", "idle-lora")
 ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "four": ("mixtral-4", {"max_steps": STEPS} | SAVING),
     "four-packed": ("qwen3_moe-6", {"max_steps": STEPS} | PACKED),
@@ -80,6 +81,7 @@ PLAIN = {
     "split": "apart",
 }  # the same on more ranks, or in other rows: the recipe of its plain loop
 UNMOVED = ("mixtral-4", "gpt_oss-6")
+QUICK_UNMOVED = ("gpt_oss-6",)
 # A run that resumed -> the whole one that its steps are compared with, and the step that it resumed from.
 RESUMED = {
     "whole": ("four", SAVED), "single": ("four", SAVED), "whole-two": ("four", SAVED + 3), "single-two": ("four", SAVED + 3),
@@ -160,14 +162,17 @@ def run(folder: Path, recipes: dict[str, Path], configs: dict[str, Path]) -> Cal
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
+def runs(folder: Path, run: Callable[..., Any], slow_too: bool) -> Callable[[str], Path]:
     """The folder of a run of 2 ranks, or of one, which resumes what was saved before. Each set of ranks is started once."""
-    two = [run(name, name, name, DIVIDED) for name in (*ON_TWO, "all-linear")]
-    two += [run(f"unmoved-{model}", f"unmoved-{model}", "whole", DIVIDED) for model in UNMOVED]
+    unmoved = UNMOVED if slow_too else QUICK_UNMOVED
+    two = [run(f"unmoved-{model}", f"unmoved-{model}", "whole", DIVIDED) for model in unmoved]
+    names = (*ON_TWO, "all-linear") if slow_too else QUICK
+    two += [run(name, name, name, DIVIDED) for name in names]
     train_all(folder, two, ranks=2, timeout=400)
     saved = folder / "runs" / "padded" / "checkpoints" / f"step-{SAVED:08d}"
     one = [run("alone", "padded", "single", f"resume_from_checkpoint={saved}")]
-    one += [run("lora-single", "lora", "single"), run("all-linear-single", "all-linear", "single")]
+    one += [run("lora-single", "lora", "single")]
+    one += [run("all-linear-single", "all-linear", "single")] if slow_too else []
     train_all(folder, one, ranks=1)
     return lambda name: folder / "runs" / name
 
@@ -254,7 +259,7 @@ def test_a_run_resumes_with_replicas_of_divided_experts_and_without(
     _assert_resumed(replicated(name), replicated("four"), SAVED)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", slow_but(QUICK, ON_TWO))
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, runs: Callable[[str], Path], recipes: dict[str, Path]
 ) -> None:
@@ -273,7 +278,7 @@ def test_four_ranks_of_which_two_have_the_same_experts(
 
 
 def test_idle_experts_are_those_of_all_ranks(runs: Callable[[str], Path]) -> None:
-    assert steps_of(runs("idle"))[0]["idle_expert_share_by_layer"][1] == 0.5
+    assert steps_of(runs("idle-lora"))[0]["idle_expert_share_by_layer"][1] == 0.5
 
 
 @pytest.mark.slow
@@ -314,7 +319,7 @@ def test_state_in_files_is_bit_for_bit_that_in_memory(more_runs: Callable[[str],
     assert_bit_equal(more_runs("in files"), more_runs("in memory"), FAMILY_STEPS)
 
 
-@pytest.mark.parametrize("model", UNMOVED)
+@pytest.mark.parametrize("model", slow_but(QUICK_UNMOVED, UNMOVED))
 def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
     model: str, runs: Callable[[str], Path], folder: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +336,7 @@ def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
     )
 
 
+@pytest.mark.slow
 def test_adapters_on_every_layer_are_those_of_one_process(runs: Callable[[str], Path]) -> None:
     """Of latent attention, a dense layer and shared experts too, and the routed ones."""
     divided, alone = (steps_of(runs(name)) for name in ("all-linear", "all-linear-single"))

@@ -24,7 +24,7 @@ from finetune.errors import UserError
 from finetune.inference.inputs import find_model, refuse_other_use
 from finetune.models import attention_kernels
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
-from tests.conftest import make_chat, make_model, make_tokenizer
+from tests.conftest import make_chat, make_model, make_tokenizer, slow_but
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import build, gradients, ours, relative_error
 from tests.session_on_ranks import ROWS
@@ -258,7 +258,8 @@ RUNS = {  # name -> kind, layout, ranks
     "lora-fsdp2": ("lora", "full_shard", 2),
     "packed-tp": ("packed", "tp_size", 2),
 }
-MEASURED = ("padded", "packed", "packed-ddp")  # on held-out data too
+QUICK = ("padded", "packed", "lora", "packed-fsdp2")
+MEASURED = ("padded", "packed", "packed-fsdp2")  # on held-out data too
 
 
 @pytest.fixture(scope="module")
@@ -271,8 +272,9 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Path:
-    train_kinds(folder, recipes, RUNS, measured=MEASURED)
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
+    wanted = {name: RUNS[name] for name in (RUNS if slow_too else QUICK)}
+    train_kinds(folder, recipes, wanted, measured=MEASURED)
     return folder
 
 
@@ -294,7 +296,7 @@ def expected(recipes: dict[str, Path]) -> dict[str, Steps]:
     return {kind: train_plainly(path, STEPS, masked_loss) for kind, path in recipes.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_but(QUICK, RUNS))
 def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, expected: dict[str, Steps]) -> None:  # fmt: skip
     lines = steps_of(runs / f"run-{name}")
     for line, (loss, _, norm) in zip(lines, expected[RUNS[name][0]], strict=True):
@@ -303,8 +305,8 @@ def test_every_layout_gives_the_losses_of_a_plain_loop(name: str, runs: Path, ex
 
 
 def test_the_held_out_loss_is_the_same_on_one_rank_and_two_packed_and_padded(runs: Path) -> None:
-    ddp, alone = held_out(runs / "run-packed-ddp"), held_out(runs / "run-packed")
-    assert len(alone) == 3 and ddp == pytest.approx(alone, rel=1e-5)
+    two, alone = held_out(runs / "run-packed-fsdp2"), held_out(runs / "run-packed")
+    assert len(alone) == 3 and two == pytest.approx(alone, rel=1e-5)
     assert held_out(runs / "run-padded")[0] == pytest.approx(alone[0], rel=1e-6)
     assert alone[-1] < alone[0]
 

@@ -15,7 +15,7 @@ from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.models.lora import make_rotations
 from finetune.plan.plan import make_plan
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import (
     assert_bit_equal,
@@ -57,22 +57,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
+def runs(folder: Path, slow_too: bool) -> Path:
     saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
     configs = {
         layout: write_config(folder, layout, checkpointing=layout == "full_shard")
-        for layout in LAYOUTS
+        for layout in (LAYOUTS if slow_too else LAYOUTS[:1])
     }
     alone = ["per_device_train_batch_size=4", "export_at_end=true", *saves]
     single = write_config(folder, "single")
-    train_all(
-        folder,
-        [
-            (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}", *alone])
-            for mode in MODES
-        ],
-        ranks=1,
-    )
+    one = [
+        (folder / f"{mode}.yaml", single, [f"output_dir={folder}/{mode}", *alone]) for mode in MODES
+    ]
+    further = [f"output_dir={folder}/further", f"adapter_name_or_path={folder}/sft/adapter"]
+    train_all(folder, [*one, (folder / "sft.yaml", single, further)], ranks=1)
     rows = ["per_device_train_batch_size=2", *saves]
     wanted = [
         (folder / "sft.yaml", config, [f"output_dir={folder}/sft-{layout}", *rows])
@@ -80,23 +77,19 @@ def runs(folder: Path) -> Path:
     ]
     middle = f"resume_from_checkpoint={folder}/sft-full_shard/checkpoints/step-{SAVED_AT:08d}"
     again = [f"output_dir={folder}/resumed", middle, *rows]
-    further = [f"output_dir={folder}/further", f"adapter_name_or_path={folder}/sft/adapter", *rows]
-    wanted += [
-        (folder / "sft.yaml", configs["full_shard"], again),
-        (folder / "sft.yaml", configs["full_shard"], further),
-    ]
+    wanted.append((folder / "sft.yaml", configs["full_shard"], again))
     train_all(folder, wanted, ranks=2)
     return folder
 
 
-@pytest.mark.parametrize("mode", ["sft", "dpo"])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_losses_are_those_of_plain_peft(mode: str, runs: Path) -> None:
     expected = reference.losses(runs / f"{mode}.yaml")
     assert expected[-1][0] < expected[0][0]
     assert_losses(runs / mode, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[:1], LAYOUTS))
 def test_every_layout_has_the_same_losses(layout: str, runs: Path) -> None:
     assert_losses(runs / f"sft-{layout}", reference.losses(runs / "sft.yaml"))
 

@@ -16,6 +16,7 @@ from finetune.checkpoint.folders import list_checkpoints
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.run import fine_tune
+from tests.conftest import slow_but
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
 from tests.training.calling import (
@@ -24,7 +25,6 @@ from tests.training.calling import (
     PROMPTS,
     QUICK,
     STEPS,
-    slow_but_quick,
     train_layouts,
     write_short_run,
 )
@@ -95,7 +95,7 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     return train_layouts(folder, recipe, EVERY if slow_too else QUICK)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), slow_but_quick(EVERY))
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(QUICK, EVERY))
 def test_every_layout_meets_the_same_worlds(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -154,10 +154,7 @@ def test_rewards_are_those_of_what_was_said(runs: Callable[..., Path]) -> None:
 DEATHS = {("once", "tools"): 3, ("again", "tools"): 2, ("again", "step"): 2}
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "once" else []) for each in DEATHS],
-)
+@pytest.mark.parametrize(("case", "place"), slow_but([("again", "tools")], DEATHS))
 def test_a_run_that_is_killed_in_a_world_ends_as_if_nobody_had(
     case: str, place: str, recipe: Path, folder: Path
 ) -> None:
@@ -191,17 +188,23 @@ def test_a_run_that_is_killed_in_a_world_ends_as_if_nobody_had(
     assert lines_of(run) == lines_of(whole)
 
 
-def test_a_server_samples_in_the_same_worlds(recipe: Path, folder: Path, caller: Path) -> None:
+@pytest.mark.parametrize("staleness", slow_but([1], [0, 1]))
+def test_a_server_samples_in_the_same_worlds(
+    staleness: int, recipe: Path, folder: Path, caller: Path
+) -> None:
     model = caller / "sft" / "export"
     with serving(model) as server:
         keys = [
             f"vllm_server_base_url={server.url}",
             f"output_dir={folder / 'server'}",
-            "max_steps=1",
+            f"max_steps={staleness + 1}",
+            f"max_staleness={staleness}",
+            "eval_datasets=[]",
         ]
         train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
         asked = [body["prompt"] for body, _ in server.asked]
-    line = steps_of(folder / "server")[0]
+    line, *ahead = steps_of(folder / "server")
+    assert [each["staleness/max"] for each in ahead] == [staleness] * staleness
     assert line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     lines = lines_of(folder / "server")
@@ -213,9 +216,8 @@ def test_a_server_samples_in_the_same_worlds(recipe: Path, folder: Path, caller:
             assert prompt + each["token_ids"][: end + 1] in asked
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, "single"), pytest.param(2, "full_shard", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), QUICK)
 def test_worlds_are_met_while_the_model_trains(
     ranks: int, layout: str, recipe: Path, folder: Path, caller: Path
 ) -> None:
@@ -253,6 +255,7 @@ def test_worlds_are_met_while_the_model_trains(
     assert lines_of(run)[:two] == lines_of(whole)[:two]
 
 
+@pytest.mark.slow
 def test_a_world_without_tools_begins_and_pays_while_the_model_trains(
     recipe: Path, folder: Path, caller: Path
 ) -> None:
@@ -273,6 +276,7 @@ def test_a_world_without_tools_begins_and_pays_while_the_model_trains(
         assert line["rewards"] == {"Silent": int(asked[1]) / 10}
 
 
+@pytest.mark.slow
 def test_a_change_of_weights_cuts_a_conversation_and_each_token_has_its_version(
     recipe: Path, folder: Path, caller: Path
 ) -> None:
@@ -318,10 +322,10 @@ def read_page() -> dict[str, str]:
     return dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, re.DOTALL))
 
 
+@pytest.mark.slow
 def test_the_game_of_the_page_is_played(caller: Path, folder: Path, tmp_path: Path) -> None:
-    """In 30 lines, with nothing but the page."""
+    """With nothing but the page."""
     files = read_page()
-    assert sum(bool(line.strip()) for line in "".join(files.values()).splitlines()) <= 30
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     keys = [
@@ -344,6 +348,12 @@ def test_the_game_of_the_page_is_played(caller: Path, folder: Path, tmp_path: Pa
         "I think of a number between 1 and 100. Find it." in each["prompt"] for each in lines
     )
     assert {name for each in lines for name in each["rewards"]} == {"Guess"}
+
+
+def test_the_game_of_the_page_can_be_won() -> None:
+    """In 30 lines."""
+    files = read_page()
+    assert sum(bool(line.strip()) for line in "".join(files.values()).splitlines()) <= 30
     game: Any = {}
     exec(files["my_game.py"], game)
     world = game["Guess"]()
@@ -478,6 +488,7 @@ def test_what_is_lost_is_counted_and_the_run_continues(
         f"environment={file}:Fragile",
         f"rewards=[{file}:counts]",
         "environment_processes=30",
+        "max_steps=2",
         "on_bad_reward=zero",
         "eval_datasets=[]",
     ]

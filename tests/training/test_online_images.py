@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.rollout.completion_rows import RowOptions, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
+from tests.conftest import slow_but
 from tests.data.world import Rank
 from tests.ranks import launch_ranks
 from tests.training import reference
@@ -66,14 +67,9 @@ EVERY = [
 
 
 QUICK = [
-    *((ranks, layout, "qwen2_5_vl", "packed") for ranks, layout in ((1, "single"), (2, "ddp"))),
     *((ranks, layout, "llava", "tower") for ranks, layout in ((1, "single"), (2, "full_shard"))),
-    *((1, "single", family, "again") for family in ("qwen3_vl", "llava")),
+    (1, "single", "qwen3_vl", "again"),
 ]
-
-
-def choose(cases: Sequence[tuple[int, str, str, str]]) -> list[Any]:
-    return [pytest.param(*each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in cases]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +142,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("ranks", "layout", "family", "mode"), choose(EVERY))
+@pytest.mark.parametrize(("ranks", "layout", "family", "mode"), slow_but(QUICK, EVERY))
 def test_the_ratio_between_sampler_and_trainer_is_one(
     ranks: int, layout: str, family: str, mode: str, runs: Callable[..., Path]
 ) -> None:
@@ -159,7 +155,7 @@ def test_the_ratio_between_sampler_and_trainer_is_one(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "family", "mode"), choose([each for each in EVERY if each[0] == 2])
+    ("ranks", "layout", "family", "mode"), slow_but(QUICK, [each for each in EVERY if each[0] == 2])
 )
 def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
     ranks: int, layout: str, family: str, mode: str, runs: Callable[..., Path]
@@ -176,7 +172,8 @@ def test_every_layout_samples_the_same_tokens_and_has_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "family", "mode"), choose([each for each in EVERY if each[3] == "again"])
+    ("ranks", "layout", "family", "mode"),
+    slow_but(QUICK, [each for each in EVERY if each[3] == "again"]),
 )
 def test_sampled_tokens_have_the_log_probabilities_of_the_plain_model(
     ranks: int, layout: str, family: str, mode: str, runs: Callable[..., Path], folder: Path

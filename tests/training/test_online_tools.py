@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.reader import RECIPES
+from tests.conftest import slow_but
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
 from tests.training import online_papers
@@ -22,7 +23,6 @@ from tests.training.calling import (
     PROMPTS,
     QUICK,
     STEPS,
-    slow_but_quick,
     train_layouts,
     write_short_run,
 )
@@ -77,7 +77,7 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     return train_layouts(folder, recipe, LAYOUTS if slow_too else QUICK)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), slow_but_quick(LAYOUTS))
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(QUICK, LAYOUTS))
 def test_every_layout_has_the_same_turns_and_losses(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -163,10 +163,7 @@ def test_what_tools_say_is_counted_and_not_trained_on(runs: Callable[..., Path])
 DEATHS = {("once", "tools"): 2, ("again", "tools"): 2, ("again", "step"): 2}
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "once" else []) for each in DEATHS],
-)
+@pytest.mark.parametrize(("case", "place"), slow_but([("again", "step")], DEATHS))
 def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     case: str, place: str, recipe: Path, folder: Path
 ) -> None:

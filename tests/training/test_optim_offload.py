@@ -14,7 +14,7 @@ from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training.layouts import assert_bit_equal, write_config, write_recipe
 
-STEPS, SAVED_AT = 20, 10
+STEPS, SAVED_AT = 6, 2
 Cases = dict[str, dict[str, Any]]
 LORA: dict[str, Any] = {
     "use_peft": True,
@@ -25,8 +25,11 @@ LORA: dict[str, Any] = {
 }
 
 
+QUICK = ("memory", "killed", "resumed", "failing")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def runs(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Cases:
     """Every case's exit codes, log and checkpoints; all are run by one process that forks their ranks."""
     folder = tmp_path_factory.mktemp("offload")
     make_chat(folder / "chat.jsonl", rows=24)
@@ -92,6 +95,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         ),
         "failing": case("failing", 2, nvme=True, fault="full", save_steps=None),
     }
+    if not slow_too:
+        cases = {name: cases[name] for name in QUICK}
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
     done = run_python(
         [str(Path(__file__).with_name("offloads_on_ranks.py")), str(folder / "cases.json")],
@@ -153,17 +158,20 @@ def test_a_run_killed_in_the_middle_of_a_write_resumes_to_the_state_in_memory(ru
         assert_bit_equal(resumed["folder"], memory["folder"], step)
 
 
+@pytest.mark.slow
 def test_a_run_saved_with_its_state_in_files_resumes_without(runs: Cases) -> None:
     assert runs["back"]["codes"] == [0, 0], runs["back"]["log"]
     assert_bit_equal(runs["back"]["folder"], runs["memory"]["folder"], STEPS, from_step=SAVED_AT)
 
 
+@pytest.mark.slow
 def test_one_rank_and_moments_rounded_at_random_are_those_in_memory(runs: Cases) -> None:
     assert runs["one"]["codes"] == [0], runs["one"]["log"]
     for step in (SAVED_AT, STEPS):
         assert_bit_equal(runs["one"]["folder"], runs["one in memory"]["folder"], step)
 
 
+@pytest.mark.slow
 def test_adapters_saved_without_files_resume_with_them(runs: Cases) -> None:
     assert runs["lora"]["codes"] == [0], runs["lora"]["log"]
     ours, theirs = runs["lora"]["folder"], runs["lora in memory"]["folder"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import EXIT_PREEMPTED
-from tests.conftest import make_model
+from tests.conftest import make_model, slow_but
 from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, write_config, write_recipe
@@ -50,9 +50,10 @@ WANTED: dict[tuple[int, str], list[str]] = {
     (4, "hybrid"): ["dpo-full"],
 }
 CASES = [(ranks, layout, mode) for (ranks, layout), modes in WANTED.items() for mode in modes]
-QUICK_CASES = [case for case in CASES if case[0] <= 2]  # more ranks are slow
+QUICK_CASES = [(1, "single", mode) for mode in WANTED[1, "single"]]
+QUICK_CASES += [(2, "full_shard", mode) for mode in ("packed", "kto-lora")]
 MODES_COMPARED = ("dpo-lora", "dpo-full", "packed", "orpo", "kto")
-QUICK_COMPARED = ("dpo-lora", "packed", "orpo")
+QUICK_COMPARED = ("packed",)
 
 
 def make_pairs(path: Path, rows: int) -> Path:
@@ -126,7 +127,9 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
     starts[0]["runs"] += (run(1, "single", "dpo-lora", *dropout, name="dropout"),)
     killed = run(2, "full_shard", "packed", held_out, f"save_steps={SAVED_AT}", name="killed")
     starts += [start(2, killed, killed_after=SAVED_AT), start(2, killed)]
-    for ranks, layout in STOPPED:  # in a cache of its own: the others have left their references
+    for ranks, layout in (
+        STOPPED if slow_too else STOPPED[:1]
+    ):  # in a cache of its own: the others have left their references
         name = f"stopped-{ranks}"
         stopped = run(
             ranks,
@@ -144,9 +147,10 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
         2, "full_shard", "packed", held_out, f"dataset_cache_dir={folder}/cache-died", name="died"
     )
     how = {"signal": signal.SIGKILL}
-    starts += [
-        start(2, died, log=f"died.{batch}", stopped_at=batch, **how) for batch in (DIED_AT, 0)
-    ]
+    if slow_too:
+        starts += [
+            start(2, died, log=f"died.{batch}", stopped_at=batch, **how) for batch in (DIED_AT, 0)
+        ]
     (folder / "starts.json").write_text(json.dumps(starts))
     script = Path(__file__).with_name("preferences_on_ranks.py")
     done = run_python([str(script), str(folder / "starts.json")], timeout=500)
@@ -166,13 +170,7 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "mode"),
-    [
-        case if case in QUICK_CASES else pytest.param(*case, marks=pytest.mark.slow)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layout", "mode"), slow_but(QUICK_CASES, CASES))
 def test_every_layout_computes_what_a_plain_loop_does(
     ranks: int, layout: str, mode: str, runs: Path, recipes: dict[str, Path]
 ) -> None:
@@ -224,7 +222,7 @@ def test_killed_and_resumed_it_gives_the_same_numbers_bit_for_bit(runs: Path) ->
     assert _metrics(runs / "killed") == _metrics(runs / "2-full_shard-packed")
 
 
-@pytest.mark.parametrize(("ranks", "layout"), STOPPED)
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(STOPPED[:1], STOPPED))
 def test_a_reference_that_is_stopped_continues_where_it_was(
     ranks: int, layout: str, runs: Path
 ) -> None:
@@ -250,6 +248,7 @@ def test_a_reference_that_is_stopped_continues_where_it_was(
     )
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_killed_continues_from_what_is_on_disk(runs: Path) -> None:
     """SIGKILL to all ranks in a batch, after the batches before it were kept: the next start computes the others alone."""
     first, second = ((runs / f"died.{batch}").read_text() for batch in (DIED_AT, 0))

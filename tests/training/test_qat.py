@@ -15,12 +15,12 @@ from finetune.config.module_names import peft_name
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.files.tensors import read, read_folder
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
 
 pytest.importorskip("torchao")
-STEPS, ROWS = 6, 4  # rows of a step
+STEPS, ROWS = 4, 4  # rows of a step
 LORA = ["use_peft=true", "lora_r=4"]
 # name -> the recipe's keys beside the model and the data
 KEYS: dict[str, list[str]] = {
@@ -39,10 +39,10 @@ KEYS: dict[str, list[str]] = {
     "int8-ternary": ["quantization_aware_training=int8-ternary", "qat_group_size=null"],
     "lora mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32", *LORA],
 }
-ONE_RANK = [("single", name) for name in KEYS]
-TWO_RANKS = [("full_shard", name) for name in ("int8-int4", "lora int8-int4", "nvfp4")]
+QUICK = ("lora int8-int4", "int8-int8 later", "nvfp4", "int8-ternary")  # on one rank
+TWO_RANKS = [("full_shard", "lora int8-int4")]
 MORE_ON_TWO = [
-    *(("full_shard", name) for name in ("int4", "mxfp4", "int8-ternary")),
+    *(("full_shard", name) for name in KEYS if name not in ("lora int8-int4", "lora mxfp4")),
     ("FULL_SHARD", "int4"),
     ("ddp", "int4"),
     ("ddp", "lora int4"),
@@ -55,7 +55,6 @@ MORE_ON_TWO += [
     ("compiled", "int4"),
     ("compiled", "mxfp4"),
 ]
-MORE_ON_TWO += [("full_shard", name) for name in ("int8 of rows", "int8-int8 later", "lora int4")]
 
 
 # What other rows differ in from FSDP2: of the Accelerate file, and of the recipe.
@@ -231,7 +230,9 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
 
     @functools.cache
     def started(ranks: int) -> None:
-        wanted = ONE_RANK if ranks == 1 else [*TWO_RANKS, *(MORE_ON_TWO if slow_too else [])]
+        wanted = [("single", name) for name in (KEYS if slow_too else QUICK)]
+        if ranks == 2:
+            wanted = TWO_RANKS + MORE_ON_TWO if slow_too else TWO_RANKS
         train_all(
             folder,
             [
@@ -255,7 +256,10 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)],
+    slow_but(
+        [("int8-int8 later", "single", 1)],
+        [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)],
+    ),
 )
 def test_a_run_resumes_bit_for_bit(
     name: str, layout: str, ranks: int, runs: Any, recipe: Path, folder: Path, tmp_path: Path
@@ -279,7 +283,7 @@ def test_a_run_resumes_bit_for_bit(
         )
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", slow_but(QUICK, KEYS))
 def test_the_losses_are_those_of_torchao_in_a_plain_loop(
     name: str, runs: Any, recipe: Path
 ) -> None:
@@ -287,10 +291,7 @@ def test_the_losses_are_those_of_torchao_in_a_plain_loop(
     assert_losses(run, losses_by_torchao(name, recipe, run))
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [*TWO_RANKS, *(pytest.param(*which, marks=pytest.mark.slow) for which in MORE_ON_TWO)],
-)
+@pytest.mark.parametrize(("layout", "name"), slow_but(TWO_RANKS, TWO_RANKS + MORE_ON_TWO))
 def test_so_are_they_on_two_ranks(layout: str, name: str, runs: Any, recipe: Path) -> None:
     run = runs(layout, name, 2)
     # Products of other rows add in another order: an input at a tie is rounded to its other neighbor, a difference of up to 5e-5 in a

@@ -17,7 +17,7 @@ from finetune.models import quantized_weights
 from finetune.models.load import load_model
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_weights import dequantize_tensor, quantize_tensor
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.models import experts_on_ranks
 from tests.models.experts_on_ranks import KINDS
 from tests.ranks import launch_ranks
@@ -57,6 +57,9 @@ WANTED = [
     ("mixtral", "single", 1),
     ("deepseek_v3", "single", 1),
 ]
+QUICK = [("mixtral", "full_shard", 2), ("gpt_oss", "divided", 2), ("deepseek_v3", "single", 1)]
+EXPORTED = [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")]
+QUICK_BYTES = ["mixtral"]  # on two ranks
 
 
 def make_mixture(folder: Path, family: str) -> Path:
@@ -93,21 +96,18 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
-    return train_families(folder, recipes, WANTED, VERIFIED)
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
+    return train_families(folder, recipes, WANTED if slow_too else QUICK, VERIFIED)
 
 
-@pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
+@pytest.mark.parametrize(("family", "layout", "ranks"), slow_but(QUICK, WANTED))
 def test_losses_and_gradients_are_those_of_transformers_peft_and_bitsandbytes(
     family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
 ) -> None:
     assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]))
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")],
-)
+@pytest.mark.parametrize(("family", "layout"), slow_but(EXPORTED[:1], EXPORTED))
 def test_the_export_has_the_logits_of_peft_on_the_base_that_was_trained(
     family: str, layout: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -147,14 +147,14 @@ def load_quantized(folder: Path, kind: str, lora: Lora | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def expert_bytes(
-    folder: Path, recipes: dict[str, Path]
+    folder: Path, recipes: dict[str, Path], slow_too: bool
 ) -> Callable[[str], dict[str, dict[str, str]]]:
     """By family and kind, the digests of the experts' bytes under a layout. Each number of ranks is started once."""
-    for family in RECIPES:
+    for family in RECIPES if slow_too else QUICK_BYTES:
         (folder / "bytes" / family).mkdir(parents=True)
         for file in (folder / family / "model").iterdir():
             (folder / "bytes" / family / file.name).symlink_to(file)
-    for ranks in experts_on_ranks.WORLDS:
+    for ranks in experts_on_ranks.WORLDS if slow_too else [2]:
         launch_ranks(
             Path(experts_on_ranks.__file__), [str(folder / "bytes")], ranks=ranks, timeout=200
         ).check()
@@ -162,9 +162,13 @@ def expert_bytes(
 
 
 @pytest.mark.parametrize(
-    "layout", [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts]
+    "layout",
+    slow_but(
+        experts_on_ranks.WORLDS[2],
+        [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts],
+    ),
 )
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", slow_but(QUICK_BYTES, RECIPES))
 def test_each_expert_has_the_bytes_of_bitsandbytes(
     family: str, layout: str, expert_bytes: Callable[..., Any], folder: Path
 ) -> None:

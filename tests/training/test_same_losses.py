@@ -4,7 +4,6 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ from tests.training.layouts import (
     write_split_recipes,
 )
 
-STEPS = 6
-ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
+STEPS = 4
+ROWS = 13  # 3 steps an epoch, the last of 1 row: fewer than 2 ranks
 LORA: dict[str, object] = {"use_peft": True, "lora_r": 4}
 MODES: dict[str, dict[str, object]] = {
     "full": {},
@@ -45,100 +44,66 @@ VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
     "dropout-checkpointed": ("no", True, ["attention_dropout=0.1"]),
     "bf16-weights": ("bf16", False, ["dtype=bfloat16"]),
 }
-ONE_RANK = [
-    ("single", "full"),
-    ("single", "lora"),
-    ("full_shard", "full"),
-    ("FULL_SHARD", "full"),
-    ("ddp", "lora"),
-]
-ONE_RANK += [("single", mode) for mode in ("nf4", "int8", "nf4-dora")]
-TWO_RANKS = [(layout, "full") for layout in ("full_shard", "offload", "FULL_SHARD", "ddp")]
-TWO_RANKS += [(layout, "lora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
-TWO_RANKS += [("ddp", "int8"), ("full_shard", "nf4-dora")]
+ONE_RANK = [("single", mode) for mode in ("full", "lora", "int8", "nf4-dora")]
+MORE_ON_ONE = [("single", "nf4"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
+TWO_RANKS = [("full_shard", "full"), ("full_shard", "nf4-dora")]
 MORE_ON_TWO = [(layout, "full") for layout in LAYOUTS if (layout, "full") not in TWO_RANKS]
-MORE_ON_TWO += [
-    (layout, "lora")
-    for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP", "offload")
-]
+MORE_ON_TWO += [(layout, "lora") for layout in LAYOUTS if layout != "NO_SHARD"]
 MORE_ON_TWO += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
 MORE_ON_TWO += [
     (layout, "nf4") for layout in ("full_shard", "shard_grad_op", "offload", "ddp")
 ]  # not FSDP1
-MORE_ON_TWO += [("full_shard", "int8")]
-THREE_RANKS = [("full_shard", "full"), ("ddp", "full")]
-MORE_ON_THREE = [
-    ("full_shard", "lora"),
-    ("FULL_SHARD", "full"),
-    ("FULL_SHARD", "lora"),
-    ("ddp", "lora"),
-]
-MORE_ON_THREE += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
-IN_BF16 = [
+MORE_ON_TWO += [("full_shard", "int8"), ("ddp", "int8")]
+THREE_RANKS = [
     ("full_shard", "full"),
-    ("offload", "lora"),
-    ("FULL_SHARD", "full"),
     ("ddp", "full"),
+    ("full_shard", "lora"),
+    ("FULL_SHARD", "full"),
+    ("FULL_SHARD", "lora"),
     ("ddp", "lora"),
 ]
-MORE_IN_BF16 = [
-    ("offload", "full"),
-    ("full_shard", "lora"),
-    ("FULL_SHARD", "lora"),
-    ("full_shard", "int8"),
+THREE_RANKS += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
+IN_BF16 = [("full_shard", "full")]
+MORE_IN_BF16 = [(layout, "full") for layout in ("FULL_SHARD", "offload", "ddp")]
+MORE_IN_BF16 += [(layout, "lora") for layout in ("full_shard", "FULL_SHARD", "offload", "ddp")]
+MORE_IN_BF16 += [(layout, mode) for layout in ("full_shard", "ddp") for mode in ("int8", "nf4")]
+# (ranks, layout) of full training, each with dropout and with parameters in bfloat16
+SAME_ON_ONE = [(1, "full_shard")]
+MORE_ON_BOTH = [(2, layout) for layout in ("full_shard", "FULL_SHARD", "ddp")]
+IN_BF16_WEIGHTS = [*SAME_ON_ONE, *MORE_ON_BOTH, (2, "NO_SHARD")]
+WITH_DROPOUT = [*SAME_ON_ONE, *MORE_ON_BOTH]
+OTHERS = [
+    *((n, layout, v) for n, layout in WITH_DROPOUT for v in ("dropout", "dropout-checkpointed")),
+    *((n, layout, "bf16-weights") for n, layout in IN_BF16_WEIGHTS),
 ]
-MORE_IN_BF16 += [("ddp", "int8"), ("full_shard", "nf4"), ("ddp", "nf4")]
-WITH_DROPOUT, MORE_WITH_DROPOUT = ["full_shard", "FULL_SHARD"], ["ddp"]
-IN_BF16_WEIGHTS, MORE_IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD"], ["NO_SHARD", "ddp"]
 
 
-def all_on_two(
-    plain: list[tuple[str, str]],
-    bf16: list[tuple[str, str]],
-    dropout: list[str],
-    weights: list[str],
-) -> list[tuple[str, str, str]]:
-    """(layout, mode, variant) of the runs of one start of two ranks."""
-    runs = [
-        (*which, variant) for variant, its in (("fp32", plain), ("bf16", bf16)) for which in its
-    ]
-    runs += [
-        (layout, "full", variant)
-        for layout in dropout
-        for variant in ("dropout", "dropout-checkpointed")
-    ]
-    return runs + [(layout, "full", "bf16-weights") for layout in weights]
+def others_on(ranks: int) -> list[tuple[str, str, str]]:
+    return [(layout, "full", variant) for number, layout, variant in OTHERS if number == ranks]
 
 
-# (layout, mode, variant) of the runs that each start of ranks walks, by their number; those of the second start on 2 and on 3 are slow.
+def each_in(variant: str, runs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    return [(*which, variant) for which in runs]
+
+
+# (layout, mode, variant) of the runs that each start of ranks walks, by their number; the second on a number, and that on 3, is slow.
 STARTS: list[tuple[int, list[tuple[str, str, str]]]] = [
-    (1, [(*which, "fp32") for which in ONE_RANK]),
-    (2, all_on_two(TWO_RANKS, IN_BF16, WITH_DROPOUT, IN_BF16_WEIGHTS)),
-    (2, all_on_two(MORE_ON_TWO, MORE_IN_BF16, MORE_WITH_DROPOUT, MORE_IN_BF16_WEIGHTS)),
-    (3, [(*which, "fp32") for which in THREE_RANKS]),
-    (3, [(*which, "fp32") for which in MORE_ON_THREE]),
+    (1, each_in("fp32", ONE_RANK) + others_on(1)),
+    (1, each_in("fp32", MORE_ON_ONE)),
+    (2, each_in("fp32", TWO_RANKS) + each_in("bf16", IN_BF16)),
+    (2, each_in("fp32", MORE_ON_TWO) + each_in("bf16", MORE_IN_BF16) + others_on(2)),
+    (3, each_in("fp32", THREE_RANKS)),
 ]
 
 
-def with_slow(quick: list[tuple[str, str]], slow: list[tuple[str, str]]) -> list[Any]:
-    """Cases of (layout, mode)."""
-    return [*quick, *(pytest.param(*which, marks=pytest.mark.slow) for which in slow)]
-
-
-Expected = dict[str, list[tuple[float, float]]]
+Expected = Callable[[str], list[tuple[float, float]]]
 Runs = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
-    model = make_model(
-        folder / "model",
-        hidden_size=72,
-        vocab_size=509,
-        num_hidden_layers=3,
-        tie_word_embeddings=True,
-    )
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509, tie_word_embeddings=True)
     data = make_chat(folder / "chat.jsonl", rows=ROWS)
     steps = {"global_batch_size": 6, "max_steps": STEPS}
     return {
@@ -183,49 +148,49 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
 @pytest.fixture(scope="module")
 def expected(recipes: dict[str, Path]) -> Expected:
     """The plain loop's loss and gradient norm of every step, for each mode."""
-    return {mode: reference.train(path) for mode, path in recipes.items()}
+    return lambda mode: reference.losses(recipes[mode])
 
 
-def test_the_reference_learns(expected: Expected) -> None:
-    for losses in expected.values():
-        assert losses[-1][0] < 0.98 * losses[0][0]
+@pytest.mark.parametrize("mode", slow_but({mode for _, mode in ONE_RANK}, MODES))
+def test_the_reference_learns(mode: str, expected: Expected) -> None:
+    losses = expected(mode)
+    assert losses[-1][0] < 0.98 * losses[0][0]
 
 
-@pytest.mark.parametrize(("layout", "mode"), with_slow(TWO_RANKS, MORE_ON_TWO))
+@pytest.mark.parametrize(("layout", "mode"), slow_but(TWO_RANKS, TWO_RANKS + MORE_ON_TWO))
 def test_two_ranks_under_every_layout(
     layout: str, mode: str, runs: Runs, expected: Expected
 ) -> None:
-    assert_losses(runs(layout, mode, 2), expected[mode])
+    assert_losses(runs(layout, mode, 2), expected(mode))
 
 
-@pytest.mark.parametrize(("layout", "mode"), ONE_RANK)
+@pytest.mark.parametrize(("layout", "mode"), slow_but(ONE_RANK, ONE_RANK + MORE_ON_ONE))
 def test_one_rank_with_accumulation(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
-    assert_losses(runs(layout, mode, 1), expected[mode])
+    assert_losses(runs(layout, mode, 1), expected(mode))
 
 
-@pytest.mark.parametrize(("layout", "mode"), with_slow(THREE_RANKS, MORE_ON_THREE))
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "mode"), THREE_RANKS)
 def test_three_ranks_that_share_unevenly(
     layout: str, mode: str, runs: Runs, expected: Expected
 ) -> None:
-    assert_losses(runs(layout, mode, 3), expected[mode])
+    assert_losses(runs(layout, mode, 3), expected(mode))
 
 
-@pytest.mark.parametrize(("layout", "mode"), with_slow(IN_BF16, MORE_IN_BF16))
+@pytest.mark.parametrize(("layout", "mode"), slow_but(IN_BF16, IN_BF16 + MORE_IN_BF16))
 def test_bf16_with_checkpointing_stays_close(
     layout: str, mode: str, runs: Runs, expected: Expected
 ) -> None:
-    assert_losses(runs(layout, mode, 2, "bf16"), expected[mode], rel=2e-2)
+    assert_losses(runs(layout, mode, 2, "bf16"), expected(mode), rel=2e-2)
 
 
-@pytest.mark.parametrize(
-    "layout", slow_but(IN_BF16_WEIGHTS, IN_BF16_WEIGHTS + MORE_IN_BF16_WEIGHTS)
-)
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(SAME_ON_ONE, IN_BF16_WEIGHTS))
 def test_bfloat16_parameters_are_kept_in_every_layout(
-    layout: str, folder: Path, recipes: dict[str, Path], runs: Runs, expected: Expected
+    ranks: int, layout: str, folder: Path, recipes: dict[str, Path], runs: Runs, expected: Expected
 ) -> None:
     """The recipe's `dtype` decides: the first screen, the plan and the checkpoint agree."""
-    run = runs(layout, "full", 2, "bf16-weights")
-    assert_losses(run, expected["full"], rel=2e-2)
+    run = runs(layout, "full", ranks, "bf16-weights")
+    assert_losses(run, expected("full"), rel=2e-2)
     files = [*run.glob("checkpoints/step-*/model/*.safetensors")]
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {
         torch.bfloat16
@@ -236,14 +201,14 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
     overrides = VARIANTS["bf16-weights"][2]
     plan = make_plan(
         read_recipe(str(recipes["full"]), overrides),
-        read_sharding(str(run / "accelerate.yaml"), None, {"WORLD_SIZE": "2"}),
-        2,
+        read_sharding(str(run / "accelerate.yaml"), None, {"WORLD_SIZE": str(ranks)}),
+        ranks,
     )
     assert {tensor.itemsize for tensor in plan.spec.tensors} == {2}
     assert "\nprecision  parameters bfloat16, compute bfloat16, " in format_plan(plan)
 
 
-@pytest.mark.parametrize(("layout", "mode"), with_slow(IN_BF16, MORE_IN_BF16))
+@pytest.mark.parametrize(("layout", "mode"), slow_but(IN_BF16, IN_BF16 + MORE_IN_BF16))
 def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, runs: Runs) -> None:
     lines = [
         json.loads(line)
@@ -251,7 +216,7 @@ def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, r
     ]
     expected = [
         json.loads(line)
-        for line in (runs("ddp", mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()
+        for line in (runs("full_shard", mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()
     ]
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert held_out == pytest.approx(
@@ -261,13 +226,13 @@ def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, r
     assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [3, 3]
 
 
-@pytest.mark.parametrize("layout", slow_but(WITH_DROPOUT, WITH_DROPOUT + MORE_WITH_DROPOUT))
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(SAME_ON_ONE, WITH_DROPOUT))
 def test_dropout_is_the_same_where_activations_are_computed_again(
-    layout: str, runs: Runs, expected: Expected
+    ranks: int, layout: str, runs: Runs, expected: Expected
 ) -> None:
     """A recomputation that draws other random numbers has wrong gradients, and nobody says so."""
     kept, again = (
-        steps_of(runs(layout, "full", 2, variant))
+        steps_of(runs(layout, "full", ranks, variant))
         for variant in ("dropout", "dropout-checkpointed")
     )
     assert [line["loss"] for line in again] == pytest.approx(
@@ -276,7 +241,7 @@ def test_dropout_is_the_same_where_activations_are_computed_again(
     assert [line["grad_norm"] for line in again] == pytest.approx(
         [line["grad_norm"] for line in kept], rel=1e-5
     )
-    without = [loss for loss, _ in expected["full"]]
+    without = [loss for loss, _ in expected("full")]
     assert [line["loss"] for line in kept] != pytest.approx(without, rel=1e-4), (
         "dropout does nothing"
     )
@@ -314,18 +279,21 @@ SPLIT: dict[str, tuple[str, dict[str, int] | None]] = {
 }
 
 
-def test_split_turns_of_packed_rows_train_as_rows_of_their_own(tmp_path: Path) -> None:
-    """On every layout, as a plain loop over rows of one trained turn each; both take the documents in the same order. Experts and
+@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+def test_split_turns_of_packed_rows_train_as_rows_of_their_own(ranks: int, tmp_path: Path) -> None:
+    """On every layout of two ranks, as a plain loop over rows of one trained turn each; both take the documents in the same order. Experts and
     replicas: `test_expert_parallel.py`."""
     split, apart = write_split_recipes(tmp_path, make_model(tmp_path / "model"))
     expected = reference.train(apart)
     # Older torch is refused for tensor parallelism.
     can_divide = "grad_placements" in inspect.signature(DTensor.from_local).parameters
     layouts = {name: each for name, each in SPLIT.items() if can_divide or name != "tp"}
+    if ranks == 1:
+        layouts = {"single": ("single", None)}
     runs = []
     for name, (layout, sizes) in layouts.items():
         config = write_config(tmp_path, layout, sizes=sizes)
         runs.append((split, config, [f"output_dir={tmp_path}/{name}"]))
-    train_all(tmp_path, runs, ranks=2)
+    train_all(tmp_path, runs, ranks=ranks)
     for name in layouts:
         assert_losses(tmp_path / name, expected)

@@ -104,6 +104,7 @@ def test_a_signal_during_a_compile_is_answered_at_once(capfd: pytest.CaptureFixt
     )
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_save_and_stop(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_second_signal_ends_a_run_at_once_even_where_it_hangs(
         assert "stopped at once; what was not saved is lost" in started.output(0)
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_ended_and_says_where_every_rank_was(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:

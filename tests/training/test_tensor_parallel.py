@@ -1,7 +1,7 @@
 """Tensor parallelism: the same losses and gradient norms as one process, checkpoints for any layout, and what it refuses."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.training.layouts import (
 )
 from tests.training.test_preference_layouts import make_pairs
 
-STEPS, SAVED_AT = 10, 5
+STEPS, SAVED_AT = 6, 3
 TP: dict[str, dict[str, int]] = {  # Accelerate's sizes of each layout's mesh
     "tp": {"tp_size": 2},
     "tp-shard": {"tp_size": 2, "dp_shard_size": 2},
@@ -39,12 +39,12 @@ MODES: dict[str, dict[str, Any]] = {
     "full-packed": PACKED | SHORT,
     "lora": LORA | SHORT,
     "lora-packed": LORA | PACKED | SHORT,
-    "lora-whole": {**LORA, **SAVED_WHOLE, "max_steps": 3, "label_smoothing": 0.1},
+    "lora-whole": {**LORA, **SAVED_WHOLE, **PACKED, "max_steps": 3, "label_smoothing": 0.1},
 }
 SLOW_MODES: dict[str, dict[str, Any]] = {
-    "full-packed-10": PACKED,
-    "lora-10": LORA,
-    "lora-packed-10": LORA | PACKED,
+    "full-packed-6": PACKED,
+    "lora-6": LORA,
+    "lora-packed-6": LORA | PACKED,
     "smoothed": {"label_smoothing": 0.1, "max_steps": 3},
     "sgd": {"optim": "sgd", "max_steps": 3},
     "kept": {**PACKED, "activation_checkpointing_keeps": "attention", "max_steps": 3},
@@ -97,7 +97,8 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 WITH_SHARDS = ("full", "lora-packed")
-MORE = ("full-packed", "lora", "gemma2")  # slow on two ranks
+QUICK = ("tp-full", "tp-lora-whole", "tp-olmo2", "again", "to-full-shard")  # runs
+QUICK_MODES = ("full", "lora-whole")
 PARAMETERS = 156_600  # of the model of MODES
 
 Runs = Callable[[str], Path]
@@ -106,9 +107,6 @@ Runs = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
     """name -> the run's folder; each number of ranks is started once, and walks all its runs."""
-
-    def chosen(names: Iterable[str]) -> list[str]:
-        return [name for name in names if slow_too or name not in MORE]
 
     def run(
         mode: str, layout: str, *overrides: str, name: str = "", precision: str = "no"
@@ -134,24 +132,16 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
     saved = f"save_steps={SAVED_AT}"
     two_rows = "per_device_train_batch_size=2"  # two micro-batches
     in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
-    held_out = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
+    asked = ["exact_match_samples=1", f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"]
     by_ranks = {
         2: [
             *(
-                run(mode, "tp", *([two_rows, saved] if mode == "full" else []))
-                for mode in chosen(MODES)
+                run(mode, "tp", *([two_rows, saved, *asked] if mode == "full" else []))
+                for mode in MODES
             ),
-            *(run(family, "tp") for family in chosen(FAMILIES)),
+            *(run(family, "tp") for family in FAMILIES),
             *(run(method, "tp", two_rows) for method in METHODS),
-            run(
-                "full",
-                "tp",
-                "exact_match_samples=1",
-                held_out,
-                "max_steps=3",
-                name="bf16",
-                precision="bf16",
-            ),
+            run("full", "tp", *asked, "max_steps=3", name="bf16", precision="bf16"),
             run("full", "tp", *in_files, "max_steps=3", name="bf16-in-files", precision="bf16"),
             run(
                 "lora",
@@ -165,8 +155,8 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
             run("qwen3", "tp", "optim=adamw_bf16_moments", name="rounded"),
             resumed("tp", "tp-full", "again", two_rows),
             run("qwen3", "tp-offload"),
-            *([run("full", "full_shard", two_rows, saved)] if slow_too else []),
-            *([resumed("tp", "full_shard-full", "from-full-shard", two_rows)] if slow_too else []),
+            run("full", "full_shard", two_rows, saved),
+            resumed("tp", "full_shard-full", "from-full-shard", two_rows),
             resumed("full_shard", "tp-full", "to-full-shard", two_rows),
         ],
         4: [
@@ -178,11 +168,13 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Runs:
         ],
         1: [resumed("single", "tp-shard-full", "to-single", "export_at_end=true")],
     }
-    ranks_of = {
-        wanted[2][0].rpartition("/")[2]: ranks
-        for ranks, runs in by_ranks.items()
-        for wanted in runs
-    }
+
+    def name_of(wanted: tuple[Path, Path, list[str]]) -> str:
+        return wanted[2][0].rpartition("/")[2]
+
+    if not slow_too:
+        by_ranks = {2: [wanted for wanted in by_ranks[2] if name_of(wanted) in QUICK]}
+    ranks_of = {name_of(wanted): ranks for ranks, runs in by_ranks.items() for wanted in runs}
 
     def trained(name: str) -> Path:
         order = list(by_ranks)
@@ -229,7 +221,7 @@ def expect(recipe: Path, **keys: Any) -> list[tuple[float, float]]:
     return reference.losses(recipe, label_smoothing=smoothing, **keys)
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES.keys() - {*MORE}, MODES))
+@pytest.mark.parametrize("mode", slow_but(QUICK_MODES, MODES))
 def test_two_ranks_compute_what_one_does(mode: str, runs: Runs, recipes: dict[str, Path]) -> None:
     expected = expect(recipes[mode])
     assert len(expected) < STEPS or expected[-1][0] < 0.95 * expected[0][0], (
@@ -244,7 +236,7 @@ def test_four_ranks_that_shard_too(mode: str, runs: Runs, recipes: dict[str, Pat
     assert_losses(runs(f"tp-shard-{mode}"), expect(recipes[mode]))
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES.keys() - {*MORE}, FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["olmo2"], FAMILIES))
 def test_families_compute_what_one_process_does(
     family: str, runs: Runs, recipes: dict[str, Path]
 ) -> None:
@@ -252,6 +244,7 @@ def test_families_compute_what_one_process_does(
     assert_losses(runs(f"tp-{family}"), expected)
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_to_the_host_computes_what_one_process_does(
     runs: Runs, recipes: dict[str, Path]
 ) -> None:
@@ -269,6 +262,7 @@ def test_ranks_that_divide_rows_too(family: str, runs: Runs, recipes: dict[str, 
     assert_losses(runs(f"tp-rows-{family}"), expect(recipes[family]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_preferences_compute_what_one_process_does(
     method: str, runs: Runs, recipes: dict[str, Path]
@@ -276,9 +270,14 @@ def test_preferences_compute_what_one_process_does(
     assert_losses(runs(f"tp-{method}"), expect(recipes[method]))
 
 
-def test_bf16_checkpointed_answers_and_evaluates(runs: Runs, recipes: dict[str, Path]) -> None:
+@pytest.mark.slow
+def test_bf16_checkpointed_stays_close(runs: Runs, recipes: dict[str, Path]) -> None:
     assert_losses(runs("bf16"), expect(recipes["full"])[:3], rel=2e-2)
-    lines = [json.loads(line) for line in (runs("bf16") / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", slow_but(["tp-full"], ["tp-full", "bf16"]))
+def test_it_answers_and_evaluates(name: str, runs: Runs) -> None:
+    lines = [json.loads(line) for line in (runs(name) / "metrics.jsonl").read_text().splitlines()]
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     first = next(line["loss"] for line in lines if "loss" in line)
     assert held_out[-1] < held_out[0] == pytest.approx(first, rel=0.02), (
@@ -287,6 +286,7 @@ def test_bf16_checkpointed_answers_and_evaluates(runs: Runs, recipes: dict[str, 
     assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_every_rank_of_a_group_holds_stays_equal(runs: Runs) -> None:
     """A save compares them: under dropout, whose masks are the group's, and where moments are rounded at random."""
     for name in ("dropout", "rounded"):
@@ -295,6 +295,7 @@ def test_what_every_rank_of_a_group_holds_stays_equal(runs: Runs) -> None:
     assert rounded[1]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_state_in_files_is_bit_for_bit_that_in_memory(runs: Runs) -> None:
     assert_bit_equal(runs("bf16-in-files"), runs("bf16"), 3)
 
