@@ -690,30 +690,32 @@ def fine(prompts, completions, completion_ids, trainer_state, log_metric, log_ex
 """
 
 
-def test_a_dry_run_asks_the_rewards_and_the_server(
+def dry_run(recipe: Path, *keys: str) -> None:
+    sharding = read_sharding("single", None, {})
+    fine_tune(read_recipe(str(recipe), list(keys)), sharding, dry_run=True)
+
+
+def test_a_dry_run_asks_the_rewards(
     recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A reward that fails at an empty completion, or is no number; a server that serves another model, or is not there."""
+    """One fails at an empty completion, another's answer is no number."""
     (tmp_path / "bad.py").write_text(BAD)
-
-    def dry_run(*keys: str) -> None:
-        fine_tune(
-            read_recipe(str(recipes["packed"]), list(keys)),
-            read_sharding("single", None, {}),
-            dry_run=True,
-        )
-
-    dry_run()
+    dry_run(recipes["packed"])
     assert re.search(r"data +\d+ examples, [\d,]+ tokens of prompts\n", capsys.readouterr().out)
     with pytest.raises(UserError, match=r"bad.py:3: raises, a reward: ZeroDivisionError"):
-        dry_run(f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
+        dry_run(recipes["packed"], f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
     with pytest.raises(UserError, match=r"says_nan: returned nan for the completion"):
-        dry_run(f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
+        dry_run(recipes["packed"], f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
+
+
+@pytest.mark.slow
+def test_a_dry_run_asks_the_server(recipes: dict[str, Path]) -> None:
+    """It serves another model, or is not there."""
     with serving(recipes["packed"].parent / "teacher") as server:
         with pytest.raises(
             UserError, match=r"vllm_server_base_url: .*: serves .*teacher, but .*model is trained"
         ):
-            dry_run(f"vllm_server_base_url={server.url}")
+            dry_run(recipes["packed"], f"vllm_server_base_url={server.url}")
         url = server.url
     with pytest.raises(UserError, match=r"start vLLM 0\.32 with"):
-        dry_run(f"vllm_server_base_url={url}")
+        dry_run(recipes["packed"], f"vllm_server_base_url={url}")
