@@ -198,7 +198,7 @@ def train_kinds(
 
     Args:
         runs: By name: ranks, layout, its sizes, keys of the recipe. Activations are checkpointed in one named checkpointed.
-        resumed: By name: the layouts in which the run goes on from its second step, in `folder / layout / name / kind`.
+        resumed: By name: the layouts that the run resumes in from its second step, in `folder / layout / name / kind`.
 
     Returns:
         Where the run of a (name, kind) is.
