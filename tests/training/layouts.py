@@ -187,6 +187,40 @@ def train_families(
     return run_folder
 
 
+def train_kinds(
+    folder: Path,
+    runs: Mapping[str, tuple[int, str, dict[str, int], list[str]]],
+    recipes: Mapping[str, Path],
+    wanted: Iterable[tuple[str, str]],
+    resumed: Mapping[str, tuple[str, ...]],
+) -> Callable[[str, str], Path]:
+    """Trains each of `wanted` (name of a run, kind of recipe); each number of ranks is started once.
+
+    Args:
+        runs: By name: ranks, layout, its sizes, keys of the recipe. Activations are checkpointed in one named checkpointed.
+        resumed: By name: the layouts that the run resumes in from its second step, in `folder / layout / name / kind`.
+
+    Returns:
+        Where the run of a (name, kind) is.
+    """
+    listed: dict[int, list[tuple[Path, Path, list[str]]]] = {}
+    for name, kind in sorted(wanted):
+        ranks, layout, sizes, keys = runs[name]
+        run = folder / name / kind
+        config = write_config(
+            folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
+        )
+        own = listed.setdefault(ranks, [])
+        own.append((recipes[kind], config, [*keys, f"output_dir={run}"]))
+        start = f"resume_from_checkpoint={step_folder(run, 2)}"
+        for other in resumed.get(name, ()):
+            again = [start, f"output_dir={folder / other / name / kind}", "export_at_end=false"]
+            own.append((recipes[kind], write_config(folder, other), [*keys, *again]))
+    for ranks, own in listed.items():
+        train_all(folder, own, ranks=ranks)
+    return lambda name, kind: folder / name / kind
+
+
 def assert_bit_equal(run: Path, other: Path, step: int, from_step: int = 0) -> None:
     """That both left the same checkpoint of `step`, and the same losses and gradient norms after `from_step`."""
     for part in ("model", "optimizer"):

@@ -4,7 +4,7 @@ run resumes, and plain transformers opens the export, which answers with the new
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.models.embedding import refuse_frozen_tokens
-from tests.conftest import make_model, make_tokenizer
+from tests.conftest import make_model, make_tokenizer, slow_but
 from tests.ranks import start_ranks
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
 
 STEPS, KNOWN, TOKENS, ROWS = 30, 262, 266, 272
 ANSWERS = dict.fromkeys(("one?", "two?", "three?"), "<call>x")
@@ -40,11 +40,17 @@ RUNS = (
     ("full_shard", "lora"),
     ("ddp", "lora-tied"),
 )
+QUICK = (("full_shard", "tied"), ("full_shard", "lora"))
+
+
+def slow_runs(runs: Iterable[tuple[str, str]]) -> list[Any]:
+    """Parameters: those of `runs` that are not in QUICK are slow."""
+    return [pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow) for run in runs]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, recipes, and the runs: `folder / f"{layout}-{mode}"` of two ranks, `resumed-...` of one."""
+def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
+    """Models, recipes, and the runs of two ranks: `folder / f"{layout}-{mode}"`, and `resumed` from the middle of one."""
     folder = tmp_path_factory.mktemp("tokens")
     rows = [{"messages": [_turn("user", q), _turn("assistant", a)]} for q, a in ANSWERS.items()]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,7 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder / "chat.jsonl",
             **keys,
         )
-    runs = [_run(folder, layout, mode, f"{layout}-{mode}") for layout, mode in RUNS]
+    wanted = RUNS if slow_too else QUICK
+    runs = [_run(folder, layout, mode, f"{layout}-{mode}") for layout, mode in wanted]
+    start = folder / "full_shard-lora" / "checkpoints" / "step-00000020"
+    runs.append(_run(folder, "full_shard", "lora", "resumed", f"resume_from_checkpoint={start}"))
     (folder / "printed.txt").write_text(train_all(folder, runs, ranks=2, timeout=400))
     return folder
 
@@ -128,7 +137,9 @@ def _grow(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("layout", "mode"), [run for run in RUNS if run[1] != "lora-tied"])
+@pytest.mark.parametrize(
+    ("layout", "mode"), slow_runs(run for run in RUNS if run[1] != "lora-tied")
+)
 def test_every_layout_trains_as_a_plain_loop_on_a_model_that_transformers_has_grown(
     layout: str, mode: str, folder: Path, expected: Callable[[str], list[tuple[float, float]]]
 ) -> None:
@@ -139,6 +150,11 @@ def test_every_layout_trains_as_a_plain_loop_on_a_model_that_transformers_has_gr
     assert lines[-1]["loss"] < 0.1 * lines[0]["loss"]
 
 
+def test_a_run_resumes_exactly(folder: Path) -> None:
+    assert_bit_equal(folder / "full_shard-lora", folder / "resumed", STEPS, from_step=20)
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_on_another_number_of_ranks(folder: Path) -> None:
     mode, name = "lora", "killed"
     listing = folder / f"{name}.json"
@@ -159,7 +175,7 @@ def test_a_killed_run_resumes_on_another_number_of_ranks(folder: Path) -> None:
     assert resumed[STEPS] < 0.1 * resumed[1]
 
 
-@pytest.mark.parametrize(("layout", "mode"), [RUNS[0], RUNS[3], RUNS[4]])
+@pytest.mark.parametrize(("layout", "mode"), slow_runs([RUNS[0], RUNS[3], RUNS[4]]))
 def test_plain_transformers_opens_the_export_and_it_answers_with_the_tokens(
     layout: str, mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +237,7 @@ def test_plain_transformers_opens_the_export_and_it_answers_with_the_tokens(
             )
 
 
-@pytest.mark.parametrize("mode", ["untied", "lora", "lora-tied"])
+@pytest.mark.parametrize("mode", slow_but({"lora"}, ["untied", "lora", "lora-tied"]))
 def test_the_plan_counts_the_grown_embedding_and_that_lora_trains_it(
     mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +246,7 @@ def test_the_plan_counts_the_grown_embedding_and_that_lora_trains_it(
         "--recipe",
         str(folder / f"{mode}.yaml"),
         "--config",
-        str(folder / "ddp-no.yaml"),
+        str(write_config(folder, "ddp")),
         "--json",
     ]
     assert main(command) == 0

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,26 @@ from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.models.contrast import contrast
 from finetune.plan.plan import format_plan, make_plan
+from finetune.report.page import render_page
+from finetune.report.run_data import read_run
+from finetune.run import fine_tune
 from finetune.session import Session
 from finetune.training.objectives.contrastive import embed_documents
 from tests.conftest import make_model
 from tests.training.layouts import (
     assert_bit_equal,
     assert_losses,
-    choose_quick,
     cross,
     steps_of,
     train_all,
+    train_kinds,
     write_config,
     write_recipe,
 )
 from tests.training.reference import Alone, _cosine, _with_adapters
 
 STEPS = 3
-PAIRS = 64
+PAIRS = 16
 ROWS = 160
 NEGATIVES = 2
 RECIPES: dict[str, dict[str, Any]] = {
@@ -71,7 +75,8 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
 }
 
 KINDS = list(RECIPES)
-QUICK = choose_quick(list(RUNS), KINDS, always=("one",))
+QUICK = {("one", "last"), ("lora", "mean")}
+RESUMED = {"two": ("full_shard", "ddp"), "lora": ("full_shard",)}  # from step 2, in these layouts
 
 
 def make_rows() -> list[dict[str, Any]]:
@@ -110,7 +115,7 @@ def recipes(folder: Path) -> dict[str, Path]:
             "export_at_end": True,
             "save_steps": 2,
             "save_total_limit": None,
-            "eval_datasets": [{"path": str(data), "max_samples": 50}],
+            "eval_datasets": [{"path": str(data), "max_samples": 24}],
         }
         written[name] = write_recipe(
             folder / f"{name}.yaml", folder / "model", data, **common | keys
@@ -120,17 +125,8 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
-    for count in sorted({ranks for ranks, *_ in RUNS.values()}):
-        listed = []
-        for name, (ranks, layout, sizes, keys) in RUNS.items():
-            config = write_config(
-                folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
-            )
-            for kind, recipe in recipes.items():
-                if ranks == count and (slow_too or (name, kind) in QUICK):
-                    listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
-        train_all(folder, listed, ranks=count)
-    return lambda name, kind: folder / name / kind
+    wanted = product(RUNS, KINDS) if slow_too else QUICK
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
 
 
 def read_texts(row: dict[str, Any], kind: str) -> list[str]:
@@ -242,8 +238,8 @@ def test_losses_and_norms_are_those_of_the_whole_batch(
 ) -> None:
     expected = plain(kind, name == "lora")
     lines = assert_losses(runs(name, kind), expected)
-    first = steps_of(runs("one", kind))
-    for line, one in zip(lines, first if name != "lora" else lines, strict=True):
+    first = lines if name == "lora" else steps_of(runs("one", kind))
+    for line, one in zip(lines, first, strict=True):
         assert line["recall@1"] == pytest.approx(one["recall@1"], abs=1e-6)
         assert line["loss"] == pytest.approx(one["loss"], rel=2e-6)
 
@@ -263,6 +259,7 @@ def test_hybrid_sharding_has_the_same_losses(
         assert_losses(folder / "hybrid" / kind, plain(kind, False))
 
 
+@pytest.mark.slow
 def test_divided_experts_have_the_losses_of_one_rank(
     recipes: dict[str, Path], folder: Path
 ) -> None:
@@ -277,9 +274,9 @@ def test_divided_experts_have_the_losses_of_one_rank(
     assert_losses(folder / "experts-2", alone)
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@cross(["one", "fsdp2"], KINDS, QUICK)
 def test_losses_and_norms_are_those_of_sentence_transformers(
-    kind: str, runs: Callable[[str, str], Path], folder: Path
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
     """Of MultipleNegativesRankingLoss, and MatryoshkaLoss around it, over the padded whole batch in one process."""
     library = pytest.importorskip("sentence_transformers")
@@ -304,7 +301,7 @@ def test_losses_and_norms_are_those_of_sentence_transformers(
         return value
 
     expected = train_plainly(runs("one", kind), model, compute, list(model.parameters()))
-    assert_losses(runs("fsdp2", kind), expected)
+    assert_losses(runs(name, kind), expected)
 
 
 @cross(["one", "lora", "fsdp2"], KINDS, QUICK)
@@ -381,57 +378,45 @@ def read_bare(row: dict[str, Any]) -> tuple[str, str]:
     return row.get("anchor") or row["query"], row.get("positive") or row["pos_doc"][0]["text"]
 
 
-def test_the_folder_says_how_it_is_pooled(runs: Callable[[str, str], Path]) -> None:
+@cross(["one", "lora"], KINDS, QUICK)
+def test_the_folder_says_how_it_is_pooled(
+    name: str, kind: str, runs: Callable[[str, str], Path]
+) -> None:
     """What sentence-transformers reads, where it is not installed."""
-    for kind, keys in RECIPES.items():
-        export = runs("one", kind) / "export"
-        read = {
-            path: json.loads((export / path).read_text())
-            for path in ("modules.json", "1_Pooling/config.json")
-        }
-        assert [module["path"] for module in read["modules.json"]] == [
-            "",
-            "1_Pooling",
-            "2_Normalize",
-        ]
-        is_mean = keys.get("pooling") == "mean"
-        pooling = read["1_Pooling/config.json"]
-        assert pooling["word_embedding_dimension"] == 64
-        assert (
-            pooling["pooling_mode_mean_tokens"] == is_mean
-            and pooling["pooling_mode_lasttoken"] != is_mean
-        )
-        prompts = json.loads((export / "config_sentence_transformers.json").read_text())["prompts"]
-        assert prompts == {
-            "query": keys.get("query_prompt", ""),
-            "document": keys.get("document_prompt", ""),
-        }
-        card = (export / "README.md").read_text()
-        assert "library_name: sentence-transformers" in card and "encode_query" in card
+    keys = RECIPES[kind]
+    export = runs(name, kind) / "export"
+    modules = json.loads((export / "modules.json").read_text())
+    assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
+    is_mean = keys.get("pooling") == "mean"
+    pooling = json.loads((export / "1_Pooling" / "config.json").read_text())
+    assert pooling["word_embedding_dimension"] == 64
+    assert pooling["pooling_mode_mean_tokens"] == is_mean
+    assert pooling["pooling_mode_lasttoken"] != is_mean
+    prompts = json.loads((export / "config_sentence_transformers.json").read_text())["prompts"]
+    assert prompts == {
+        "query": keys.get("query_prompt", ""),
+        "document": keys.get("document_prompt", ""),
+    }
+    card = (export / "README.md").read_text()
+    assert "library_name: sentence-transformers" in card and "encode_query" in card
+
+
+@cross(RESUMED, KINDS, QUICK)
+def test_a_run_resumes_exactly(
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+) -> None:
+    again = folder / "full_shard" / name / kind
+    assert_bit_equal(runs(name, kind), again, STEPS, from_step=2)
 
 
 @cross(["two"], KINDS, QUICK)
-def test_a_run_resumes_exactly(
-    name: str, kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
+def test_a_run_resumes_in_another_layout(
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
-    """Under FSDP2 to the same bits; in another layout to the same loss."""
-    whole = runs(name, kind)
-    start = whole / "checkpoints" / "step-00000002"
-    keys = ["per_device_train_batch_size=40", f"resume_from_checkpoint={start}"]
-    again = folder / "again" / kind
-    otherwise = folder / "otherwise" / kind
-    train_all(
-        folder,
-        [
-            (recipes[kind], write_config(folder, "full_shard"), [*keys, f"output_dir={again}"]),
-            (recipes[kind], write_config(folder, "ddp"), [*keys, f"output_dir={otherwise}"]),
-        ],
-        ranks=2,
-    )
-    assert_bit_equal(whole, again, STEPS, from_step=2)
-    last = steps_of(otherwise)[-1]
-    assert last["loss"] == pytest.approx(steps_of(whole)[-1]["loss"], rel=1e-5)
-    assert last["grad_norm"] == pytest.approx(steps_of(whole)[-1]["grad_norm"], rel=1e-5)
+    last = steps_of(runs(name, kind))[-1]
+    other = steps_of(folder / "ddp" / name / kind)[-1]
+    assert other["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert other["grad_norm"] == pytest.approx(last["grad_norm"], rel=1e-5)
 
 
 def test_dropout_is_the_same_in_both_forwards(recipes: dict[str, Path], folder: Path) -> None:
@@ -488,7 +473,8 @@ def test_the_head_is_frozen_and_the_plan_knows(recipes: dict[str, Path], folder:
             == sum(parameter.nbytes for parameter in trained.values())
         )
         assert 0 <= state.optimizer - held <= 8 * len(trained)  # the counters of steps
-    assert "64 pairs a step, each query among 192 documents" in format_plan(plan)
+    documents = PAIRS * (1 + NEGATIVES)
+    assert f"{PAIRS} pairs a step, each query among {documents} documents" in format_plan(plan)
 
 
 @settings(max_examples=25, deadline=None)
@@ -561,23 +547,12 @@ def test_a_dry_run_a_report_and_rows_of_a_script(
     folder: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    config = str(write_config(folder, "single"))
-    dry = [
-        "launch",
-        "--recipe",
-        str(recipes["last"]),
-        "--config",
-        config,
-        "--dry-run",
-        f"output_dir={folder / 'dry'}",
-    ]
-    assert main(dry) == 0
+    config = read_sharding(str(write_config(folder, "single")), None, {})
+    recipe = read_recipe(str(recipes["last"]), [f"output_dir={folder / 'dry'}"])
+    fine_tune(recipe, config, dry_run=True)
     assert "160 pairs" in capfd.readouterr().out
-    assert main(["report", str(runs("one", "last")), "--output", str(folder / "report.html")]) == 0
-    assert "Held-out recall@1" in (folder / "report.html").read_text()
-    with Session(
-        read_recipe(str(recipes["last"])), read_sharding(config, None, {}), saves=False
-    ) as session:
+    assert "Held-out recall@1" in render_page([read_run(runs("one", "last"))], [None])
+    with Session(recipe, config, saves=False) as session:
         rows = [{"query": f"What is {n}?", "positive": f"It is {n}."} for n in range(5)]
         assert session.forward_backward(rows).metrics["recall@10"] == 1.0
 

@@ -13,7 +13,7 @@ from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.run import fine_tune
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, train_families, write_recipe
 from tests.training.test_experts import FAMILIES, SMALL
@@ -50,6 +50,7 @@ WANTED = [
     ("mixtral", "single", 1),
     ("deepseek_v3", "full_shard", 1),
 ]
+QUICK = WANTED[:1]
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +74,18 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
-    return train_families(folder, recipes, WANTED, VERIFIED)
+    return train_families(folder, recipes, WANTED if slow_too else QUICK, VERIFIED)
 
 
 @pytest.mark.parametrize(
     ("family", "layout", "ranks"),
-    [each for each in WANTED if each[0] not in ("deepseek_v3", "glm4_moe")],
+    [
+        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
+        for each in WANTED
+        if each[0] not in ("deepseek_v3", "glm4_moe")
+    ],
 )
 def test_losses_and_gradients_are_those_of_transformers_and_peft(
     family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
@@ -88,12 +93,13 @@ def test_losses_and_gradients_are_those_of_transformers_and_peft(
     assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_agree(runs: Callable[..., Path]) -> None:
     one, two = (steps_of(runs("deepseek_v3", "full_shard", ranks)) for ranks in (1, 2))
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", slow_but({"mixtral"}, RECIPES))
 def test_plain_peft_opens_the_adapter_with_the_logits_of_the_merged_export(
     family: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:

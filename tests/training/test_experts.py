@@ -12,13 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.errors import EXIT_USER_ERROR
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read, read_folder
 from finetune.report.page import render_page
 from finetune.report.run_data import read_run
+from finetune.run import fine_tune
 from tests.conftest import make_chat, make_model, slow_but
-from tests.ranks import launch_ranks, run_python
+from tests.ranks import launch_ranks
 from tests.training import reference
 from tests.training.layouts import (
     assert_losses,
@@ -79,19 +82,15 @@ BALANCED = (
     "gpt_oss",
 )  # by an auxiliary loss; the others by a bias
 VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself, which takes seconds
-QUICK_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # the others are slow
 # (family, layout, ranks)
-QUICK = [
-    *((family, "full_shard", 2) for family in QUICK_FAMILIES),
+QUICK = [("qwen3_moe", "full_shard", 2), ("mixtral", "single", 1)]
+WANTED = [
+    *((family, "full_shard", 2) for family in FAMILIES),
     ("mixtral", "FULL_SHARD", 2),
     ("mixtral", "ddp", 2),
     ("qwen3_moe", "ddp", 2),
     ("mixtral", "single", 1),
     ("qwen3_moe", "full_shard", 1),
-]
-WANTED = [
-    *QUICK,
-    *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES),
 ]
 
 
@@ -131,12 +130,14 @@ def test_losses_and_gradients_are_those_of_transformers(
     assert {"router_aux_loss" in line for line in lines} == {family in BALANCED}
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
+@pytest.mark.parametrize(
+    "family", slow_but(("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"), FAMILIES)
+)
 def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
-    family: str, runs: Callable[..., Path], tmp_path: Path
+    family: str, recipes: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
     """The same names, shapes, dtypes and values; those of the folder are transformers' own, a tensor for each expert."""
-    source = runs(family, "full_shard", 2).parent / "model"
+    source = folder / family / "model"
     exported = export(source, tmp_path / "export", verify=False, log=lambda _: None)
     before, after = (
         load_file(source / "model.safetensors"),
@@ -150,7 +151,7 @@ def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
     assert family in ("gpt_oss", "dbrx") or any(".experts.4." in name for name in before)
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
+@pytest.mark.parametrize("family", slow_but({"qwen3_moe"}, FAMILIES))
 def test_plain_transformers_opens_the_export_of_a_trained_model(
     family: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
     )
 
 
+@pytest.mark.slow
 def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Path]) -> None:
     """One rank with five rows or two micro-batches, two ranks with DDP or FSDP2: the same number at every step."""
     for family, splits in (
@@ -227,11 +229,11 @@ def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Pat
 
 
 def test_idle_experts_are_seen_in_the_metrics_and_the_report(
-    runs: Callable[..., Path], recipes: dict[str, Path], folder: Path, tmp_path: Path
+    recipes: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
     """A router that never chooses two of the five experts of its layer, and prefers one of the others."""
     model = tmp_path / "model"
-    shutil.copytree(runs("qwen3_moe", "full_shard", 2).parent / "model", model)
+    shutil.copytree(folder / "qwen3_moe" / "model", model)
     tensors = load_file(model / "model.safetensors")
     tensors[
         "model.layers.1.mlp.gate.weight"
@@ -252,10 +254,7 @@ def test_idle_experts_are_seen_in_the_metrics_and_the_report(
     assert "Idle experts" in page and "60%" in page
 
 
-def test_a_dense_model_has_no_auxiliary_loss(
-    folder: Path, tiny_recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    recipe = tiny_recipe(router_aux_loss_coef=0.1)
-    finished = run_python(["finetune/run.py", "--recipe", str(recipe)])
-    assert finished.returncode == EXIT_USER_ERROR
-    assert "is a dense model (llama); remove it" in finished.stderr
+def test_a_dense_model_has_no_auxiliary_loss(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = read_recipe(str(tiny_recipe(router_aux_loss_coef=0.1)))
+    with pytest.raises(UserError, match=r"is a dense model \(llama\); remove it"):
+        fine_tune(recipe, read_sharding("single", None, {}))

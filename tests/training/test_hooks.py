@@ -21,19 +21,20 @@ from finetune.run import fine_tune
 from finetune.training.callbacks import Hooks
 from tests.ranks import ROOT
 
-TRAIN = ROOT / "recipes" / "quickstart" / "train.jsonl"
-DATA = f"""
-import json
+QUICKSTART = ROOT / "recipes" / "quickstart"
+KEPT = {"train.jsonl": 400, "heldout.jsonl": 20}  # rows of its files
+DATA = """
+import json, pathlib
 from my_helper import keep
 
 def rows():
-    with open({str(TRAIN)!r}) as lines:
+    with pathlib.Path(__file__).with_name("train.jsonl").open() as lines:
         for line in lines:
             yield keep(json.loads(line))
 
 def fails_at_row_3():
-    yield from [{{"text": "one"}}, {{"text": "two"}}]
-    yield {{"text": str(1 / 0)}}
+    yield from [{"text": "one"}, {"text": "two"}]
+    yield {"text": str(1 / 0)}
 
 def scalars():
     yield 3
@@ -42,7 +43,7 @@ def leaves():
     raise SystemExit(0)
 
 def numbered():
-    yield {{1: "one", "text": "two"}}
+    yield {1: "one", "text": "two"}
 
 def nothing():
     pass
@@ -52,16 +53,16 @@ def empty():
 
 def arrays():
     import numpy as np
-    yield {{"input_ids": np.array([3, 4, 5]), "labels": np.array([3, 4, 5]), "number": np.int64(7)}}
+    yield {"input_ids": np.array([3, 4, 5]), "labels": np.array([3, 4, 5]), "number": np.int64(7)}
 
 def lists():
-    yield {{"input_ids": [3, 4, 5], "labels": [3, 4, 5], "number": 7}}
+    yield {"input_ids": [3, 4, 5], "labels": [3, 4, 5], "number": 7}
 
 def needs(path):
-    yield {{"text": path}}
+    yield {"text": path}
 
 def many():
-    return ({{"text": "row"}} for number in range(100_001))
+    return ({"text": "row"} for number in range(100_001))
 """
 CALLBACKS = """
 import finetune
@@ -110,6 +111,9 @@ def line_of(function: str) -> int:
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """A folder with a user's files."""
+    for name, rows in KEPT.items():
+        lines = (QUICKSTART / name).read_text().splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(lines[:rows]))
     (tmp_path / "my_data.py").write_text(DATA)
     (tmp_path / "my_helper.py").write_text("def keep(row): return row\n")
     (tmp_path / "my_eval.py").write_text(EVAL)
@@ -120,14 +124,10 @@ def mine(tmp_path: Path) -> Path:
 def read_recipe(mine: Path, **keys: Any) -> finetune.Recipe:
     """The quickstart with `keys`, in a file beside the user's, to whose folder its paths are relative."""
     recipe = mine / "mine.yaml"
-    quick = (
-        (ROOT / "recipes" / "quickstart.yaml")
-        .read_text()
-        .replace("quickstart/", f"{TRAIN.parent}/")
-    )
+    quick = (ROOT / "recipes" / "quickstart.yaml").read_text().replace("quickstart/", f"{mine}/")
     whole = (
         yaml.safe_load(quick)
-        | {"tokenizer_name_or_path": str(TRAIN.parent), "accelerate_config": "layout.yaml"}
+        | {"tokenizer_name_or_path": str(QUICKSTART), "accelerate_config": "layout.yaml"}
         | keys
     )
     (mine / "layout.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
@@ -147,15 +147,19 @@ def tokens_of(recipe: finetune.Recipe, steps: int = 3) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"streaming": True, "max_steps": 3}], ids=["stored", "streamed"]
+    "more",
+    [
+        pytest.param({}, id="stored"),
+        pytest.param({"streaming": True, "max_steps": 3}, id="streamed", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_of_a_function_are_those_of_a_file(mine: Path, more: dict[str, Any]) -> None:
     """In a mixture, with `max_samples` and `weight`."""
     common = {"dataset_cache_dir": str(mine / "cache"), **more}
     for keys in ({"max_samples": 100}, {"weight": 0.5})[: 1 if more else 2]:
         entries = [
-            [{**own, **keys}, {"path": str(TRAIN), "max_samples": 50}]
-            for own in ({"function": "my_data.py:rows"}, {"path": str(TRAIN)})
+            [{**own, **keys}, {"path": "train.jsonl", "max_samples": 50}]
+            for own in ({"function": "my_data.py:rows"}, {"path": "train.jsonl"})
         ]
         by_function, by_file = (
             tokens_of(read_recipe(mine, datasets=each, **common)) for each in entries
@@ -182,7 +186,7 @@ def test_inspect_shows_them(
     assert (
         main(["inspect", "my_data.py:rows", "--rows", "1", f"dataset_cache_dir={mine}/cache"]) == 0
     )
-    assert "my_data.py:rows: 5,000 rows read" in capsys.readouterr().out
+    assert f"my_data.py:rows: {KEPT['train.jsonl']} rows read" in capsys.readouterr().out
 
 
 def test_a_run_with_hooks_is_stopped_by_a_callback_and_resumes_with_its_state(

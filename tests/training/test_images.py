@@ -36,7 +36,7 @@ from finetune.models.reach import freeze_unreached
 from finetune.session import Session
 from finetune.training.evaluate import answer
 from tests.checkpoint.test_resume import RUN, kill_after
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.data.world import Rank
 from tests.ranks import launch_ranks
 from tests.training import reference
@@ -104,20 +104,12 @@ WANTED = [
     ("llama4", "full_shard", 2),
     ("gemma3n", "full_shard", 2),
 ]
-# another family, kind or layout has most of the code
-SLOW = {
-    *(
-        (family, "single", 1)
-        for family in (
-            *("qwen3_vl_moe", "glm46v", "llava_next", "pixtral", "qwen3_5_moe", "idefics3"),
-            *("internvl", "qwen3_vl", "glm4v", "mistral3"),
-            *("mistral4", "gemma3-padded", "qwen3_5-padded", "qwen3_5_moe-padded"),
-        )
-    ),
-    ("llava", "full_shard", 2),
-    ("qwen2_5_vl-few", "full_shard", 2),
-    ("mllama-few", "full_shard", 2),
-}
+# What a commit trains: of each kind the family with the most code.
+QUICK = [
+    ("gemma3-tower", "single", 1),
+    ("qwen2_5_vl-lora", "single", 1),
+    ("llava-tower", "full_shard", 2),
+]
 # that a family's processor or tower imports
 PACKAGES = {"smolvlm": "num2words", "llama4": "torchvision", "gemma3n": "timm"}
 TRAINED = [
@@ -148,14 +140,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recipes(folder: Path) -> dict[str, Path]:
+def chosen(slow_too: bool) -> list[tuple[str, str, int]]:
+    return TRAINED if slow_too else QUICK
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path, chosen: list[tuple[str, str, int]]) -> dict[str, Path]:
     """Each makes five rows of micro-batches of two."""
     data = {}
     for name, every in (("all", 1), ("few", 6)):
         (folder / name).mkdir()
         data[name] = make_image_chat(folder / name, rows=15, every=every)
     paths = {}
-    for family in dict.fromkeys(name.partition("-")[0] for name, *_ in TRAINED):
+    for family in dict.fromkeys(name.partition("-")[0] for name, *_ in chosen):
         model = add_processor(make_vision_model(folder / family / "model", family), family)
         steps: dict[str, Any] = {
             "global_batch_size": 3,
@@ -184,9 +181,10 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
+def runs(
+    folder: Path, recipes: dict[str, Path], chosen: list[tuple[str, str, int]]
+) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
-    chosen = [each for each in TRAINED if slow_too or each not in SLOW]
     return train_families(
         folder,
         recipes,
@@ -201,7 +199,7 @@ def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[st
 
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (each in SLOW)) for each in WANTED],
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in WANTED],
 )
 def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     name: str,
@@ -265,14 +263,14 @@ def test_every_family_trains_on_images_on_two_ranks(folder: Path, recipes: dict[
                 assert line["grad_norm"] == pytest.approx(norm, rel=1e-4), (family, layout)
 
 
-def test_pairs_with_images_are_compared_as_by_the_whole_class(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [(0,), pytest.param((0, 12), marks=pytest.mark.slow)])
+def test_pairs_with_images_are_compared_as_by_the_whole_class(
+    others: tuple[int, ...], tmp_path: Path
+) -> None:
     """DPO: the image stands in both prompts, and each answer's log-probability has seen it."""
     model = add_processor(make_vision_model(tmp_path / "model", "qwen2_5_vl"), "qwen2_5_vl")
     processor = open_processor(model, "qwen2_5_vl")
-    for other in (
-        0,
-        12,
-    ):  # then other images of the same sizes: the reference is not that of the first
+    for other in others:  # of the same sizes: the second's reference is not that of the first
         data, flat = _write_pairs(tmp_path, other)
         keys: dict[str, Any] = {
             "method": "dpo",
@@ -345,7 +343,7 @@ def test_a_trained_tower_is_exported(runs: Callable[..., Path], folder: Path) ->
     open_whole(exported)
 
 
-@pytest.mark.parametrize("family", sorted({*PACKED, "qwen2_vl"}))
+@pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, sorted({*PACKED, "qwen2_vl"})))
 def test_what_no_image_reaches_is_what_gets_no_gradient_in_transformers(
     family: str, tmp_path: Path
 ) -> None:
@@ -383,7 +381,14 @@ def test_what_no_image_reaches_is_what_gets_no_gradient_in_transformers(
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("single", 1), ("full_shard", 2), ("FULL_SHARD", 2), ("ddp", 2)]
+    ("layout", "ranks"),
+    [
+        ("full_shard", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("single", 1), ("FULL_SHARD", 2), ("ddp", 2))
+        ),
+    ],
 )
 def test_a_tower_of_which_no_image_reaches_a_part_is_resumed(
     layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
@@ -418,6 +423,7 @@ def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_pat
         session.model.train()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -437,7 +443,7 @@ def test_a_killed_run_ends_as_one_that_was_not_interrupted(
     assert_bit_equal(whole, killed, STEPS)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "mllama"])
+@pytest.mark.parametrize("family", slow_but({"qwen2_5_vl"}, ["gemma3", "qwen2_5_vl", "mllama"]))
 def test_held_out_images_are_answered_as_by_the_exported_model(
     family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path
 ) -> None:
@@ -467,7 +473,12 @@ def test_held_out_images_are_answered_as_by_the_exported_model(
     assert any(line["answer"] for line in found)
 
 
-@pytest.mark.parametrize("part", ["export", "adapter", "checkpoints/step-00000003"])
+@pytest.mark.parametrize(
+    "part",
+    slow_but(
+        {"export", "checkpoints/step-00000003"}, ["export", "adapter", "checkpoints/step-00000003"]
+    ),
+)
 def test_chat_answers_about_images_as_the_run_does(
     part: str,
     runs: Callable[..., Path],
@@ -538,9 +549,11 @@ def test_an_image_that_cannot_be_asked_about_is_one_sentence(
     assert "--image: is asked about by --prompt" in capsys.readouterr().err
 
 
-def test_the_report_counts_images(runs: Callable[..., Path]) -> None:
-    report = json.loads((runs("gemma3", "single", 1) / "data_report.json").read_text())
-    assert report["sources"][0]["images"] == 18
+def test_the_report_counts_images(runs: Callable[..., Path], folder: Path) -> None:
+    report = json.loads((runs("llava-tower", "full_shard", 2) / "data_report.json").read_text())
+    named = (folder / "all").glob("*.jsonl")
+    images = sum(path.read_text().count('"type": "image"') for path in named)
+    assert report["sources"][0]["images"] == images > 0
 
 
 def test_held_out_images_of_some_ranks_alone_are_refused_before_a_sharded_tower_waits() -> None:

@@ -15,14 +15,17 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.errors import UserError
+from finetune.report.page import render_page
+from finetune.report.run_data import read_run
 from finetune.run import fine_tune
 from finetune.training.screens import last_screen
 from tests.conftest import make_chat, make_model
-from tests.ranks import launch_ranks, run_python
+from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
 from tests.training import online_papers
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
@@ -102,7 +105,12 @@ EVERY = [
     ),
     *((1, "single", f"{mode}-apart") for mode in SHARING[1:]),
 ]
-QUICK = EVERY[:7]
+QUICK = [
+    (1, "single", "packed"),
+    (1, "single", "padded"),
+    (1, "single", "dynamic"),
+    (2, "full_shard", "packed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +327,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-KILLED_QUICKLY = {("once", "sampling"), ("again", "rewards"), ("again-fsdp2", "step")}
+KILLED_QUICKLY = {("again-fsdp2", "step")}
 KILLED = Path(__file__).with_name("killed_while_sampling.py")
 DEATHS = {
     "sampling": 16,
@@ -478,21 +486,12 @@ def test_a_run_whose_rewards_never_differ_says_that_it_learned_nothing(
 
 
 def test_inspect_reads_the_completions_of_a_checkpoint(
-    again: Path, recipes: dict[str, Path]
+    again: Path, recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = again / "checkpoints" / "step-00000002" / "rollouts.jsonl"
-    command = [
-        "-m",
-        "finetune",
-        "inspect",
-        str(stored),
-        "--model",
-        str(recipes["packed"].parent / "model"),
-        "--json",
-    ]
-    done = run_python([*command, "--rows", "99"])
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)["rows"]
+    model = str(recipes["packed"].parent / "model")
+    assert main(["inspect", str(stored), "--model", model, "--json", "--rows", "99"]) == 0
+    shown = json.loads(capsys.readouterr().out)["rows"]
     lines = [json.loads(line) for line in stored.read_text().splitlines()]
     assert len(shown) == len(lines) == PROMPTS * GENERATIONS
     for row, line in zip(shown, lines, strict=True):
@@ -513,31 +512,19 @@ def test_another_num_iterations_cannot_train_on_half_of_the_completions(
         "max_steps=4",
         "eval_datasets=[]",
         "allow_changed_recipe=true",
-    ]
-    keys += [
         f"resume_from_checkpoint={again}/checkpoints/step-00000003",
         f"output_dir={folder}/changed",
     ]
-    arguments = [
-        "nowhere,1", str(recipes["packed"]), str(write_config(folder, "single")), *keys,
-    ]  # fmt: skip
-    finished = launch_ranks(KILLED, arguments, ranks=1)
-    assert finished.returncodes[0] == 2
-    assert (
+    said = (
         "holds no completions for step 4, which trains on what step 1 sampled; set num_iterations"
-        in finished.outputs[0]
     )
+    with pytest.raises(UserError, match=said):
+        fine_tune(read_recipe(str(recipes["packed"]), keys), read_sharding("single", None, {}))
 
 
-def test_the_report_shows_what_was_sampled_and_its_rewards(
-    runs: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_report_shows_what_was_sampled_and_its_rewards(runs: Callable[..., Path]) -> None:
     run = runs(1, "single", "packed")
-    done = run_python(
-        ["-m", "finetune", "report", str(run), "--output", str(tmp_path / "report.html")]
-    )
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "report.html").read_text()
+    page = render_page([read_run(run)], [None])
     of_size = page[page.index("Effective sample size") :]
     labels = re.findall(r">([\d.]+)</span>", of_size[: of_size.index("</figure>")])
     assert labels[:6] == ["0", "20", "40", "60", "80", "100"]
@@ -703,30 +690,32 @@ def fine(prompts, completions, completion_ids, trainer_state, log_metric, log_ex
 """
 
 
-def test_a_dry_run_asks_the_rewards_and_the_server(
+def dry_run(recipe: Path, *keys: str) -> None:
+    sharding = read_sharding("single", None, {})
+    fine_tune(read_recipe(str(recipe), list(keys)), sharding, dry_run=True)
+
+
+def test_a_dry_run_asks_the_rewards(
     recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A reward that fails at an empty completion, or is no number; a server that serves another model, or is not there."""
+    """One fails at an empty completion, another's answer is no number."""
     (tmp_path / "bad.py").write_text(BAD)
-
-    def dry_run(*keys: str) -> None:
-        fine_tune(
-            read_recipe(str(recipes["packed"]), list(keys)),
-            read_sharding("single", None, {}),
-            dry_run=True,
-        )
-
-    dry_run()
+    dry_run(recipes["packed"])
     assert re.search(r"data +\d+ examples, [\d,]+ tokens of prompts\n", capsys.readouterr().out)
     with pytest.raises(UserError, match=r"bad.py:3: raises, a reward: ZeroDivisionError"):
-        dry_run(f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
+        dry_run(recipes["packed"], f"rewards=[{tmp_path / 'bad.py'}:raises, length]")
     with pytest.raises(UserError, match=r"says_nan: returned nan for the completion"):
-        dry_run(f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
+        dry_run(recipes["packed"], f"rewards=[{tmp_path / 'bad.py'}:says_nan, length]")
+
+
+@pytest.mark.slow
+def test_a_dry_run_asks_the_server(recipes: dict[str, Path]) -> None:
+    """It serves another model, or is not there."""
     with serving(recipes["packed"].parent / "teacher") as server:
         with pytest.raises(
             UserError, match=r"vllm_server_base_url: .*: serves .*teacher, but .*model is trained"
         ):
-            dry_run(f"vllm_server_base_url={server.url}")
+            dry_run(recipes["packed"], f"vllm_server_base_url={server.url}")
         url = server.url
     with pytest.raises(UserError, match=r"start vLLM 0\.32 with"):
-        dry_run(f"vllm_server_base_url={url}")
+        dry_run(recipes["packed"], f"vllm_server_base_url={url}")

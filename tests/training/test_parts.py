@@ -16,9 +16,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.cli import main
-from tests.conftest import make_chat, make_model
+from finetune.files.tensors import read, read_folder
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
-from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_losses,
+    cross,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+)
 
 STEPS = 6
 LAYOUTS = ("full_shard", "FULL_SHARD", "ddp")
@@ -41,11 +49,16 @@ TRAINED = {
     "whole": r"model\.embed_tokens\.weight|lm_head\.weight",
     "whole-tied": r"model\.embed_tokens\.weight",
 }
-RESUMED = {"frozen": ("FULL_SHARD", "full_shard"), "whole-tied": ("full_shard", "FULL_SHARD")}
+RESUMED = {
+    "frozen": ("FULL_SHARD", "full_shard"),
+    "whole-tied": ("full_shard", "FULL_SHARD"),
+    "whole": ("full_shard", "full_shard"),
+}
+QUICK = {("full_shard", "frozen"), ("full_shard", "whole")}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     """Models, recipes, and every run of two ranks: `folder / f"{layout}-{mode}"`, and `resumed-{mode}`."""
     folder = tmp_path_factory.mktemp("parts")
     data = make_chat(folder / "chat.jsonl", rows=20)
@@ -65,8 +78,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         runs += [
             (recipe, write_config(folder, layout), [f"output_dir={folder / f'{layout}-{mode}'}"])
             for layout in LAYOUTS
+            if slow_too or (layout, mode) in QUICK
         ]
     for mode, (before, after) in RESUMED.items():
+        if not slow_too and (before, mode) not in QUICK:
+            continue
         start = folder / f"{before}-{mode}" / "checkpoints" / "step-00000003"
         keys_ = [f"output_dir={folder / f'resumed-{mode}'}", f"resume_from_checkpoint={start}"]
         runs.append((folder / f"{mode}.yaml", write_config(folder, after), keys_))
@@ -105,31 +121,31 @@ def expected(folder: Path) -> Callable[[str], list[tuple[float, float]]]:
     return train
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@cross(LAYOUTS, MODES, QUICK)
 def test_what_is_named_trains_in_every_layout_as_in_a_plain_loop(
-    layout: str, mode: str, folder: Path, expected: Callable[[str], list[tuple[float, float]]]
+    name: str, kind: str, folder: Path, expected: Callable[[str], list[tuple[float, float]]]
 ) -> None:
-    run = folder / f"{layout}-{mode}"
-    lines = assert_losses(run, expected(mode))
+    lines = assert_losses(folder / f"{name}-{kind}", expected(kind))
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_checkpoint_holds_what_changed_and_the_rest_as_it_was(mode: str, folder: Path) -> None:
-    keys = yaml.safe_load((folder / f"{mode}.yaml").read_text())
+@cross(["ddp", "full_shard"], MODES, QUICK)
+def test_a_checkpoint_holds_what_changed_and_the_rest_as_it_was(
+    name: str, kind: str, folder: Path
+) -> None:
+    keys = yaml.safe_load((folder / f"{kind}.yaml").read_text())
     base = load_file(Path(keys["model_name_or_path"]) / "model.safetensors")
-    saved = read_model(folder / f"ddp-{mode}" / "checkpoints" / f"step-{STEPS:08}")
-    plain = {name: tensor for name, tensor in saved.items() if ".lora_" not in name}
+    saved = read_model(folder / f"{name}-{kind}" / "checkpoints" / f"step-{STEPS:08}")
+    plain = {key: tensor for key, tensor in saved.items() if ".lora_" not in key}
     if "use_peft" not in keys:
         assert plain.keys() == base.keys()
-    changed = {name for name, tensor in plain.items() if not torch.equal(tensor, base[name])}
-    assert changed == {name for name in base if re.fullmatch(TRAINED[mode], name)}
-    if mode == "whole":
+    changed = {key for key, tensor in plain.items() if not torch.equal(tensor, base[key])}
+    assert changed == {key for key in base if re.fullmatch(TRAINED[kind], key)}
+    if kind == "whole":
         ranks = {
-            name.split("layers.")[1].split(".lora_A")[0]: t.shape[0]
-            for name, t in saved.items()
-            if "lora_A" in name
+            key.split("layers.")[1].split(".lora_A")[0]: t.shape[0]
+            for key, t in saved.items()
+            if "lora_A" in key
         }
         assert (ranks["0.self_attn.q_proj"], ranks["1.mlp.up_proj"], ranks["0.mlp.up_proj"]) == (
             2,
@@ -137,27 +153,23 @@ def test_a_checkpoint_holds_what_changed_and_the_rest_as_it_was(mode: str, folde
             4,
         )
     numbers = sum(
-        tensor.numel() for name, tensor in saved.items() if ".lora_" in name or name in changed
+        tensor.numel() for key, tensor in saved.items() if ".lora_" in key or key in changed
     )
     assert f", {numbers:,} trained (" in (folder / "printed.txt").read_text()
 
 
 def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: t
-        for file in (checkpoint / "model").glob("*.safetensors")
-        for name, t in load_file(file).items()
-    }
+    return {name: read(stored) for name, stored in read_folder(checkpoint / "model").items()}
 
 
-@pytest.mark.parametrize("mode", RESUMED)
+@pytest.mark.parametrize("mode", slow_but({"whole"}, RESUMED))
 def test_another_layout_resumes_it_exactly(mode: str, folder: Path) -> None:
     before = [line["loss"] for line in steps_of(folder / f"{RESUMED[mode][0]}-{mode}")]
     after = [line["loss"] for line in steps_of(folder / f"resumed-{mode}")]
     assert after == pytest.approx(before[3:], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["whole", "whole-tied"])
+@pytest.mark.parametrize("mode", slow_but({"whole"}, ["whole", "whole-tied"]))
 def test_the_export_is_the_model_that_peft_opens(mode: str, folder: Path) -> None:
     run, out = folder / f"full_shard-{mode}", folder / f"export-{mode}"
     assert main(["export", str(run), "--output", str(out)]) == 0

@@ -27,7 +27,7 @@ from finetune.files.tensors import read_folder, read_slice
 from finetune.plan.plan import make_plan
 from finetune.rollout.critic import compute_gae, find_targets
 from finetune.training.screens import count_longest
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
 from tests.training.reference import Alone
 
@@ -55,7 +55,7 @@ EVERY = [
     (1, "single", "tied"),
     (2, "full_shard", "tied"),
 ]
-QUICK = EVERY[:6]
+QUICK = [(1, "single", "reference"), (1, "single", "adapters"), (2, "full_shard", "adapters")]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_every_layout_has_the_same_losses(
         assert is_first == (line["clip_ratio"] == line["value/clip_ratio"] == 0)
 
 
-@pytest.mark.parametrize("mode", ["full", "reference"])
+@pytest.mark.parametrize("mode", slow_but({"reference"}, ["full", "reference"]))
 def test_all_updates_on_the_same_completions_are_those_of_a_plain_loop(
     mode: str, recipes: dict[str, Path], runs: Callable[..., Path]
 ) -> None:
@@ -281,7 +281,7 @@ def read_critic(run: Path, step: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "mode"),
-    [(1, "single", "full"), pytest.param(2, "full_shard", "adapters", marks=pytest.mark.slow)],
+    [(1, "single", "reference"), pytest.param(2, "full_shard", "adapters", marks=pytest.mark.slow)],
 )
 def test_a_run_that_resumes_between_updates_is_bit_equal(
     ranks: int,
@@ -308,7 +308,7 @@ def test_a_run_that_resumes_between_updates_is_bit_equal(
     assert any(read_critic(again, STEPS))
 
 
-@pytest.mark.parametrize("mode", ["full", "adapters"])
+@pytest.mark.parametrize("mode", slow_but({"adapters"}, ["full", "adapters"]))
 def test_an_export_is_the_model_without_the_critic(
     mode: str, recipes: dict[str, Path], runs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -328,15 +328,17 @@ def test_an_export_is_the_model_without_the_critic(
         assert json.loads((adapter / "adapter_config.json").read_text())["modules_to_save"] is None
 
 
-def test_the_plan_counts_the_critic(recipes: dict[str, Path], runs: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("mode", ["reference", "adapters"])
+def test_the_plan_counts_the_critic(
+    mode: str, recipes: dict[str, Path], runs: Callable[..., Path]
+) -> None:
     """As many bytes of trained parameters and of the optimizer's state as the checkpoint holds."""
-    for mode in ("full", "adapters"):
-        recipe = read_recipe(str(recipes[mode]))
-        plan = make_plan(recipe, read_sharding(None, None, {}), 1, on_cpu=True)
-        stored = read_folder(runs(1, "single", mode) / "checkpoints" / f"step-{STEPS:08}" / "model")
-        trained = sum(tensor.byte_count for tensor in stored.values())
-        assert plan.spec.state().trained == trained
-        assert any(each.name == f"lm_head.{VALUE_WEIGHT}" for each in plan.spec.tensors)
+    recipe = read_recipe(str(recipes[mode]))
+    plan = make_plan(recipe, read_sharding(None, None, {}), 1, on_cpu=True)
+    stored = read_folder(runs(1, "single", mode) / "checkpoints" / f"step-{STEPS:08}" / "model")
+    trained = sum(tensor.byte_count for tensor in stored.values())
+    assert plan.spec.state().trained == trained
+    assert any(each.name == f"lm_head.{VALUE_WEIGHT}" for each in plan.spec.tensors)
 
 
 TOOL = '''

@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import run_python
 from tests.training.layouts import write_config
 
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit")
+ROUNDED = "adamw_bf16_moments"  # by random numbers, which replicas must share
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", ROUNDED, "adamw_8bit")
 LAYOUTS = {  # ranks, ranks a node, ranks in a shard group
     "ddp": (2, 2, 1),
     "hybrid": (4, 4, 2),
     "hybrid1": (4, 2, 2),
 }
 STEPS, SAVED_AT = 6, 2
-ON_LAYOUTS = ["ddp", pytest.param("hybrid", marks=pytest.mark.slow)]  # the latter starts four ranks
+ON_LAYOUTS = slow_but({"ddp"}, ["ddp", "hybrid"])  # the latter starts four ranks
 Cases = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
+def runs(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Callable[[str], Cases]:
     """A layout -> every case's exit codes, digests and log; all of a layout are run by one process that forks their ranks."""
 
     @cache
@@ -51,12 +52,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
                 recipe, config, keys, layout, fault, STEPS if fault == "flipped" else SAVED_AT, name
             )
 
-        bf16 = "adamw_bf16_moments"
         if layout == "hybrid1":
-            return _run_cases(folder, {bf16: case(bf16, bf16)})
-        wanted = {optim: case(optim, optim) for optim in _installed()}
-        wanted["killed"] = case("killed", bf16, "killed")
-        wanted["resumed"] = case("resumed", bf16, "flipped", "killed")
+            return _run_cases(folder, {ROUNDED: case(ROUNDED, ROUNDED)})
+        optimizers = _installed() if slow_too else (ROUNDED,)
+        wanted = {optim: case(optim, optim) for optim in optimizers}
+        wanted["killed"] = case("killed", ROUNDED, "killed")
+        wanted["resumed"] = case("resumed", ROUNDED, "flipped", "killed")
         return _run_cases(folder, wanted)
 
     return run
@@ -131,7 +132,7 @@ def _installed() -> tuple[str, ...]:
     return OPTIMIZERS if importlib.util.find_spec("torchao") else OPTIMIZERS[:3]
 
 
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("optim", slow_but({ROUNDED}, OPTIMIZERS))
 @pytest.mark.parametrize("layout", ON_LAYOUTS)
 def test_replicas_stay_equal_bit_for_bit(
     layout: str, optim: str, runs: Callable[[str], Cases]
@@ -146,7 +147,7 @@ def test_replicas_stay_equal_bit_for_bit(
 
 @pytest.mark.slow
 def test_fsdp1s_replicas_stay_equal_bit_for_bit(runs: Callable[[str], Cases]) -> None:
-    run = runs("hybrid1")["adamw_bf16_moments"]
+    run = runs("hybrid1")[ROUNDED]
     assert not any(run["codes"]), run["log"]
     assert_equal(run, LAYOUTS["hybrid1"][2])
 
@@ -162,9 +163,7 @@ def assert_equal(run: dict[str, Any], shard_group_size: int) -> None:
 def test_a_killed_run_resumes_exactly_with_rounded_moments(
     layout: str, runs: Callable[[str], Cases]
 ) -> None:
-    whole, killed, resumed = (
-        runs(layout)[name] for name in ("adamw_bf16_moments", "killed", "resumed")
-    )
+    whole, killed, resumed = (runs(layout)[name] for name in (ROUNDED, "killed", "resumed"))
     assert killed["codes"] == [-9] * len(killed["codes"]) and list(killed["held"]) == [
         str(SAVED_AT)
     ]

@@ -4,6 +4,7 @@ the whole batch, in every layout; `CrossEncoder` opens what is exported, and giv
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.models.head_scores import draw_head
 from finetune.plan.plan import format_plan, make_plan
+from finetune.report.page import render_page
+from finetune.report.run_data import read_run
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.objectives.scores import RANKING
 from tests.conftest import make_model
 from tests.training.layouts import (
     assert_bit_equal,
     assert_losses,
-    choose_quick,
     cross,
     steps_of,
-    train_all,
+    train_kinds,
     write_config,
     write_recipe,
 )
@@ -66,7 +68,8 @@ RUNS: dict[str, tuple[int, str, dict[str, int], list[str]]] = {
     "fsdp2": (3, "full_shard", {}, ["per_device_train_batch_size=3"]),
 }
 KINDS = sorted(RECIPES)
-QUICK = choose_quick(list(RUNS), KINDS, always=("one", "fsdp2"))
+QUICK = {("one", "listnet"), ("one", "listwise"), ("one", "pointwise"), ("lora", "pairwise")}
+RESUMED = {"two": ("full_shard", "ddp"), "lora": ("full_shard",)}  # from step 2, in these layouts
 
 
 def make_rows(kind: str) -> list[dict[str, Any]]:
@@ -129,15 +132,8 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
-    for count in sorted({ranks for ranks, *_ in RUNS.values()}):
-        listed = []
-        for name, (ranks, layout, sizes, keys) in RUNS.items():
-            config = write_config(folder, layout, sizes=sizes or None)
-            for kind, recipe in recipes.items():
-                if ranks == count and (slow_too or (name, kind) in QUICK):
-                    listed.append((recipe, config, [*keys, f"output_dir={folder / name / kind}"]))
-        train_all(folder, listed, ranks=count)
-    return lambda name, kind: folder / name / kind
+    wanted = product(RUNS, KINDS) if slow_too else QUICK
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
 
 
 def write_pair(tokenizer: Any, query: str, document: str, kind: str) -> torch.Tensor:
@@ -254,9 +250,9 @@ def test_losses_and_norms_are_those_of_transformers_class(
                 assert line["mrr@10"] == pytest.approx(one["mrr@10"], abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cross(["one", "fsdp2"], KINDS, QUICK)
 def test_losses_and_norms_are_those_of_sentence_transformers(
-    kind: str, runs: Callable[[str, str], Path], folder: Path
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
     """Of its losses for CrossEncoder, over the padded whole batch in one process, written by the exported template."""
     library = pytest.importorskip("sentence_transformers")
@@ -287,7 +283,7 @@ def test_losses_and_norms_are_those_of_sentence_transformers(
         return value
 
     expected = train_plainly(run, compute, list(model.parameters()), kind)
-    assert_losses(runs("fsdp2", kind), expected)
+    assert_losses(runs(name, kind), expected)
 
 
 @cross(["one", "lora"], KINDS, QUICK)
@@ -391,24 +387,22 @@ def test_a_loss_does_not_depend_on_the_order_of_documents(order: list[int], kind
     torch.testing.assert_close(RANKING[kind](scores[:, order], numbers[:, order]).sum(), loss)
 
 
-@cross(["two"], KINDS, QUICK)
+@cross(RESUMED, KINDS, QUICK)
 def test_a_run_resumes_exactly(
-    name: str, kind: str, runs: Callable[[str, str], Path], recipes: dict[str, Path], folder: Path
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
-    """Under FSDP2 to the same bits; in another layout to the same loss."""
-    whole = runs(name, kind)
-    start = whole / "checkpoints" / "step-00000002"
-    keys = ["per_device_train_batch_size=2", f"resume_from_checkpoint={start}"]
-    again, otherwise = folder / "again" / kind, folder / "otherwise" / kind
-    listed = [
-        (recipes[kind], write_config(folder, "full_shard"), [*keys, f"output_dir={again}"]),
-        (recipes[kind], write_config(folder, "ddp"), [*keys, f"output_dir={otherwise}"]),
-    ]
-    train_all(folder, listed, ranks=2)
-    assert_bit_equal(whole, again, STEPS, from_step=2)
-    for name in ("loss", "grad_norm"):
-        expected = steps_of(whole)[-1][name]
-        assert steps_of(otherwise)[-1][name] == pytest.approx(expected, rel=1e-5)
+    again = folder / "full_shard" / name / kind
+    assert_bit_equal(runs(name, kind), again, STEPS, from_step=2)
+
+
+@cross(["two"], KINDS, QUICK)
+def test_a_run_resumes_in_another_layout(
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+) -> None:
+    last = steps_of(runs(name, kind))[-1]
+    other = steps_of(folder / "ddp" / name / kind)[-1]
+    for key in ("loss", "grad_norm"):
+        assert other[key] == pytest.approx(last[key], rel=1e-5)
 
 
 ROWS_REFUSED = {
@@ -475,9 +469,7 @@ def test_inspect_plan_report_and_chat(
     sharding = read_sharding(str(write_config(folder, "single")), None, {})
     plan = make_plan(read_recipe(str(recipes["pairwise"])), sharding, 1)
     assert "1 score of each document" in format_plan(plan)
-    assert main(["report", str(runs("one", "listnet")), "--output", str(folder / "r.html")]) == 0
-    assert "Held-out recall@1" in (folder / "r.html").read_text()
-    capsys.readouterr()
+    assert "Held-out recall@1" in render_page([read_run(runs("one", "listnet"))], [None])
     export = runs("one", "listnet") / "export"
     text = "Query: What is 3?\nDocument: It is 3."
     assert main(["chat", str(export), "--prompt", text]) == 0

@@ -3,6 +3,7 @@ layout; what is exported opens there with the same scores."""
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -34,11 +34,11 @@ from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
 from tests.training.layouts import (
+    assert_bit_equal,
     assert_losses,
-    choose_quick,
     cross,
     steps_of,
-    train_all,
+    train_kinds,
     write_config,
     write_recipe,
 )
@@ -62,11 +62,8 @@ RUNS = {
     "lora": (2, "full_shard", {}, ["use_peft=true", "lora_r=4", "packing=true"]),
     "three": (3, "full_shard", {}, ["packing=true"]),
 }
-QUICK = choose_quick(list(RUNS), METHODS, always=("single", "fsdp2"))
-RESUMED = {
-    "as before": "full_shard",
-    "otherwise": "ddp",
-}  # from step 2 of fsdp2, under these layouts
+QUICK = {("single", "reward"), ("single", "classify"), ("single", "several"), ("lora", "steps")}
+RESUMED = {"fsdp2": ("full_shard", "ddp"), "lora": ("full_shard",)}  # from step 2, in these layouts
 
 
 def make_rows(method: str) -> list[dict[str, object]]:
@@ -149,34 +146,8 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
-    for ranks in sorted({ranks for ranks, *_ in RUNS.values()}):
-        train_all(
-            folder,
-            [
-                (
-                    recipe,
-                    write_config(folder, layout, sizes=sizes or None),
-                    [*keys, f"output_dir={folder / name / method}"],
-                )
-                for name, (count, layout, sizes, keys) in RUNS.items()
-                for method, recipe in recipes.items()
-                if count == ranks and (slow_too or (name, method) in QUICK)
-            ],
-            ranks=ranks,
-        )
-    resumed = []
-    keys = RUNS["fsdp2"][-1]
-    for name, layout in RESUMED.items():
-        for method, recipe in recipes.items():
-            start = folder / "fsdp2" / method / "checkpoints" / "step-00000002"
-            overrides = [
-                *keys,
-                f"output_dir={folder / name / method}",
-                f"resume_from_checkpoint={start}",
-            ]
-            resumed.append((recipe, write_config(folder, layout), overrides))
-    train_all(folder, resumed, ranks=2)
-    return lambda name, method: folder / name / method
+    wanted = product(RUNS, METHODS) if slow_too else QUICK
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -347,19 +318,22 @@ def test_the_export_has_the_scores_of_the_run(
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_resumes_exactly(method: str, runs: Callable[[str, str], Path]) -> None:
-    expected = steps_of(runs("fsdp2", method))[2:]
-    for name, rel in (("as before", 0.0), ("otherwise", 1e-5)):
-        lines = steps_of(runs(name, method))
-        for line, other in zip(lines, expected, strict=True):
-            assert line["loss"] == pytest.approx(other["loss"], rel=rel, abs=0.0), name
-            assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=rel, abs=0.0), name
-    one, other = (
-        load_file(runs(name, method) / "export" / "model.safetensors")
-        for name in ("fsdp2", "as before")
-    )
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+@cross(RESUMED, METHODS, QUICK)
+def test_a_run_resumes_exactly(
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+) -> None:
+    again = folder / "full_shard" / name / kind
+    assert_bit_equal(runs(name, kind), again, STEPS, from_step=2)
+
+
+@cross(["fsdp2"], METHODS, QUICK)
+def test_a_run_resumes_in_another_layout(
+    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+) -> None:
+    (expected,) = steps_of(runs(name, kind))[2:]
+    (line,) = steps_of(folder / "ddp" / name / kind)
+    for key in ("loss", "grad_norm"):
+        assert line[key] == pytest.approx(expected[key], rel=1e-5, abs=0.0)
 
 
 @cross(["single", "cp", "pipeline", "three"], ["classify", "several"], QUICK)
@@ -441,7 +415,7 @@ def calibrate_plainly(scores: torch.Tensor, true: torch.Tensor, has_several: boo
     return total / len(pairs)
 
 
-@cross(["single", "cp", "three"], ["steps"], QUICK)
+@cross(["single", "cp", "three", "lora"], ["steps"], QUICK)
 def test_held_out_steps_are_those_that_the_export_scores(
     name: str, kind: str, runs: Callable[[str, str], Path]
 ) -> None:
@@ -575,34 +549,32 @@ def test_a_model_that_transformers_cannot_make_score_is_refused(tmp_path: Path) 
         set_head(AutoConfig.for_model("mamba"), ScoreHead(("reward",)), 0)
 
 
+@cross(["single", "lora"], METHODS, QUICK)
 def test_chat_scores_what_is_said(
-    runs: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+    name: str, kind: str, runs: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for method in METHODS:
-        export = runs("single", method) / "export"
-        assert main(["chat", str(export), "--prompt", "What is 3 and 3?"]) == 0
-        said = capsys.readouterr().out.split()
-        opened = open_model(method, export)
-        tokenizer = AutoTokenizer.from_pretrained(export)
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "What is 3 and 3?"}], tokenize=False
-        )
+    export = runs(name, kind) / "export"
+    assert main(["chat", str(export), "--prompt", "What is 3 and 3?"]) == 0
+    said = capsys.readouterr().out.split()
+    opened = open_model(kind, export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3 and 3?"}], tokenize=False
+    )
+    with torch.no_grad():
+        scores = opened(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0]
+    if kind == "steps":  # rows without turns: no template is used
+        text = "What is 3 and 3?" + tokenizer.eos_token
         with torch.no_grad():
-            scores = opened(
-                **tokenizer(text, add_special_tokens=False, return_tensors="pt")
-            ).logits[0]
-        if method == "steps":  # rows without turns: no template is used
-            text = "What is 3 and 3?" + tokenizer.eos_token
-            with torch.no_grad():
-                scores = opened(**tokenizer(text, return_tensors="pt")).logits[0, -1]
-        if method == "several":
-            scores = scores.sigmoid()
-        else:
-            scores = scores.softmax(0) if len(scores) > 1 else scores
-        shown = {said[i]: float(said[i + 1]) for i in range(0, len(said), 2)}
-        assert shown == pytest.approx(
-            {opened.config.id2label[i]: float(score) for i, score in enumerate(scores)}, abs=1e-4
-        )
+            scores = opened(**tokenizer(text, return_tensors="pt")).logits[0, -1]
+    if kind == "several":
+        scores = scores.sigmoid()
+    else:
+        scores = scores.softmax(0) if len(scores) > 1 else scores
+    shown = {said[i]: float(said[i + 1]) for i in range(0, len(said), 2)}
+    assert shown == pytest.approx(
+        {opened.config.id2label[i]: float(score) for i, score in enumerate(scores)}, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("format_name", sorted(EXPORT_FORMATS.keys() - {"safetensors"}))

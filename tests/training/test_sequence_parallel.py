@@ -1,17 +1,17 @@
 """Ranks that divide the tokens of a row between them train as a plain loop does, resume other layouts' runs, and are resumed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from finetune.cli import main
 from finetune.export.export import export
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.models.families import forget_lengths
-from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import (
     assert_bit_equal,
@@ -23,7 +23,7 @@ from tests.training.layouts import (
 )
 from tests.training.test_preference_layouts import make_pairs
 
-STEPS, SAVED_AT = 10, 5
+STEPS, SAVED_AT = 6, 3
 FEW = {"max_steps": 2}
 LORA = {"use_peft": True, "lora_r": 4}
 THREE = {
@@ -115,10 +115,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
     "sp 2 x tp 2": (4, {"sp_size": 2, "tp_size": 2}, True, (*CORE, "dpo-lora", "kto", "masks")),
     "single": (1, {}, False, ()),
 }
-# (layout, mode) that are slow although they are of two ranks
-MORE = {("full_shard", mode) for mode in LONG_CONTEXT}
-MORE |= {
-    ("sp 2", mode) for mode in ("padded-lora", "alone", "nf4", "kto", "longrope", "dynamic-padded")
+# (layout, mode) that a commit trains; the others are slow
+QUICK = {
+    ("full_shard", "three"),
+    ("sp 2", "three"),
+    ("sp 2", "gathered-padded"),
+    ("sp 2", "experts"),
+    ("sp 2", "dpo"),
 }
 # (saved under, resumed under): the latter's ranks are started after the former's.
 RESUMED = [
@@ -130,16 +133,16 @@ RESUMED = [
     ("sp 2", "sp 2 x tp 2"),
     ("sp 2 x tp 2", "single"),
 ]
+RESUMED_QUICKLY = RESUMED[:1]
 
 
-def marked(*which: str, layouts: tuple[str, ...]) -> Any:
-    """A case; slow where it is in MORE, or one of its `layouts` not on 2 ranks, which alone are started in a quick run."""
-    is_slow = which in MORE or any(LAYOUTS[layout][0] != 2 for layout in layouts)
-    return pytest.param(*which, marks=pytest.mark.slow) if is_slow else pytest.param(*which)
+def mark(cases: Iterable[tuple[str, ...]], quick: Container[tuple[str, ...]]) -> list[Any]:
+    """The cases, of which those that are not `quick` are slow."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
 CASES = [
-    marked(layout, mode, layouts=(layout,))
+    (layout, mode)
     for layout, (_, _, _, modes) in LAYOUTS.items()
     for mode in modes
     if mode in PLAIN
@@ -235,9 +238,9 @@ def run(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Run:
             )
             for layout in here
             for mode in LAYOUTS[layout][3]
-            if slow_too or (layout, mode) not in MORE
+            if slow_too or (layout, mode) in QUICK
         ]
-        for saved, layout in RESUMED:
+        for saved, layout in RESUMED if slow_too else RESUMED_QUICKLY:
             if layout in here:  # the second changes nothing: what it saves is what it has read
                 runs += [
                     resume(layout, saved, "resumed"),
@@ -258,13 +261,14 @@ def run(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Run:
     return trained
 
 
-@pytest.mark.parametrize(("layout", "mode"), CASES)
+@pytest.mark.parametrize(("layout", "mode"), mark(CASES, QUICK))
 def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
     layout: str, mode: str, run: Run, recipes: dict[str, Path]
 ) -> None:
     assert_losses(run(layout, mode), reference.losses(recipes[mode], prepare=forget_lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALIKE)
 def test_noise_a_teacher_and_a_stream_are_those_of_whole_rows(mode: str, run: Run) -> None:
     names = ("loss", "grad_norm", *(("kl", "cross_entropy") if mode == "distill" else ()))
@@ -276,6 +280,7 @@ def test_noise_a_teacher_and_a_stream_are_those_of_whole_rows(mode: str, run: Ru
         )
 
 
+@pytest.mark.slow
 def test_state_in_files_is_bit_for_bit_that_in_memory(run: Run) -> None:
     assert_bit_equal(run("sp 2 bf16", "in files"), run("sp 2 bf16", "in memory"), FEW["max_steps"])
 
@@ -294,8 +299,7 @@ def test_what_routers_choose_is_counted_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [marked(name, layouts=(name,)) for name in ("sp 2", "sp 4", "sp 2 x shard 2", "sp 2 x tp 2")],
+    "layout", slow_but({"sp 2"}, ["sp 2", "sp 4", "sp 2 x shard 2", "sp 2 x tp 2"])
 )
 def test_held_out_loss_and_answers_are_those_of_whole_rows(layout: str, run: Run) -> None:
     """Generation computes whole rows on every rank."""
@@ -318,7 +322,7 @@ def test_held_out_loss_and_answers_are_those_of_whole_rows(layout: str, run: Run
     assert other_samples == samples
 
 
-@pytest.mark.parametrize(("saved", "layout"), [marked(*pair, layouts=pair) for pair in RESUMED])
+@pytest.mark.parametrize(("saved", "layout"), mark(RESUMED, RESUMED_QUICKLY))
 def test_a_run_resumes_under_another_layout(
     saved: str, layout: str, run: Run, tmp_path: Path
 ) -> None:
@@ -361,25 +365,20 @@ def test_the_first_screen_says_what_divides_the_tokens(run: Run, folder: Path) -
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
-    folder: Path, recipes: dict[str, Path], tmp_path: Path
+    recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eight = write_config(tmp_path, "full_shard", sizes={"sp_size": 8})
+    def refuse(sizes: dict[str, int], *overrides: str, precision: str = "no") -> str:
+        config = write_config(tmp_path, "full_shard", precision, sizes=sizes)
+        planned = ["plan", "--recipe", str(recipes["three"]), "--config", str(config)]
+        assert main([*planned, *overrides]) == 2
+        return capsys.readouterr().err
+
     capped = f"model_name_or_path={make_model(tmp_path / 'gemma2', model_type='gemma2')}"
-    planned = ["-m", "finetune", "plan", "--recipe", str(recipes["three"])]
-    refused = run_python([*planned, "--config", str(eight), capped])
-    assert refused.returncode == 2
-    assert "cp_size (or sp_size) 8 must divide the attention heads of gemma2" in refused.stderr
-    assert "but the model has 4; set it to 1, 2 or 4" in refused.stderr
-    two = write_config(tmp_path, "full_shard", sizes={"sp_size": 2})
-    command = ["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(two)]
+    said = refuse({"sp_size": 8}, capped)
+    assert "cp_size (or sp_size) 8 must divide the attention heads of gemma2" in said
+    assert "but the model has 4; set it to 1, 2 or 4" in said
     of_two = "but the model has 4, of which tp_size 2 leaves 2 on a rank; set it to 1 or 2"
-    for sizes, named in (
-        ({"tp_size": 2, "sp_size": 4}, of_two),
-        ({"sp_size": 2}, "mixed_precision: fp8"),
-    ):
-        both = write_config(tmp_path, "full_shard", "no" if len(sizes) > 1 else "fp8", sizes=sizes)
-        refused = run_python([*command[:-1], str(both), capped])
-        assert refused.returncode == 2 and named in refused.stderr, refused.stderr
-    refused = run_python([*command, "attn_implementation=sdpa"])
-    assert refused.returncode == 2
-    assert "attn_implementation: sdpa cannot be combined with cp_size" in refused.stderr
+    assert of_two in refuse({"tp_size": 2, "sp_size": 4}, capped)
+    assert "mixed_precision: fp8" in refuse({"sp_size": 2}, capped, precision="fp8")
+    kernel = "attn_implementation: sdpa cannot be combined with cp_size"
+    assert kernel in refuse({"sp_size": 2}, "attn_implementation=sdpa")

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import StepCheck, handle_nonfinite
 from finetune.training.update_in_backward import UpdateInBackward
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import run_python
 from tests.training.layouts import write_config, write_recipe
 
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, str, str, list[str]]] = {
     "one rank": (1, "full_shard", "bf16", ["optim=adamw_torch_fused", "weight_decay=0.1"]),
     "two ranks": (2, "full_shard", "no", ["optim=adamw_torch", "attention_dropout=0.1"]),
 }
+QUICK = ("single", "two ranks")
 PRETENDED = "first of two"  # in one process, which allocates nothing for the exchange itself
 
 
@@ -58,8 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
         pretended = {"pretended": 2} if case == PRETENDED else {}
         return {"name": name, "ranks": ranks, "folder": str(folder), **given, **pretended}
 
-    jobs = [job(name, name) for name in (*CASES, PRETENDED)]
-    jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in (*CASES, PRETENDED)]
+    wanted = (*CASES, PRETENDED) if slow_too else QUICK
+    jobs = [job(name, name) for name in wanted]
+    jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in wanted]
     if slow_too:
         jobs.append(job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments"))
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -69,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_parameters_and_state_are_those_of_the_plain_step_bit_for_bit(
     name: str, folder: Path
 ) -> None:
@@ -97,7 +99,7 @@ def test_replicas_round_alike(folder: Path) -> None:
     assert not torch.equal(states[0]["0 "], states[1]["0 "])
 
 
-@pytest.mark.parametrize("name", ["single", "one rank", PRETENDED])
+@pytest.mark.parametrize("name", slow_but(QUICK, ["single", "one rank", PRETENDED]))
 def test_a_step_allocates_what_is_planned(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,13 +180,12 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
     missing = next((name for name, package in TRACKERS.items() if find_spec(package) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed")
-    for options in ([], ["--dry-run"]):
-        ended = launch_ranks(
-            RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120
-        )
-        assert ended.returncodes == (2,)
-        assert f'pip install -e ".[{missing}]"' in ended.outputs[0]
-        assert "Traceback" not in ended.outputs[0]
+    recipe = read_recipe(str(tiny_recipe(report_to=missing)))
+    for dry_run in (False, True):
+        with pytest.raises(UserError) as error:
+            fine_tune(recipe, read_sharding("single", None, {}), dry_run)
+        assert f'pip install -e ".[{missing}]"' in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(
