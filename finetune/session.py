@@ -656,8 +656,9 @@ class Session:
         }
 
     def save(self) -> Path:
-        """Publishes a checkpoint of the steps done, from which the command and `load` resume;
-        returns its folder.
+        """Publishes a checkpoint of the steps done; returns its folder.
+
+        `finetune launch` and `load` resume from it. All ranks call it.
         """
         self._refuse_closed("save")
         if self._backward:

@@ -219,11 +219,12 @@ class Saver:
         self._thread.start()
 
     def _count_parameters(self) -> int:
-        """The whole model's. All ranks call it."""
+        """Counts the parameters of the whole model, all stages. All ranks call it."""
         by_rank: list[int] = self._ranks.on_all(lambda: count_parameters(self.model))
         return sum(by_rank[:: self.world.stage_size])
 
     def _shards(self) -> list[TensorShard]:
+        """Lists this rank's shards; it writes those with `is_first_copy`."""
         parts = {
             MODEL: get_model_state(self.model, self.optimizer),
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
@@ -279,39 +280,62 @@ class Saver:
     def _fill_and_publish(
         self, staging: Path, progress: Progress, shards: list[TensorShard], is_published: bool
     ) -> int:
+        """Writes the files of all ranks, then the manifest, and last gives the folder its name.
+
+        All ranks call it. Returns the checkpoint's size in bytes.
+        """
         ranks = self._ranks
         ranks.on_main(lambda: make_staging(staging))
-        receipts = ranks.on_all(lambda: write_shards(staging, shards, self.world))
+        entries_by_rank = ranks.on_all(lambda: write_shards(staging, shards, self.world))
 
         def finish() -> int:
-            content = json.dumps(
-                describe_state(progress, self.recipe, self.world, self.inputs), indent=1
-            ).encode()
-            written = {name: entry for receipt in receipts for name, entry in receipt.items()}
-            for name, text in {**self._descriptions, **self._files, STATE: content}.items():
-                written[name] = durable.write_file(staging / name, [text])
-            manifest = Manifest(
-                step=progress.step,
-                layout=self.world.sharding.layout,
-                ranks=self.world.size,
-                recipe_sha256=hash_recipe(to_dict(self.recipe)),
-                packages=dict(read_versions()),
-                files=written,
-            )
-            complete(staging, manifest)
+            manifest = self._complete(staging, progress, entries_by_rank)
             if is_published:
-                publish(self.run_folder, staging, progress.step)
-                kept = self.recipe.checkpoint
-                best = progress.best_step if kept.keep_best_checkpoint else None
-                keys = kept.save_total_limit, kept.keep_every_steps, best
-                for problem in prune(self.run_folder, progress.step, *keys):
-                    print(problem, flush=True)
+                self._publish_and_prune(staging, progress)
             else:
                 durable.remove_tree(staging)
             return manifest.bytes
 
         size: int = ranks.on_main(finish)
         return size
+
+    def _complete(
+        self, staging: Path, progress: Progress, entries_by_rank: list[dict[str, dict[str, Any]]]
+    ) -> Manifest:
+        """Writes the files beside the shards, and last the manifest of all. Rank 0 calls it.
+
+        `entries_by_rank`: what `write_shards` has returned on each rank.
+        """
+        state = describe_state(progress, self.recipe, self.world, self.inputs)
+        state_json = json.dumps(state, indent=1).encode()
+        contents = {**self._descriptions, **self._files, STATE: state_json}
+        entries = {name: entry for of_rank in entries_by_rank for name, entry in of_rank.items()}
+        for name, content in contents.items():
+            entries[name] = durable.write_file(staging / name, [content])
+        manifest = Manifest(
+            step=progress.step,
+            layout=self.world.sharding.layout,
+            ranks=self.world.size,
+            recipe_sha256=hash_recipe(to_dict(self.recipe)),
+            packages=dict(read_versions()),
+            files=entries,
+        )
+        complete(staging, manifest)
+        return manifest
+
+    def _publish_and_prune(self, staging: Path, progress: Progress) -> None:
+        """Gives the folder its name, and removes the checkpoints that the recipe does not keep."""
+        publish(self.run_folder, staging, progress.step)
+        keys = self.recipe.checkpoint
+        problems = prune(
+            self.run_folder,
+            progress.step,
+            keys.save_total_limit,
+            keys.keep_every_steps,
+            best_step=progress.best_step if keys.keep_best_checkpoint else None,
+        )
+        for problem in problems:
+            print(problem, flush=True)
 
 
 def write_shards(
@@ -384,12 +408,19 @@ def _in_order(config: Any) -> Any:
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the ids of `special_tokens` and `eot_tokens` into a generation_config.json; without
-    them, nothing.
+    """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into generation_config.json.
+
+    Generation then stops at the recipe's EOS and `eot_tokens`, and where it stopped before. Without
+    these two keys, the file stays as it is.
+
+    Args:
+        path: The generation_config.json; made where there is none.
+        model: The recipe's section with both keys.
+        tokenizer: The tokenizer, which has these tokens.
     """
     special = model.special_tokens or {}
-    ends = list(model.eot_tokens)
-    if not (special or ends):
+    end_of_turn = list(model.eot_tokens)
+    if not (special or end_of_turn):
         return
     content = load_json(path) if path.is_file() else {}
     ids = {
@@ -397,12 +428,13 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
         for name in GENERATION_TOKENS
         if name in special
     }
-    before = content.get("eos_token_id", tokenizer.eos_token_id)
-    stops = [ids.pop("eos_token_id", None), *map(tokenizer.convert_tokens_to_ids, ends)]
-    stops += before if isinstance(before, list) else [before]
-    content |= ids | {
-        "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None))
-    }
+    earlier_stops = content.get("eos_token_id", tokenizer.eos_token_id)
+    if not isinstance(earlier_stops, list):
+        earlier_stops = [earlier_stops]
+    end_of_turn_ids = [tokenizer.convert_tokens_to_ids(token) for token in end_of_turn]
+    stops = [ids.get("eos_token_id"), *end_of_turn_ids, *earlier_stops]
+    ids["eos_token_id"] = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    content |= ids
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -94,22 +94,22 @@ class RenderedText:
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """The texts in which the turns of a document are trained on, as `renderer.turns` asks.
+    """Renders a document as one or several texts, as `renderer.turns` says.
+
+    Under `auto` and `split` every trained turn follows exactly the prompt that inference gives: the
+    template applied to the conversation so far, with the generation prompt. `auto` writes the
+    fewest such texts: one, where the template writes a turn alike whatever follows it.
 
     Raises `BadRow`.
-
-    Every trained turn stands after exactly what inference gives when it is asked for: the template,
-    applied to the conversation so far, with the generation prompt. `auto` writes as few texts as
-    have this property: one for a template that writes a turn alike whatever follows it.
     """
     if renderer.answers_apart and isinstance(document, Completion | Conversation):
         return _render_answers_apart(document, renderer)
     if isinstance(document, Completion) and document.are_turns and renderer.has_template:
-        turns = (
+        messages = (
             make_message("user", document.prompt),
             make_message("assistant", document.completion),
         )
-        document = Conversation(turns, (False, True))
+        document = Conversation(messages, (False, True))
     if isinstance(document, Conversation) and document.images:
         renderer = read_parts(renderer)
     if not isinstance(document, Conversation) or not renderer.assistant_only:
@@ -119,85 +119,85 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     if renderer.turns == "last":
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
+    whole = None
     if renderer.turns != "split":
-        laid_out = _render_laid_out(document, renderer)
-    else:
-        laid_out = None
-    if laid_out is not None:
-        earlier = laid_out.spans[:-1]
-        if renderer.turns == "whole" or not any(
-            _cuts_token(laid_out.text, span, renderer) for span in earlier
-        ):
-            return (laid_out,)
-    asked = ask_turns(document, renderer)
-    is_known = asked and len(asked) == sum(document.trained)  # markers may enclose no turn
-    if renderer.turns == "whole" or not is_known:
-        return (_render_whole(document, asked, renderer),)
-    return _render_apart(document, asked, renderer)
+        whole = _render_by_layout(document, renderer)
+    if whole is not None and (renderer.turns == "whole" or not _cuts_earlier(whole, renderer)):
+        return (whole,)
+    turns = ask_turns(document, renderer)
+    all_asked = turns and len(turns) == sum(document.trained)  # markers may enclose no turn
+    if renderer.turns == "whole" or not all_asked:
+        return (_render_whole(document, turns, renderer),)
+    return _render_apart(document, turns, renderer)
 
 
 def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """The texts of a document, whose prompt and answers are texts of their own, whether or not all
-    is trained on.
+    """Renders a document for `answers_apart`: the tokenizer encodes the prompt and each answer
+    separately.
     """
     if getattr(document, "images", ()):
         raise BadRow(
             "answers_apart: a text with images is encoded as one; remove the key from this entry "
             "of datasets"
         )
-    if renderer.assistant_only:
-        turns: Turns = renderer.turns
-    else:
-        turns = "whole"
+    turns: Turns = renderer.turns if renderer.assistant_only else "whole"
+    # Rendering finds where answers start only if they alone are trained on.
+    finder = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
     texts: list[RenderedText] = []
-    for text in render_turns(
-        document, replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
-    ):
-        answers = [start for start, _ in text.turns.values() or text.spans]
-        if renderer.bos and text.text.startswith(renderer.bos):
-            after_bos = [len(renderer.bos)]
-        else:
-            after_bos = []
-        text = replace(text, fresh_starts=(*after_bos, *answers))
-        if not renderer.assistant_only and not text.is_plain:
-            text = replace(text, spans=((0, len(text.text)),))
-        texts.append(text)
+    for rendered in render_turns(document, finder):
+        answers = rendered.turns.values() or rendered.spans
+        starts = [start for start, _ in answers]
+        if renderer.bos and rendered.text.startswith(renderer.bos):
+            starts = [len(renderer.bos), *starts]
+        spans = rendered.spans
+        if not renderer.assistant_only and not rendered.is_plain:
+            spans = ((0, len(rendered.text)),)
+        texts.append(replace(rendered, spans=spans, fresh_starts=tuple(starts)))
     return tuple(texts)
 
 
 def _render_apart(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[RenderedText, ...]:
-    """The fewest texts in which each turn stands as inference has it; under `turns: split` one for
-    each.
+    """Renders the fewest texts that write each trained turn as inference does; under `turns: split`
+    one for each turn.
 
-    From the last turn to the first: a text ends with a turn, and holds every earlier one that it
-    writes so.
+    It begins with the last turn. A text ends with a turn, and also trains every earlier turn that
+    it writes as inference does.
+
+    Args:
+        conversation: The conversation.
+        asked: Message index -> trained turn.
+        renderer: The renderer.
     """
     texts: list[RenderedText] = []
-    left = dict(asked)
-    while left:
-        last = max(left)
-        text = left[last].text
-        held = {last}
+    remaining = dict(asked)
+    while remaining:
+        last = max(remaining)
+        text = remaining[last].text
+        turns = {last: remaining.pop(last)}
         if renderer.turns != "split":
-            held |= {i for i, turn in left.items() if i != last and _has_turn(text, turn, renderer)}
-        turns = {i: turn for i, turn in left.items() if i in held}
-        texts.append(_render_asked(_keep_turns(conversation, held), turns, renderer))
-        left = {i: turn for i, turn in left.items() if i not in held}
+            turns |= {i: turn for i, turn in remaining.items() if _has_turn(text, turn, renderer)}
+        texts.append(_render_asked(_keep_turns(conversation, turns), turns, renderer))
+        remaining = {i: turn for i, turn in remaining.items() if i not in turns}
     if len(texts) > 1:
         texts = [replace(text, findings=(*text.findings, "turns_split")) for text in texts]
     return tuple(reversed(texts))
 
 
 def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
-    """Whether `text`, of a longer conversation, has a turn as inference has it, token by token."""
+    """Whether `text`, of a longer conversation, has the tokens of a turn as inference has them."""
     return turn.is_in(text) and not _cuts_token(text, (turn.start, turn.end), renderer)
 
 
+def _cuts_earlier(rendered: RenderedText, renderer: Renderer) -> bool:
+    """Whether a border of a trained span before the last one would cut a token of the text."""
+    return any(_cuts_token(rendered.text, span, renderer) for span in rendered.spans[:-1])
+
+
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
-    """Whether a token of the whole text, as inference has it later, crosses a border of a trained
-    span.
+    """Whether a border of a trained span would cut a token of `text` encoded as one piece, which is
+    how inference encodes it in later turns.
     """
     special = renderer.special_tokens
     for border in span:
@@ -221,9 +221,11 @@ def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversatio
     return replace(conversation, messages=conversation.messages[: len(trained)], trained=trained)
 
 
-def _render_laid_out(conversation: Conversation, renderer: Renderer) -> RenderedText | None:
-    """The whole conversation, if it is known without asking for them that all turns stand as
-    inference has them.
+def _render_by_layout(conversation: Conversation, renderer: Renderer) -> RenderedText | None:
+    """Renders the whole conversation once; None unless the template's known layout proves that each
+    turn is as inference has it.
+
+    `ask_turns` finds the same by a rendering for each turn.
     """
     text = apply_template(renderer, read_messages(conversation, renderer), conversation.tools)
     turns = match_layout(text, conversation, renderer)
@@ -236,8 +238,8 @@ def _render_laid_out(conversation: Conversation, renderer: Renderer) -> Rendered
 def _render_whole(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> RenderedText:
-    """The whole conversation as the template writes it, also where inference sees turns
-    otherwise.
+    """Renders the whole conversation as the template writes it, even where inference would see
+    turns differently.
     """
     text, turns = find_turns(conversation, asked, renderer)
     return _check_traced(conversation, text, turns, asked, renderer)
@@ -246,8 +248,8 @@ def _render_whole(
 def _render_asked(
     conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer
 ) -> RenderedText:
-    """The text of a conversation that ends with the last of `turns`, all of which stand as
-    inference has them.
+    """Renders a conversation that ends with the last of `turns`; its text has each of them as
+    inference does.
     """
     spans = {i: turn.spans for i, turn in turns.items()}
     return _check_traced(conversation, turns[max(turns)].text, spans, turns, renderer)
@@ -260,9 +262,17 @@ def _check_traced(
     asked: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
-    """A text of which `turns` are trained on, with what is found in it.
+    """Checks a text and its trained turns, and adds the findings.
 
-    Raises `BadRow` where they are not sound.
+    Args:
+        conversation: What the text was rendered from.
+        text: The text.
+        turns: Message index -> trained spans in `text`.
+        asked: Message index -> the turn as inference has it, to compare with.
+        renderer: The renderer.
+
+    Raises:
+        BadRow: Trained spans overlap, hold words of another message, or miss an answer.
     """
     marks: Marks = ()
     if renderer.assistant_only:
@@ -280,10 +290,15 @@ def _check(
     marks: Marks,
     renderer: Renderer,
 ) -> RenderedText:
-    """A text, with what is found in it, and without the reasoning that is not to be trained on.
+    """Adds the findings to a text, and takes reasoning out of its trained spans where the recipe
+    does not train on it.
 
-    `turns`: message index -> the spans of an assistant's turn; of all of them, or of those that are
-    trained on.
+    Args:
+        conversation: What the text was rendered from.
+        text: The text.
+        turns: Message index -> spans of an assistant's turn, at least of each trained one.
+        marks: Which characters came from which message; empty where nothing was traced.
+        renderer: The renderer.
     """
     messages = conversation.messages
     trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
@@ -319,17 +334,17 @@ def _check(
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
-    """Where the words of its reasoning stand in a turn, with the white space behind them; None
-    where they do not.
+    """Locates the reasoning of message `i` in its turn, with the white space behind it; None where
+    the text has none.
     """
-    own = [mark for mark in marks if mark.message == i]
-    places = [mark.position for mark in own if mark.part in REASONING_KEYS]
+    of_message = [mark for mark in marks if mark.message == i]
+    positions = [mark.position for mark in of_message if mark.part in REASONING_KEYS]
     words = read_reasoning(message)
     closed = THINKING_END.search(text, *turn)
-    if places:
-        start = places[0]
-        end = places[-1]
-    elif own and any(key in message for key in REASONING_KEYS):
+    if positions:
+        start = positions[0]
+        end = positions[-1]
+    elif of_message and any(key in message for key in REASONING_KEYS):
         return None  # the template leaves it out
     elif words and closed:  # the content has it, behind a tag that the prompt may have opened
         opened = THINKING_START.search(text, turn[0], closed.start())
@@ -339,14 +354,16 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
         return None
     if start < 0:
         return None
-    return (start, end + len(text[end : turn[1]]) - len(text[end : turn[1]].lstrip()))
+    after = text[end : turn[1]]
+    white_space = len(after) - len(after.lstrip())
+    return (start, end + white_space)
 
 
-def _leave_out(rendered: RenderedText, words: Span | None) -> RenderedText:
-    """`rendered`, with some of its words not trained on."""
-    if words is None:
+def _leave_out(rendered: RenderedText, removed: Span | None) -> RenderedText:
+    """Takes `removed` out of the trained spans."""
+    if removed is None:
         return rendered
-    start, end = words
+    start, end = removed
     spans: list[Span] = []
     for first, last in rendered.spans:
         around = ((first, min(last, start)), (max(first, end), last))
@@ -360,8 +377,8 @@ def _compare_with_asked(
     turns: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
-    """`rendered`, with the findings of what inference would see or write otherwise, and the first
-    token of that.
+    """Adds a finding, with the first token that differs, where inference would see or write a turn
+    differently.
     """
     for i, turn in sorted(turns.items()):
         if turn.is_continued:
@@ -374,9 +391,9 @@ def _compare_with_asked(
             name = "prompt_not_continued"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
-        # what it would say is part of this
-        known = [each for each in rendered.findings if each != "no_reasoning"]
-        return replace(rendered, findings=(*known, name), difference=difference)
+        # this finding includes that one
+        others = [finding for finding in rendered.findings if finding != "no_reasoning"]
+        return replace(rendered, findings=(*others, name), difference=difference)
     if not renderer.response_template:
         return rendered
     for i, turn in sorted(turns.items()):
@@ -453,7 +470,7 @@ def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str,
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
-    """A document as one text and what of it is trained on.
+    """Renders a document as one text, with the spans that are trained on.
 
     Raises `BadRow` if the chat template rejects it.
     """
@@ -487,86 +504,101 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             findings = tuple(_check_completion(document, renderer))
             return RenderedText(text, ((len(prompt), len(text)),), True, findings)
         case Conversation():
-            renderer = add_variables(
-                read_parts(renderer) if document.images else renderer, document.variables
-            )
-            laid_out = _render_laid_out(document, renderer)
-            if laid_out is not None:
-                return laid_out
-            if renderer.assistant_only:
-                asked = ask_turns(document, renderer)
-            else:
-                asked = {}
+            renderer = _for_conversation(renderer, document)
+            whole = _render_by_layout(document, renderer)
+            if whole is not None:
+                return whole
+            turns = ask_turns(document, renderer) if renderer.assistant_only else {}
             last = len(document.messages) - 1
             if (
                 renderer.turns != "whole"
-                and last in asked
-                and all(turn.is_in(asked[last].text) for turn in asked.values())
+                and last in turns
+                and all(turn.is_in(turns[last].text) for turn in turns.values())
             ):
-                return _render_asked(document, asked, renderer)
-            return _render_whole(document, asked, renderer)
+                return _render_asked(document, turns, renderer)
+            return _render_whole(document, turns, renderer)
 
 
 def _render_question(document: Question, renderer: Renderer) -> RenderedText:
-    """A prompt up to where the assistant answers. Raises `BadRow` as `render` does."""
+    """Renders a prompt, which ends where the assistant's answer begins. Nothing of it is trained
+    on.
+
+    Raises `BadRow` as `render` does.
+    """
     question = document.asked
     if isinstance(question, str):
         if renderer.tools or renderer.environments:
             raise BadRow(
                 "a prompt as text has no chat template, which describes the tools; make it messages"
             )
-        return RenderedText(question.removeprefix(renderer.bos), (), True, row=document.row)
-    own = add_variables(read_parts(renderer) if question.images else renderer, question.variables)
-    messages = read_messages(question, own)
-    if own.environments:
+        text = question.removeprefix(renderer.bos)
+        return RenderedText(text, spans=(), is_plain=True, row=document.row)
+    renderer = _for_conversation(renderer, question)
+    messages = read_messages(question, renderer)
+    group_hash = None
+    if renderer.environments:
         row = json.loads(document.row)
-        choose_environment(own.environments, row["columns"])  # or it says that there is none
-        tools = choose_tools(own, row)
+        choose_environment(renderer.environments, row["columns"])  # raises where there is none
+        tools = choose_tools(renderer, row)
     else:
-        tools = question.tools or own.tools
-    text = apply_template(own, messages, tools, add_generation_prompt=True)
+        tools = question.tools or renderer.tools
+    text = apply_template(renderer, messages, tools, add_generation_prompt=True)
+    if renderer.environments:  # rows with the same prompt may begin different episodes
+        group_hash = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
     findings = tuple(check_prompt(document, text, renderer.has_template))
-    identity = None
-    if own.environments:  # rows of one prompt may begin different worlds
-        identity = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
-    return RenderedText(text, (), False, findings, row=document.row, group_hash=identity)
+    return RenderedText(
+        text, spans=(), is_plain=False, findings=findings, group_hash=group_hash, row=document.row
+    )
+
+
+def _for_conversation(renderer: Renderer, conversation: Conversation) -> Renderer:
+    """The renderer with the conversation's template variables, in the mode that images need."""
+    if conversation.images:
+        renderer = read_parts(renderer)
+    return add_variables(renderer, conversation.variables)
 
 
 def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
-    """The prompt and each step with what separates it from the next, each a text of its own to the
-    tokenizer, as TRL's PRMTrainer encodes them.
+    """Renders a prompt and its steps, each followed by the separator, at whose end it is scored.
+
+    The tokenizer encodes prompt, steps and separators separately, as in TRL's PRMTrainer.
     """
     text = document.prompt.removeprefix(renderer.bos)
-    starts = []
-    spans = []
+    fresh_starts = []
+    separators = []
     for step in document.steps:
-        begin = len(text)
-        end = begin + len(step)
+        step_start = len(text)
+        step_end = step_start + len(step)
         text += step + document.separator
-        starts += [begin, end]
-        spans.append((end, len(text)))
+        fresh_starts += [step_start, step_end]
+        separators.append((step_end, len(text)))
     return RenderedText(
-        text, tuple(spans), True, step_labels=document.labels, fresh_starts=tuple(starts)
+        text,
+        spans=tuple(separators),
+        is_plain=True,
+        step_labels=document.labels,
+        fresh_starts=tuple(fresh_starts),
     )
 
 
 def render_scored(document: Document, renderer: Renderer) -> RenderedText:
-    """A document whose last token is scored: a conversation as the template writes it, whoever
-    speaks last.
+    """Renders a document whose last token is scored: a conversation as the template writes it,
+    whoever speaks last.
 
-    It is one piece to the tokenizer, as it is to whoever asks for the score of the same text.
+    The tokenizer encodes it as one piece, as it does when the trained model scores a text.
     """
     if not isinstance(document, Conversation):
         return replace(render(document, renderer), spans=())
-    own = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
-    text = apply_template(own, read_messages(document, own), document.tools or own.tools)
+    renderer = _for_conversation(renderer, document)
+    messages = read_messages(document, renderer)
+    text = apply_template(renderer, messages, document.tools or renderer.tools)
     findings = check_prompt(Question(document, ""), text, renderer.has_template)
     return RenderedText(text, (), False, tuple(findings))
 
 
 def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
-    """A text that is embedded: as it is, with the tokens that the tokenizer itself puts around
-    it.
+    """Renders a text that is embedded: unchanged, between the tokens that the tokenizer itself
+    adds.
     """
     return RenderedText(document.text + renderer.end, (), True)
 
@@ -584,11 +616,17 @@ def find_image_token(renderer: Renderer) -> str:
 def write_images(
     text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
 ) -> RenderedText:
-    """A text of `document`, with what the model's processor writes for each of its `images`, which
-    is not trained on.
+    """Replaces each image token of a text by what the model's processor writes for that image;
+    neither is trained on.
 
-    Raises `BadRow` where an image cannot be opened, or the template does not write a place for
-    each.
+    Args:
+        text: Rendered from `document`, with one image token for each image.
+        document: The conversation, or a prompt.
+        images: Its images, in order.
+        renderer: With the model's image processor.
+
+    Raises:
+        BadRow: An image cannot be opened, or the template writes another number of image tokens.
     """
     if not images:
         return text
@@ -689,40 +727,57 @@ def _stops(trained: str, renderer: Renderer) -> bool:
 def _find_dropped(
     conversation: Conversation, text: str, turns: Mapping[int, Span]
 ) -> Iterator[str]:
-    """Names of the checks for what the conversation holds and its rendered `text` does not.
+    """Yields a finding for each kind of content that the conversation has and its `text` lacks.
 
-    `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be
-    found in it.
+    Args:
+        conversation: The conversation.
+        text: What the chat template made of it.
+        turns: Message index -> span of an assistant's turn in `text`; empty where the spans are not
+            known.
     """
     messages = conversation.messages
-    if any(
-        m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages
-    ):
+    instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
+    if not all(words in text for words in instructions):
         yield "system_dropped"
-    if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
+    questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
+    if not all(words in text for words in questions):
         yield "user_dropped"
-    answers = {}  # message index -> text of an assistant's turn, as far as it is known
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            answers[i] = text[slice(*turns[i])] if i in turns else text
+    # Message index -> text of an assistant's turn; the whole text where its span is not known.
+    answers = {
+        i: text[slice(*turns[i])] if i in turns else text
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant"
+    }
     yield from _find_dropped_answers(conversation, text, answers)
-    without_call = {i for i, answer in answers.items() if not _holds_calls(answer, messages[i])}
-    if any(conversation.trained[i] for i in without_call):
-        yield "tool_calls_dropped"
-    if not all(conversation.trained[i] for i in without_call) or not _holds_tools(
-        conversation, text, turns
-    ):
-        yield "tools_dropped"
-    if any(
-        conversation.trained[i] and not _holds_reasoning(answers[i], messages[i]) for i in answers
-    ):
+    yield from _find_dropped_calls(conversation, text, turns, answers)
+    trained = [i for i in answers if conversation.trained[i]]
+    if not all(_holds_reasoning(answers[i], messages[i]) for i in trained):
         yield "reasoning_dropped"
+
+
+def _find_dropped_calls(
+    conversation: Conversation, text: str, turns: Mapping[int, Span], answers: Mapping[int, str]
+) -> Iterator[str]:
+    """Yields a finding for tool calls that trained turns lack, and one for calls of other turns,
+    schemas of tools and their results.
+    """
+    incomplete = [
+        i for i, answer in answers.items() if not _holds_calls(answer, conversation.messages[i])
+    ]
+    trained = [i for i in incomplete if conversation.trained[i]]
+    if trained:
+        yield "tool_calls_dropped"
+    if len(trained) < len(incomplete) or not _holds_tools(conversation, text, turns):
+        yield "tools_dropped"
 
 
 def _find_dropped_answers(
     conversation: Conversation, text: str, answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Finds the parts of trained answers that the text lacks, as `_find_dropped` does."""
+    """Yields findings for trained answers that the text lacks, or that are empty.
+
+    `answers`: message index -> text of an assistant's turn.
+    """
     messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and
     # those with tool calls.

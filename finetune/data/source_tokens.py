@@ -202,7 +202,7 @@ def _render_batch(
 def _render_row(
     parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
 ) -> tuple[list[RenderedText], list[str]]:
-    """Returns (the texts of a row, the findings in it, each once).
+    """Renders a row as texts; returns (the texts, the names of its findings without repeats).
 
     Raises `BadRow` where it cannot be used.
     """
@@ -316,36 +316,42 @@ def _check_tokens(
     return tokens
 
 
-def _count_findings(documents: list[RenderedText], where: list[str], stats: SourceStats) -> None:
-    """Counts what rendering has noted in the documents, by name; of those that compare, with the
-    first difference.
+def _count_findings(documents: list[RenderedText], places: list[str], stats: SourceStats) -> None:
+    """Adds the findings of rendered documents to `stats`.
+
+    A finding of COMPARED keeps the first difference that it was seen with.
+
+    Args:
+        documents: The documents.
+        places: File and row of each document.
+        stats: The statistics of their source.
     """
-    places: dict[str, list[str]] = {}
-    differences: dict[str, str] = {}
-    for document, place in zip(documents, where, strict=True):
+    places_by_finding: dict[str, list[str]] = {}
+    first_differences: dict[str, str] = {}
+    for document, place in zip(documents, places, strict=True):
         for name in document.findings:
-            places.setdefault(name, []).append(place)
+            places_by_finding.setdefault(name, []).append(place)
             if document.difference and name in COMPARED:
-                differences.setdefault(name, document.difference)
-    for name in sorted(places):
-        _add_rows(stats, name, places[name])
-        if name in differences:
-            stats.tally.details.setdefault(name, differences[name])
+                first_differences.setdefault(name, document.difference)
+    for name in sorted(places_by_finding):
+        _add_rows(stats, name, places_by_finding[name])
+    for name in sorted(first_differences):
+        stats.tally.details.setdefault(name, first_differences[name])
 
 
 def _count_split(
-    documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats
+    documents: list[RenderedText], places: list[str], tokens: Tokens, stats: SourceStats
 ) -> None:
-    """Counts the tokens that rows have more in several documents than in their longest alone."""
-    lengths: dict[str, list[int]] = {}
-    for place, document, length in zip(where, documents, tokens.lengths.tolist(), strict=True):
+    """Counts the extra tokens of rows that became several documents: all but their longest one."""
+    lengths: dict[str, list[int]] = {}  # by row
+    for place, document, length in zip(places, documents, tokens.lengths.tolist(), strict=True):
         if "turns_split" in document.findings:
             lengths.setdefault(place, []).append(length)
-    more = sum(sum(of_row) - max(of_row) for of_row in lengths.values())
-    if more:
-        stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + more
+    extra = sum(sum(of_row) - max(of_row) for of_row in lengths.values())
+    if extra:
+        stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + extra
 
 
 def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:
-    """Counts a check once for each row, of which several documents may come."""
+    """Counts a finding once for each row, though a row may become several documents."""
     stats.tally.add(name, list(dict.fromkeys(places)))

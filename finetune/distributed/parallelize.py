@@ -354,6 +354,9 @@ def _fsdp2(
     unfilled: frozenset[str],
     shared: Mapping[str, torch.Tensor],
 ) -> nn.Module:
+    """Wraps each module of `classes` (the decoder layers) and the model by FSDP2, through
+    Accelerate, and fills the shards. See `parallelize`.
+    """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     layers = decoder_layers(model)

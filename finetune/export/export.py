@@ -219,8 +219,10 @@ def export_source(
 
 
 def export_for_vllm(folder: Path, output: Path) -> Path:
-    """The folder from which vLLM loads an adapter: the PEFT folder `folder`; or `output`, made of
-    it, where vLLM knows its modules by other names.
+    """Returns a folder from which vLLM loads the adapter in the PEFT folder `folder`.
+
+    It is `folder`, unless vLLM has other names for the adapted modules; then it is `output`, a copy
+    under these names.
     """
     source = open_source(folder, log=lambda line: None)
     config = read_json_object(source.description / CONFIG_FILE)
@@ -233,64 +235,79 @@ def export_for_vllm(folder: Path, output: Path) -> Path:
 def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
-    """The commands that use what was written, by the program."""
+    """Finds the commands with which a person uses the export: program -> command."""
     if fills_masks(source.recipe):
-        return {}  # all of them write one token after another
-    rows = [EXPORT_FORMATS[name] for name in options.formats]
-    of_files = dict[str, str]()
-    for row in rows:
-        if row.suffix is not None:
-            files = sorted(output.glob(f"*{row.suffix}"))
-        else:
-            files = []
-        of_files |= row.use(files[0], not weights.model) if files else {}
-    config = target.config_json
-    model_type = str(config.get("model_type"))
+        return {}  # these programs write one token after another
+    of_files = _find_file_commands(weights, options, output)
     if not weights.model:
         if source.adapter is None or SAFETENSORS not in options.formats:
             return of_files
-        other_names = has_other_names(source.adapter.tensors, model_type)
-        config = dict(weights.adapter_config)
-        used = use_adapter(output, source.base_model, config, model_type, other_names=other_names)
-        return used | of_files
-    commands = dict[str, str]()
-    opened = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
-    if opened:
-        is_beside = SAFETENSORS not in opened and not is_alone(opened[0], options)
-        folder = output / opened[0] if is_beside else output
-        family = find_family(model_type)
-        kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
-        rope = config.get("rope_parameters") or {}
-        if is_reranker(source.recipe):
-            call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
-            return {"sentence-transformers": _use_library("CrossEncoder", folder, call)}
-        if has_scores(target.model):
-            return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
-        if is_embedder(source.recipe):
-            call = f"encode_query('{QUESTION}')"
-            return {"sentence-transformers": _use_library("SentenceTransformer", folder, call)}
-        commands |= use_model(
-            folder,
-            has_template=has_chat_template(source.description),
-            is_vision_language=bool(target.beside),
-            is_served=SAFETENSORS in opened and was_served(model_type, kinds),
-            opens_in_mlx=SAFETENSORS in opened
-            and family.opens_in_mlx
-            and not {"attention_factor", "long_factor"} & rope.keys(),
+        model_type = str(target.config_json.get("model_type"))
+        of_adapter = use_adapter(
+            output,
+            source.base_model,
+            dict(weights.adapter_config),
+            model_type,
+            other_names=has_other_names(source.adapter.tensors, model_type),
         )
-    return commands | of_files
+        return of_adapter | of_files
+    folders = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
+    if not folders:
+        return of_files
+    is_beside = SAFETENSORS not in folders and not is_alone(folders[0], options)
+    folder = output / folders[0] if is_beside else output
+    if is_reranker(source.recipe):
+        call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
+        return {"sentence-transformers": _use_library("CrossEncoder", folder, call)}
+    if has_scores(target.model):
+        return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
+    if is_embedder(source.recipe):
+        call = f"encode_query('{QUESTION}')"
+        return {"sentence-transformers": _use_library("SentenceTransformer", folder, call)}
+    is_plain = SAFETENSORS in folders
+    return _find_folder_commands(source, target, folder, is_plain=is_plain) | of_files
+
+
+def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) -> dict[str, str]:
+    """Finds the commands for formats of one file, such as GGUF: program -> command."""
+    commands = dict[str, str]()
+    for name in options.formats:
+        row = EXPORT_FORMATS[name]
+        files = sorted(output.glob(f"*{row.suffix}")) if row.suffix is not None else []
+        if files:
+            commands |= row.use(files[0], not weights.model)
+    return commands
+
+
+def _find_folder_commands(
+    source: Source, target: TargetModel, folder: Path, *, is_plain: bool
+) -> dict[str, str]:
+    """Finds the commands for a folder with a model that writes text: program -> command.
+
+    is_plain: Whether it is safetensors as they are, not quantized.
+    """
+    config = target.config_json
+    model_type = str(config.get("model_type"))
+    kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
+    rope = config.get("rope_parameters") or {}
+    has_mlx_rope = not {"attention_factor", "long_factor"} & rope.keys()
+    return use_model(
+        folder,
+        has_template=has_chat_template(source.description),
+        is_vision_language=bool(target.beside),
+        is_served=is_plain and was_served(model_type, kinds),
+        opens_in_mlx=is_plain and find_family(model_type).opens_in_mlx and has_mlx_rope,
+    )
 
 
 def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOptions) -> None:
-    """Raises `UserError` where a format cannot hold what the model does in place of writing
-    text.
+    """Raises `UserError` where a format cannot hold the head of scores, or the pooling, of the
+    model.
     """
     others = sorted(set(options.formats) - {SAFETENSORS})
     missing = "pooling" if is_embedder(source.recipe) else ""
     if has_scores(target.model):
         missing = "head of scores"
-    else:
-        missing = missing
     if others and missing:
         raise UserError(
             f"{source.path}: {others[0]} has no {missing}; export safetensors, and no other format"

@@ -75,8 +75,8 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
-    """Makes a mixture compute its experts (kept in `dtype`) as this machine, or torch.compile, does
-    best.
+    """Chooses how a mixture computes its experts: by grouped products under torch.compile, else as
+    suits their dtype and the device.
     """
     register_grouped()
     best = choose_experts_implementation(world.sharding, dtype, world.device.type)
@@ -93,11 +93,11 @@ def set_experts_implementation(model: Any, name: str) -> None:
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """Stops peft from adding its adapters to the parameters of `experts`; whoever computes these
-    adds `find_factors`.
+    """Stops peft from adding its adapters to the parameters of `experts`; the caller adds
+    `find_factors` itself.
 
     Args:
-        model: That has the adapters.
+        model: The model with the adapters.
         experts: One of its layers of experts.
 
     Returns:
@@ -191,34 +191,37 @@ def compute_in_groups(
     parameters: Mapping[str, Tensor] | None = None,
     factors: Factors | None = None,
 ) -> Tensor:
-    """Runs a layer of experts: sorts rows by expert, and computes one product for all experts of
-    the layer.
+    """Runs a layer of experts with one grouped product for each of its matrices.
+
+    Each token is copied to its k experts. The copies, here called rows, are sorted by expert for
+    the products, and put back in the order of the tokens to be summed.
 
     Args:
-        module: The layer. It says how its experts are made: with a gate or not, with biases or not.
-        inputs: Of its forward: hidden [tokens, width]; chosen int64[tokens, k], the experts of each
-            token, where a number beyond the last expert stands for none (Zaya); weights [tokens, k]
-            of their outputs.
-        parameters: In place of the module's own, [experts, ...] each.
-        factors: Of the adapters of the parameters.
+        module: The layer. Says whether its experts have a gate and biases.
+        inputs: The inputs of its forward: (hidden [tokens, width], chosen int64[tokens, k] experts
+            of each token, weights [tokens, k] of their outputs). A chosen number beyond the last
+            expert stands for no expert (Zaya).
+        parameters: Replace the module's own parameters, [experts, ...] each; None: its own.
+        factors: The factors of adapters on these parameters; see `Factors`.
 
     Returns:
         [tokens, width], in the dtype of hidden.
     """
     hidden, chosen, weights = inputs
-    tokens, per_token = chosen.shape
+    tokens, k = chosen.shape
 
     def get(name: str) -> Tensor:
         return getattr(module, name) if parameters is None else parameters[name]
 
     experts = get("down_proj").shape[0]
-    weights = weights.reshape(tokens, per_token, 1).masked_fill(chosen[..., None] >= experts, 0)
+    weights = weights.reshape(tokens, k, 1).masked_fill(chosen[..., None] >= experts, 0)
     expert_of_row, order = chosen.flatten().clamp(max=experts - 1).sort(stable=True)
-    back = order.argsort()
+    inverse = order.argsort()
     numbers = torch.arange(experts, device=chosen.device)
     ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
 
     def multiply(name: str, rows: Tensor) -> Tensor:
+        """Multiplies rows [n, in] by their expert's matrix of parameter `name`: [n, out]."""
         weight = get(name)
         device = rows.device.type
         if torch.is_autocast_enabled(device):
@@ -226,15 +229,17 @@ def compute_in_groups(
         else:
             dtype = weight.dtype
         rows = rows.to(dtype)
-        is_transposed = getattr(module, "is_transposed", False)
-        product = multiply_grouped(rows, weight if is_transposed else weight.mT, ends)
+        is_transposed = getattr(module, "is_transposed", False)  # [experts, in, out]
+        matrices = weight if is_transposed else weight.mT
+        product = multiply_grouped(rows, matrices, ends)
         if factors and name in factors:
             product = _add_adapter(product, rows, factors[name], is_transposed, ends)
         if module.has_bias:
-            product = product + _Rows.apply(get(f"{name}_bias").to(dtype), expert_of_row)  # type: ignore[no-untyped-call]
+            bias = get(f"{name}_bias").to(dtype)
+            product = product + _IndexedBias.apply(bias, expert_of_row)  # type: ignore[no-untyped-call]
         return product
 
-    rows = move_rows(hidden, order, back, per_token)
+    rows = move_rows(hidden, order, inverse, copies=k)
     if module.has_gate:
         activated = module._apply_gate(multiply("gate_up_proj", rows))
     else:
@@ -242,7 +247,7 @@ def compute_in_groups(
     outputs = multiply("down_proj", activated)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
-    by_token = move_rows(outputs, back, order).view(tokens, per_token, -1)
+    by_token = move_rows(outputs, inverse, order).view(tokens, k, -1)
     summed: Tensor = (by_token * weights).sum(1)
     return summed.to(hidden.dtype)
 
@@ -254,14 +259,17 @@ def _add_adapter(
     is_transposed: bool,
     ends: Tensor,
 ) -> Tensor:
-    """Adds what an adapter adds to the product of rows and weights: scale x (x A) B.
+    """Adds scale x (x A) B to the product of the rows x with the frozen weights.
 
     Args:
         product: [n, out].
         rows: [n, in], sorted by expert.
         factors: See `Factors`.
-        is_transposed: Whether the weight is [experts, in, out], as left @ right is then.
+        is_transposed: Whether left @ right, like the frozen weight, is [experts, in, out].
         ends: int32[experts], where each expert's rows end.
+
+    Returns:
+        [n, out].
     """
     left, right, scale = factors
     down = left.mT if is_transposed else right  # [experts, rank, in]
@@ -270,8 +278,9 @@ def _add_adapter(
     if padding:
         down = F.pad(down, (0, 0, 0, padding))
         up = F.pad(up, (0, padding))
+    inner = multiply_grouped(rows, down.mT, ends)  # [n, rank]
     # As peft keeps it, no row of an expert's B lies in one piece.
-    added = multiply_grouped(multiply_grouped(rows, down.mT, ends), up.contiguous().mT, ends)
+    added = multiply_grouped(inner, up.contiguous().mT, ends)
     return product.add(added, alpha=scale)
 
 
@@ -290,49 +299,49 @@ def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     weights = weights.to(rows.dtype)
     is_aligned = all(size * weights.itemsize % ROW_BYTES == 0 for size in weights.shape[1:])
-    # transformers' loop, for which the host reads where the experts' rows end
-    product: Tensor = (_grouped_mm if is_aligned else torch.ops.transformers.grouped_mm_fallback)(
-        rows, weights, ends
-    )
+    if is_aligned:
+        multiply = _grouped_mm
+    else:  # a loop, for which the host reads `ends`
+        multiply = torch.ops.transformers.grouped_mm_fallback
+    product: Tensor = multiply(rows, weights, ends)
     return product
 
 
-def move_rows(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+def move_rows(rows: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
     """Repeats each row `copies` times, then puts the copies in another order.
 
     Args:
         rows: [n / copies, width].
         order: int64[n], a permutation of the copies.
-        back: int64[n], its inverse, by which the backward moves gradients.
-        copies: Of each row, one after another.
+        inverse: int64[n], the inverse permutation, by which the backward moves gradients.
+        copies: How often each row is repeated; its copies are adjacent before they are permuted.
 
     Returns:
         [n, width].
     """
-    moved: Tensor = _Moved.apply(rows, order, back, copies)  # type: ignore[no-untyped-call]
+    moved: Tensor = _MovedRows.apply(rows, order, inverse, copies)  # type: ignore[no-untyped-call]
     return moved
 
 
-class _Moved(torch.autograd.Function):
+class _MovedRows(torch.autograd.Function):
+    """`move_rows`, whose gradient is a permutation too."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.copies = copies
         return rows[order // copies] if copies > 1 else rows[order]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        moved = gradient[back]
-        return (
-            moved.view(-1, ctx.copies, gradient.shape[-1]).sum(1) if ctx.copies > 1 else moved,
-            None,
-            None,
-            None,
-        )
+        (inverse,) = ctx.saved_tensors
+        moved = gradient[inverse]
+        if ctx.copies > 1:
+            moved = moved.view(-1, ctx.copies, gradient.shape[-1]).sum(1)
+        return moved, None, None, None
 
 
-class _Rows(torch.autograd.Function):
+class _IndexedBias(torch.autograd.Function):
     """Indexes a bias [experts, out] by the experts int64[n] of rows.
 
     Its gradient is a product, not a sum by index.
@@ -354,8 +363,8 @@ class _Rows(torch.autograd.Function):
 
 
 def count_active(model: Any) -> dict[nn.Parameter, int]:
-    """Counts the numbers of each parameter that work on one token: of routed experts, those of the
-    chosen ones.
+    """Counts the elements of each parameter that compute one token: of routed experts, those of the
+    chosen ones alone.
     """
     config = model.config.get_text_config().to_dict()
     experts = count_experts(config)

@@ -125,26 +125,36 @@ class Computation:
 def layer_bytes(
     architecture: Architecture, run: Computation, *, is_dense: bool = False
 ) -> dict[str, int]:
-    """Bytes per token that one decoder layer saves, by module; of a traced model, the one with the
-    most.
+    """Counts the activations that one decoder layer saves for its backward.
 
-    is_dense: Without experts, of a mixture that has such layers.
+    Args:
+        architecture: The model. Of a traced one, the layer that saves the most is counted.
+        run: The settings of the forward.
+        is_dense: Counts a layer without experts, of a mixture that has both kinds.
+
+    Returns:
+        Part of the layer -> bytes per token on one rank.
     """
     if (trace := architecture.trace(run)) is not None:
         return {"layer": trace.largest("saved", run.document_length), "mlp": 0}
-    mixture = None if is_dense else architecture.mixture
+    if is_dense:
+        mixture = None
+        adapted_layer = architecture.dense_layer
+    else:
+        mixture = architecture.mixture
+        adapted_layer = architecture.widest_layer
     return {
         "norms": _norms(architecture, mixture, run),
         "attention": _attention(architecture, run),
         "mlp": _mlp(architecture, mixture, run),
-        "adapters": _adapters(
-            architecture, architecture.dense_layer if is_dense else architecture.widest_layer, run
-        ),
+        "adapters": _adapters(architecture, adapted_layer, run),
     }
 
 
 def kept_bytes(architecture: Architecture, run: Computation) -> dict[str, int]:
-    """Bytes per token that the model without its head saves between forward and backward."""
+    """Counts the bytes per token that the model without its head saves between forward and
+    backward, by part.
+    """
     every = run.checkpoint_every
     kept = [index for index in range(architecture.layers) if every is None or index % every]
     if (trace := architecture.trace(run)) is not None:
@@ -191,8 +201,8 @@ def _checkpoints(architecture: Architecture, run: Computation, layers: int) -> i
 
 
 def checkpointed_tensors(architecture: Architecture, run: Computation) -> list[int]:
-    """Bytes per token of each tensor that a checkpointed layer keeps: its input, and those that are
-    selected.
+    """Lists the bytes per token of each tensor that a checkpointed layer keeps: first its input,
+    then those that `Computation.keeps` selects.
     """
     return [architecture.hidden * run.residual_itemsize, *_selected_tensors(architecture, run)]
 

@@ -27,17 +27,15 @@ Ask = Callable[[Request, Sampling], Sampled]
 
 
 def start(action: Callable[[], Any]) -> "Future[Any]":
-    """The result of an action in a thread that does not keep the process from ending."""
+    """Runs an action in a daemon thread; returns its future result."""
     future: Future[Any] = Future()
     threading.Thread(target=_settle, args=(future, action), daemon=True).start()
     return future
 
 
 def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Future[Any]]":
-    """The results of actions, so many at once, in threads that do not keep the process from
-    ending.
-    """
-    tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), each) for each in actions]
+    """Runs actions in `threads` daemon threads; returns their future results, in order."""
+    tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), action) for action in actions]
     waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
     for task in tasks:
         waiting.put(task)
@@ -60,8 +58,8 @@ def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def wait_for(future: "Future[Any]", is_there: Callable[[], object]) -> Any:
-    """The result of `future`; `is_there`, asked every SILENT_SECONDS meanwhile, raises where the
-    server is gone.
+    """Waits for the result of `future`, and calls `is_there` every SILENT_SECONDS, which raises
+    where the server is gone.
     """
     while True:
         try:
@@ -98,9 +96,9 @@ class InFlight:
     keeps: bool  # whether a request that was cut continues from there; else it begins again
     flights: dict[int, Flight] = field(default_factory=dict)
     _gate: threading.Condition = field(default_factory=threading.Condition)
-    # of the weights that the server has; None: the gate is closed
+    # steps after which the server's weights were made; None: the gate is closed
     _weights_version: int | None = None
-    _asking: int = 0  # requests on their way
+    _sent: int = 0  # requests that the server has not answered yet
     _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
         default_factory=SimpleQueue
     )
@@ -113,24 +111,25 @@ class InFlight:
             self._gate.notify_all()
 
     def close(self, cut: Callable[[], object], seconds: float) -> None:
-        """Holds requests back, and waits until none is on its way.
+        """Holds new requests back, and waits until the server has answered those that were sent.
 
         Args:
-            cut: Has the server end what it is computing; not called where that is nothing.
-            seconds: How long that may take.
+            cut: Makes the server end its answers; called while any is awaited.
+            seconds: The longest wait.
 
-        Raises `UserError` after them.
+        Raises:
+            UserError: Some were not answered in that time.
         """
         deadline = time.monotonic() + seconds
         with self._gate:
             self._weights_version = None
-        while self._asking:
+        while self._sent:
             cut()
             with self._gate:
-                self._gate.wait_for(lambda: not self._asking, CUT_SECONDS)
-            if self._asking and time.monotonic() > deadline:
+                self._gate.wait_for(lambda: not self._sent, CUT_SECONDS)
+            if self._sent and time.monotonic() > deadline:
                 raise UserError(
-                    f"vllm_server_base_url: {self._asking} completions were not cut within "
+                    f"vllm_server_base_url: {self._sent} completions were not cut within "
                     f"{seconds:g} s of a change of weights; is the server still there?"
                 )
 
@@ -178,37 +177,37 @@ class InFlight:
         flight.conversation = start(conversation)
 
     def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
-        """The completions of the prompts of `prompts_step`, once all are there.
+        """Waits for the completions of the prompts of `prompts_step`, and removes their flight.
 
-        `is_there`: of `wait_for`. Raises what went wrong with one of them.
+        `is_there`: see `wait_for`. Raises the error of a completion that failed.
         """
         flight = self.flights[prompts_step]
         taken: list[Sampled]
         if flight.conversation is not None:
             taken = wait_for(flight.conversation, is_there)
         else:
-            taken = [wait_for(each.answer, is_there) for each in flight.submitted]
+            taken = [wait_for(request.answer, is_there) for request in flight.submitted]
         del self.flights[prompts_step]
         return taken
 
     def list_weights(self) -> Iterator[str]:
         """The names of the weights that requests were submitted with."""
         for flight in self.flights.values():
-            for each in tuple(flight.submitted):
-                yield each.weights
+            for request in tuple(flight.submitted):
+                yield request.weights
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """A line for each request: its name, the weights that it was submitted with, and its
-        completion, where that is there.
+        """Yields what a checkpoint keeps of each request: its step, name, weights, and the
+        completion as JSON, which is None until the server has answered. `read_lines` reads it.
         """
         for prompts_step, flight in self.flights.items():
             for name, weights, answer in tuple(flight.submitted):
-                is_there = answer.done() and answer.exception() is None
+                is_answered = answer.done() and answer.exception() is None
                 yield {
                     "prompts_step": prompts_step,
                     "request": name,
                     "weights": weights,
-                    "sampled": answer.result().as_json() if is_there else None,
+                    "sampled": answer.result().as_json() if is_answered else None,
                 }
 
     def _start_threads(self) -> None:
@@ -239,10 +238,10 @@ class InFlight:
         return task
 
     def _complete(self, request: Request, sampling: Sampling, so_far: Sampled) -> Sampled:
-        """The whole completion, however often a change of weights cuts it."""
+        """Asks the server until the completion is whole: each change of weights cuts an answer."""
         most = sampling.limit(request)
         while True:
-            with self._passed() as version:
+            with self._count_request() as version:
                 answer = self.ask(_continue(request, so_far, most), sampling)
             answer = replace(answer, versions=[version] * len(answer.token_ids))
             if answer.ended is not Ended.ABORTED:
@@ -256,18 +255,20 @@ class InFlight:
                 return replace(so_far, ended=Ended.CUT)
 
     @contextmanager
-    def _passed(self) -> Iterator[int]:
-        """For the block a request is on its way; the value is the version of the weights."""
+    def _count_request(self) -> Iterator[int]:
+        """Waits until the gate is open, then counts a request as sent for the length of the block,
+        which `close` waits for. Yields the version of the server's weights.
+        """
         with self._gate:
             self._gate.wait_for(lambda: self._weights_version is not None)
             version = self._weights_version
-            self._asking += 1
+            self._sent += 1
         assert version is not None
         try:
             yield version
         finally:
             with self._gate:
-                self._asking -= 1
+                self._sent -= 1
                 self._gate.notify_all()
 
 
@@ -276,20 +277,19 @@ LOST = replace(NOTHING, cuts=1)  # a request whose completion was not there when
 
 
 def _continue(request: Request, so_far: Sampled, most: int) -> Request:
-    """The request for what follows on `so_far`; with random numbers of its own, since a server
-    would draw the first ones again.
+    """Makes the request for the tokens after `so_far`, up to `most` in all.
+
+    Its seed is another one, or the server would draw the random numbers of the first tokens again.
     """
-    made = so_far.token_ids
-    if not made:
+    sampled_ids = so_far.token_ids
+    if not sampled_ids:
         return request
-    seed = (*request.seed, len(made))
-    return Request((*request.prompt_ids, *made), seed, most - len(made))
+    seed = (*request.seed, len(sampled_ids))
+    return Request((*request.prompt_ids, *sampled_ids), seed, most - len(sampled_ids))
 
 
 def read_lines(lines: Sequence[Mapping[str, Any]]) -> dict[str, Sampled]:
-    """Completions by the names of their requests, as `describe_lines` has described them; `LOST`
-    where there was none yet.
-    """
+    """Reads the lines of `describe_lines`: request's name -> completion; `LOST` if not answered."""
     return {
         line["request"]: Sampled.of_json(line["sampled"]) if line["sampled"] else LOST
         for line in lines

@@ -89,89 +89,102 @@ class Adapters:
             return
         held = self._find(state, form)
         self._active = None
-        moments = self._session.optimizer.state
+        optimizer_state = self._session.optimizer.state
         with torch.no_grad():
-            for parameter, values, own in zip(
+            for parameter, values, held_moments in zip(
                 self._parameters.values(), held.values, held.moments, strict=True
             ):
                 local_part(parameter).copy_(values)
-                for name, values in zip(MOMENTS, own, strict=True):
-                    local_part(moments[parameter][name]).copy_(values)
-                moments[parameter]["step"].fill_(held.steps)
+                for name, moment in zip(MOMENTS, held_moments, strict=True):
+                    local_part(optimizer_state[parameter][name]).copy_(moment)
+                optimizer_state[parameter]["step"].fill_(held.steps)
         self._steps = held.steps
         for layer in self._layers:
             layer.scaling[ADAPTER_NAME] = self.scale_of(form)
         self._active = (state, form)
 
     def scale_of(self, form: AdapterForm) -> float:
-        """Returns the factor of an adapter's product."""
+        """Returns peft's factor of x A B: alpha / rank, under rsLoRA alpha / sqrt(rank)."""
         lora = self._session.recipe.lora
         rank = max(1, form.rank)
         return lora.lora_alpha / (rank**0.5 if lora.use_rslora else rank)
 
     def read_whole(self, state: str, form: AdapterForm) -> dict[str, Tensor]:
-        """An adapter's tensors by parameter name, whole on every rank, filled up with zeros.
+        """Reads an adapter's tensors by parameter name, unsharded on every rank, padded with zeros
+        to the model's rank.
 
         Raises `UserError` for a state that is damaged.
         """
-        values = self._find(state, form).values
-        named = zip(self._parameters.items(), values, strict=True)
+        shards = self._find(state, form).values
+        named = zip(self._parameters.items(), shards, strict=True)
         return {
-            name: _whole(place_like(parameter, own.to(parameter.device)))
-            for (name, parameter), own in named
+            name: _whole(place_like(parameter, shard.to(parameter.device)))
+            for (name, parameter), shard in named
         }
 
     def share_gradients(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """This rank's part of whole gradients, in the order of the optimizer's parameters."""
+        """Shards whole gradients, by parameter name, like the optimizer's parameters, in order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         groups = self._session.optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"]]
-        return [
-            place_like(
-                each, whole[names[each]][find_local_slices(each)].contiguous().to(each.device)
-            )
-            for each in trained
-        ]
+        sharded = []
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            gradient = whole[names[parameter]]
+            shard = gradient[find_local_slices(parameter)].contiguous().to(parameter.device)
+            sharded.append(place_like(parameter, shard))
+        return sharded
 
     def count_step(self) -> None:
-        """Says that the adapter in the model was updated, and is no state any more."""
+        """Counts an update, after which the adapter in the model is no stored state any more."""
         self._steps += 1
         self._active = None
 
     def store(self, state: str, form: AdapterForm, *, with_optimizer: bool = True) -> int:
-        """Writes the adapter in the model as the new `state`; returns its bytes on disk.
+        """Writes the adapter in the model to disk as a new state, and keeps a copy in host memory.
 
-        Raises `UserError` on all ranks where it cannot be written.
+        All ranks call it.
+
+        Args:
+            state: The name of the state's folder, which must be new.
+            form: The adapter's form; tensors are cut to its rank.
+            with_optimizer: Whether the state has the optimizer's moments; else they become 0.
+
+        Returns:
+            The bytes on disk.
+
+        Raises:
+            UserError: On all ranks, where it cannot be written.
         """
         if not with_optimizer:
-            self._forget_updates()
-        tensors = {
-            PEFT_PREFIX + peft_name(name): _cut(_gather(each), name, form.rank)
-            for name, each in self._parameters.items()
+            self._reset_optimizer()
+        weights = {
+            PEFT_PREFIX + peft_name(name): _cut(_gather(parameter), name, form.rank)
+            for name, parameter in self._parameters.items()
         }
         moments = {
-            f"{peft_name(name)}.{moment}": _cut(_gather(own), name, form.rank)
-            for name, each in self._parameters.items()
-            for moment, own in self._moments_of(each)
+            f"{peft_name(name)}.{kind}": _cut(_gather(moment), name, form.rank)
+            for name, parameter in self._parameters.items()
+            for kind, moment in self._moments_of(parameter)
         }
         target = self._folder / state
         files: dict[str, Callable[[], bytes]] = {
-            WEIGHTS: lambda: save(tensors, {"format": "pt"}),
+            WEIGHTS: lambda: save(weights, {"format": "pt"}),
             "adapter_config.json": lambda: self._describe(form),
             OPTIMIZER: lambda: save(moments),
         }
-        written = RankGroup(self._session.world).on_main(
+        byte_count = RankGroup(self._session.world).on_main(
             lambda: _publish(target, files, {"steps": self._steps, "form": asdict(form)})
         )
         self._active = (state, form)
         self._hold(state, self._copy())
-        return int(written)
+        return int(byte_count)
 
     def _moments_of(self, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        """Yields the optimizer's moments of a parameter: (their name in MOMENTS, the tensor)."""
         state = self._session.optimizer.state[parameter]
         return ((name, state[name]) for name in MOMENTS)
 
-    def _forget_updates(self) -> None:
+    def _reset_optimizer(self) -> None:
+        """Sets the optimizer's moments and steps to 0."""
         self._steps = 0
         for parameter in self._parameters.values():
             for _, moment in self._moments_of(parameter):
@@ -179,21 +192,24 @@ class Adapters:
             self._session.optimizer.state[parameter]["step"].zero_()
 
     def _describe(self, form: AdapterForm) -> bytes:
-        """adapter_config.json."""
+        """The content of adapter_config.json."""
         base = self._session.recipe.model.model_name_or_path
-        own = {"r": form.rank, "base_model_name_or_path": base, "inference_mode": True}
-        content = {**self._config.to_dict(), **own}
+        changes = {"r": form.rank, "base_model_name_or_path": base, "inference_mode": True}
+        content = {**self._config.to_dict(), **changes}
         return json.dumps(content, default=_as_json, indent=2).encode()
 
     def _copy(self) -> Held:
-        values = [_on_host(each) for each in self._parameters.values()]
+        """Copies this rank's part of the adapter in the model to the host."""
+        parameters = self._parameters.values()
+        values = [_on_host(parameter) for parameter in parameters]
         moments = [
-            [_on_host(own) for _, own in self._moments_of(each)]
-            for each in self._parameters.values()
+            [_on_host(moment) for _, moment in self._moments_of(parameter)]
+            for parameter in parameters
         ]
         return Held(values, moments, self._steps)
 
     def _hold(self, state: str, held: Held) -> None:
+        """Keeps a state in host memory, and drops those that were used least recently."""
         self._held[state] = held
         while len(self._held) > self._kept:
             self._held.popitem(last=False)
@@ -230,7 +246,7 @@ class Adapters:
     def _share(
         self, values: Mapping[str, Tensor], moments: Mapping[str, Tensor], steps: int
     ) -> Held:
-        """This rank's part of whole tensors; 0 where there is none."""
+        """Shards unsharded tensors as the model's adapter is; what is missing becomes 0."""
         return Held(
             [_fill(each, values.get(name)) for name, each in self._parameters.items()],
             [
@@ -242,7 +258,7 @@ class Adapters:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks may share, on the host."""
+    """Gathers a tensor that may be sharded, on the host."""
     return _whole(tensor).detach().cpu()
 
 
@@ -264,7 +280,7 @@ def _cut(tensor: Tensor, name: str, rank: int) -> Tensor:
 
 
 def _fill(like: Tensor, full: Tensor | None) -> Tensor:
-    """This rank's part of `full`, in zeros of the size of `like`'s part."""
+    """This rank's shard of `full`, padded with zeros to the shape of `like`; zeros where None."""
     filled = torch.zeros(like.shape)
     if full is not None:
         filled[tuple(map(slice, full.shape))] = full

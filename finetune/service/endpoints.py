@@ -187,7 +187,7 @@ def capabilities(service: Service, sent: Sent) -> Body:
 
 
 def client_config(service: Service, sent: Sent) -> Body:
-    """How a client is to speak: plain keys, plain bodies, custom losses on its side."""
+    """Switches off what this server has not: signed keys, compressed bodies, custom losses here."""
     return {
         "pjwt_auth_enabled": False,
         "proto_compress_fwdbwd": False,
@@ -233,7 +233,7 @@ def heartbeat(service: Service, sent: Sent) -> Body:
 
 
 def find_session(ledger: Ledger, name: object) -> Body:
-    """An open session. Raises `UserError` for another."""
+    """Finds an open session. Raises `UserError` where there is none."""
     session = ledger.find("session", name)
     if session["finished"]:
         raise UserError(f"session {name!r}: is finished; open another ServiceClient")
@@ -245,13 +245,13 @@ def get_session(service: Service, sent: Sent) -> Body:
     name = sent["id"]
     session = service.ledger.find("session", name)
 
-    def of_it(kind: str) -> list[str]:
-        every = service.ledger.records(kind).items()
-        return [each for each, body in every if body["session"] == name]
+    def list_names(kind: str) -> list[str]:
+        records = service.ledger.records(kind).items()
+        return [record for record, body in records if body["session"] == name]
 
     return {
-        "training_run_ids": of_it("model"),
-        "sampler_ids": of_it("sampler"),
+        "training_run_ids": list_names("model"),
+        "sampler_ids": list_names("sampler"),
         "user_metadata": session["user_metadata"],
         "display_name": session["display_name"],
     }
@@ -267,22 +267,22 @@ def finish_session(service: Service, sent: Sent) -> Body:
 
 def create_model(service: Service, sent: Sent) -> Body:
     """Makes an adapter."""
-    asked = read(CreateModel, sent)
-    find_session(service.ledger, asked.session_id)
-    if asked.base_model != service.model_name:
+    request = read(CreateModel, sent)
+    find_session(service.ledger, request.session_id)
+    if request.base_model != service.model_name:
         raise UserError(
-            f"base_model: {asked.base_model!r} is not served here; {service.model_name!r} is"
+            f"base_model: {request.base_model!r} is not served here; {service.model_name!r} is"
         )
-    config = asked.lora_config
+    config = request.lora_config
     if config.rank > service.largest_rank:
         raise UserError(
             f"lora_config.rank: {config.rank} is above {service.largest_rank}, the lora_r of the "
             "server's recipe; ask for less, or start it with a higher lora_r"
         )
-    model = f"{asked.session_id}:train:{asked.model_seq_id}"
-    seed = service.seed_of(f"train:{asked.model_seq_id}") if config.seed is None else config.seed
+    model = f"{request.session_id}:train:{request.model_seq_id}"
+    seed = service.seed_of(f"train:{request.model_seq_id}") if config.seed is None else config.seed
     form = AdapterForm(config.rank, seed, config.train_mlp, config.train_attn)
-    body = service.describe_model(asked.session_id, form, asked.user_metadata)
+    body = service.describe_model(request.session_id, form, request.user_metadata)
     service.ledger.accept(
         f"{model}:0", model, 0, "create", {"from": None}, {("model", model): body}
     )
@@ -315,25 +315,25 @@ def get_info(service: Service, sent: Sent) -> Body:
 
 
 def _promise(
-    service: Service, asked: OfModel, operation: str, arguments: Mapping[str, Any]
+    service: Service, request: OfModel, operation: str, arguments: Mapping[str, Any]
 ) -> Body:
-    find_model(service, asked.model_id)
-    name = f"{asked.model_id}:{asked.seq_id}"
-    service.ledger.accept(name, asked.model_id, asked.seq_id, operation, arguments)
-    return {"request_id": name, "model_id": asked.model_id}
+    find_model(service, request.model_id)
+    name = f"{request.model_id}:{request.seq_id}"
+    service.ledger.accept(name, request.model_id, request.seq_id, operation, arguments)
+    return {"request_id": name, "model_id": request.model_id}
 
 
 def in_order(handler: Handler) -> Handler:
-    """`handler`, which keeps the place in its model's order of a request that it refuses: the next
-    one would wait for it.
+    """Makes a refused request keep its place in its model's order, or the next request would wait
+    for it forever.
     """
 
     def answer(service: Service, sent: Sent) -> Body:
         try:
             return handler(service, sent)
         except UserError as error:
-            asked = read(OfModel, sent)
-            return _promise(service, asked, "refuse", {"error": str(error)})
+            request = read(OfModel, sent)
+            return _promise(service, request, "refuse", {"error": str(error)})
 
     return answer
 
@@ -341,13 +341,13 @@ def in_order(handler: Handler) -> Handler:
 @in_order
 def forward_backward(service: Service, sent: Sent) -> Body:
     """Computes a loss, with or without gradients."""
-    asked = read(ForwardBackward, sent)
-    if asked.problem is not None:
-        raise UserError(asked.problem)
-    check_datums(asked.data, asked.loss_fn, asked.options, service.limits)
-    operation = "forward" if asked.forward_only else "forward_backward"
-    arguments = {"data": asked.data, "loss": asked.loss_fn, "options": asked.options}
-    return _promise(service, asked, operation, arguments)
+    request = read(ForwardBackward, sent)
+    if request.problem is not None:
+        raise UserError(request.problem)
+    check_datums(request.data, request.loss_fn, request.options, service.limits)
+    operation = "forward" if request.forward_only else "forward_backward"
+    arguments = {"data": request.data, "loss": request.loss_fn, "options": request.options}
+    return _promise(service, request, operation, arguments)
 
 
 @in_order
@@ -355,36 +355,36 @@ def optim_step(service: Service, sent: Sent) -> Body:
     """Updates a model by the gradients that it has."""
     if "adam_params" not in sent:
         raise UserError("optim_step: AdamParams are expected; no other optimizer is served")
-    asked = read(OptimStep, sent)
-    return _promise(service, asked, "optim_step", {"params": asked.adam_params.model_dump()})
+    request = read(OptimStep, sent)
+    return _promise(service, request, "optim_step", {"params": request.adam_params.model_dump()})
 
 
 @in_order
 def save_weights(service: Service, sent: Sent) -> Body:
     """Keeps a model's state under a name."""
-    asked = read(SaveWeights, sent)
-    if asked.path is None:
+    request = read(SaveWeights, sent)
+    if request.path is None:
         raise UserError("path: a name for the checkpoint is expected")
-    return _promise(service, asked, "save", _describe_save(asked, "weights"))
+    return _promise(service, request, "save", _describe_save(request, "weights"))
 
 
 @in_order
 def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
     """Keeps a model's weights, under a name or for one sampler."""
-    asked = read(SaveWeights, sent)
-    if asked.path is None and asked.sampling_session_seq_id is None:
+    request = read(SaveWeights, sent)
+    if request.path is None and request.sampling_session_seq_id is None:
         raise UserError("path: a name is expected, or a sampling_session_seq_id")
-    return _promise(service, asked, "save", _describe_save(asked, "sampler_weights"))
+    return _promise(service, request, "save", _describe_save(request, "sampler_weights"))
 
 
-def _describe_save(asked: SaveWeights, segment: str) -> Body:
+def _describe_save(request: SaveWeights, segment: str) -> Body:
     return {
         "segment": segment,
-        "name": asked.path,
-        "sampler_seq": asked.sampling_session_seq_id,
-        "ttl_seconds": asked.ttl_seconds,
-        "user_metadata": asked.user_metadata,
-        "overwrite": asked.overwrite or segment == "sampler_weights",
+        "name": request.path,
+        "sampler_seq": request.sampling_session_seq_id,
+        "ttl_seconds": request.ttl_seconds,
+        "user_metadata": request.user_metadata,
+        "overwrite": request.overwrite or segment == "sampler_weights",
     }
 
 
@@ -398,43 +398,48 @@ def find_checkpoint(service: Service, path: object) -> Body:
 
 def load_weights(service: Service, sent: Sent) -> Body:
     """Puts a checkpoint into a model, or makes a model of it."""
-    asked = read(LoadWeights, sent)
-    saved = find_checkpoint(service, asked.path)
-    if asked.optimizer and saved["segment"] != "weights":
-        raise UserError(f"{asked.path}: holds no optimizer state; load it without, or save_state")
-    arguments = {"from": saved["state"], "optimizer": asked.optimizer, "path": asked.path}
-    if asked.session_id is not None:
-        find_session(service.ledger, asked.session_id)
-        model = f"{asked.session_id}:train:{asked.model_seq_id}"
+    request = read(LoadWeights, sent)
+    saved = find_checkpoint(service, request.path)
+    if request.optimizer and saved["segment"] != "weights":
+        raise UserError(f"{request.path}: holds no optimizer state; load it without, or save_state")
+    arguments = {"from": saved["state"], "optimizer": request.optimizer, "path": request.path}
+    if request.session_id is not None:
+        find_session(service.ledger, request.session_id)
+        model = f"{request.session_id}:train:{request.model_seq_id}"
         body = service.describe_model(
-            asked.session_id, AdapterForm(**saved["form"]), asked.user_metadata
+            request.session_id, AdapterForm(**saved["form"]), request.user_metadata
         )
         records = {("model", model): body}
         service.ledger.accept(f"{model}:0", model, 0, "load", arguments, records)
         return {"request_id": f"{model}:0", "model_id": model}
-    of_model = read(OfModel, {"model_id": asked.model_id, "seq_id": asked.seq_id})
-    form = find_model(service, asked.model_id)["form"]
+    of_model = read(OfModel, {"model_id": request.model_id, "seq_id": request.seq_id})
+    form = find_model(service, request.model_id)["form"]
     if saved["form"] != form | {"seed": saved["form"]["seed"]}:
-        raise UserError(f"{asked.path}: is an adapter of another rank or of other layers")
+        raise UserError(f"{request.path}: is an adapter of another rank or of other layers")
     return _promise(service, of_model, "load", arguments)
 
 
 def create_sampler(service: Service, sent: Sent) -> Body:
-    """Makes a sampler, of a checkpoint or of the base model."""
-    asked = read(CreateSampler, sent)
-    find_session(service.ledger, asked.session_id)
-    if asked.model_path is not None:
-        saved = find_checkpoint(service, asked.model_path)
-    elif asked.base_model == service.model_name:
-        saved = {"state": None, "form": {"rank": 0, "seed": 0}}
+    """Makes a sampler from a checkpoint (`model_path`), else from the base model."""
+    request = read(CreateSampler, sent)
+    find_session(service.ledger, request.session_id)
+    if request.model_path is not None:
+        checkpoint = find_checkpoint(service, request.model_path)
+    elif request.base_model == service.model_name:
+        checkpoint = {"state": None, "form": {"rank": 0, "seed": 0}}  # an adapter that adds 0
     else:
         raise UserError(
-            f"base_model: {asked.base_model!r} is not served; {service.model_name!r} is"
+            f"base_model: {request.base_model!r} is not served; {service.model_name!r} is"
         )
-    name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-    body = {"session": asked.session_id, "path": asked.model_path, "clones": 0}
-    body |= {"state": saved["state"], "form": saved["form"]}
-    service.ledger.put("sampler", name, body)
+    name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+    sampler = {
+        "session": request.session_id,
+        "path": request.model_path,
+        "clones": 0,  # clients that have joined it; see `join_sampler`
+        "state": checkpoint["state"],
+        "form": checkpoint["form"],
+    }
+    service.ledger.put("sampler", name, sampler)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
@@ -458,35 +463,35 @@ def get_sampler(service: Service, sent: Sent) -> Body:
 
 
 def sample(service: Service, sent: Sent) -> Body:
-    """Draws completions of a prompt."""
-    asked = read(SampleBody, sent)
-    sampler = service.ledger.find("sampler", asked.sampling_session_id)
+    """Samples completions of a prompt."""
+    request = read(SampleBody, sent)
+    sampler = service.ledger.find("sampler", request.sampling_session_id)
     find_session(service.ledger, sampler["session"])
-    prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
     limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
     check_tokens(prompt, "prompt", limits)
-    how = asked.sampling_params
-    name = f"{asked.sampling_session_id}:{asked.seq_id}"
-    ids, texts = _read_stop(how.stop)
-    if how.seed is None:
+    params = request.sampling_params
+    name = f"{request.sampling_session_id}:{request.seq_id}"
+    ids, texts = _read_stop(params.stop)
+    if params.seed is None:
         seed = service.seed_of(name.partition(":")[2])
     else:
-        seed = how.seed & 2**63 - 1
+        seed = params.seed & 2**63 - 1
     room = service.limits.tokens - len(prompt)
     arguments = {
-        "sampler": asked.sampling_session_id,
+        "sampler": request.sampling_session_id,
         "prompt": prompt,
-        "samples": asked.num_samples,
-        "max_tokens": min(how.max_tokens or room, room),
-        "temperature": how.temperature,
+        "samples": request.num_samples,
+        "max_tokens": min(params.max_tokens or room, room),
+        "temperature": params.temperature,
         "stop_ids": ids,
         "stop_texts": texts,
         "seed": seed,
-        "scores_prompt": bool(asked.prompt_logprobs),
-        "top_prompt": min(asked.topk_prompt_logprobs, service.limits.vocabulary),
+        "scores_prompt": bool(request.prompt_logprobs),
+        "top_prompt": min(request.topk_prompt_logprobs, service.limits.vocabulary),
     }
     service.ledger.accept(name, name, 0, "sample", arguments)
-    ids_of_samples = [f"{name}:{number}" for number in range(asked.num_samples)]
+    ids_of_samples = [f"{name}:{number}" for number in range(request.num_samples)]
     return {"request_id": name, "sample_sequence_ids": ids_of_samples}
 
 

@@ -38,28 +38,28 @@ DONE = "done"
 AGAIN = "again"  # done, and to be done again after a restart: its gradients are in memory alone
 
 
-class Asked(NamedTuple):
-    """A request that was accepted."""
+class QueuedRequest(NamedTuple):
+    """A request that was accepted, and has no result yet."""
 
-    number: int  # in the order of their arrival
+    number: int  # counts requests in the order of their arrival
     id: str
-    queue: str  # whose requests are done in the order of `seq`
-    seq: int
-    operation: str
+    queue: str  # its requests are done in the order of `seq`: a model's, or a sample's own
+    seq: int  # place in the queue, from 0
+    operation: str  # "save", "refuse", or a name in `OPERATIONS`
     arguments: Mapping[str, Any]
-    is_again: bool = False
+    is_again: bool = False  # it has a result, and only its gradients are made again
 
     @property
     def tokens(self) -> int:
         """The tokens of its datums; 0 where it has none."""
         return sum(len(datum["tokens"]) for datum in self.arguments.get("data", ()))
 
-    def goes_beside(self, other: "Asked") -> bool:
+    def goes_beside(self, other: "QueuedRequest") -> bool:
         """Whether one forward can serve both."""
         if self.operation != other.operation or self.operation not in ALIKE:
             return False
         names = ALIKE[self.operation]
-        return all(self.arguments.get(each) == other.arguments.get(each) for each in names)
+        return all(self.arguments.get(name) == other.arguments.get(name) for name in names)
 
 
 class Result(NamedTuple):
@@ -91,7 +91,7 @@ class Ledger:
         self._most_waiting = most_waiting
         self._most_tokens = most_tokens
         self._most_together = {"sample": SAMPLED_TOGETHER, "forward_backward": most_stacked}
-        self._waiting: dict[int, Asked] = {}
+        self._waiting: dict[int, QueuedRequest] = {}
         self._next: dict[str, int] = {}  # by queue, the `seq` to be done next
         self.on_change: Callable[[], None] = lambda: None  # a result can be read
         self._forget_old()
@@ -109,7 +109,9 @@ class Ledger:
             number, name, queue, seq, operation, arguments, status = row
             is_again = status == AGAIN
             given = json.loads(arguments)
-            self._waiting[number] = Asked(number, name, queue, seq, operation, given, is_again)
+            self._waiting[number] = QueuedRequest(
+                number, name, queue, seq, operation, given, is_again
+            )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -123,8 +125,8 @@ class Ledger:
             self._database.execute("COMMIT")
 
     def _forget_old(self) -> None:
-        """Removes results that were there for long, but for the last of a queue, which says what
-        comes next.
+        """Removes results older than RESULTS_KEPT_SECONDS, except the last of each queue, which
+        says which request comes next.
         """
         self._database.execute(
             "DELETE FROM request WHERE status = ? AND at < ? AND (operation = 'sample' OR "
@@ -138,7 +140,7 @@ class Ledger:
             _put(database, kind, name, body)
 
     def find(self, kind: str, name: object) -> dict[str, Any]:
-        """A record. Raises `UserError` where there is none."""
+        """Reads a record. Raises `UserError` where there is none."""
         with self._lock:
             row = self._database.execute(
                 "SELECT body FROM record WHERE kind = ? AND id = ?", [kind, str(name)]
@@ -170,14 +172,25 @@ class Ledger:
         arguments: Mapping[str, Any],
         records: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
     ) -> None:
-        """Writes a request down, with the records that come with it; one that is known already is
-        not done twice.
+        """Writes a request to disk, in one transaction with the records that it makes.
 
-        Raises `UserError` where too many wait.
+        Does nothing for a `name` that was accepted before: clients send a request again where they
+        got no answer.
+
+        Args:
+            name: The request's id.
+            queue: The queue that orders it; see `QueuedRequest`.
+            seq: Its place in the queue, from 0.
+            operation: What it asks for; see `QueuedRequest`.
+            arguments: Of the operation; JSON.
+            records: (kind, id) -> body, of the records to write; JSON.
+
+        Raises:
+            UserError: Too many requests wait.
         """
         with self._lock:
-            known = self._database.execute("SELECT 1 FROM request WHERE id = ?", [name])
-            if known.fetchone():
+            accepted = self._database.execute("SELECT 1 FROM request WHERE id = ?", [name])
+            if accepted.fetchone():
                 return
             if len(self._waiting) >= self._most_waiting:
                 raise UserError(f"{len(self._waiting)} requests wait already; send fewer at once")
@@ -187,76 +200,88 @@ class Ledger:
                     "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     [name, queue, seq, operation, json.dumps(arguments), WAITING, time.time()],
                 )
-                for (kind, own), body in (records or {}).items():
-                    _put(database, kind, own, body)
+                for (kind, record), body in (records or {}).items():
+                    _put(database, kind, record, body)
             number = int(row.lastrowid or 0)
-            self._waiting[number] = Asked(number, name, queue, seq, operation, arguments)
+            self._waiting[number] = QueuedRequest(number, name, queue, seq, operation, arguments)
             self._lock.notify_all()
 
-    def take(self, seconds: float) -> list[Asked]:
-        """The requests to do next, which wait until `finish`: one, or several that are sampled
-        together; none after so many seconds.
+    def take(self, seconds: float) -> list[QueuedRequest]:
+        """Waits up to `seconds` for a request whose turn it is.
+
+        Returns:
+            It, with others that can be done together with it; empty after that time. They stay
+            waiting until `finish`.
         """
         with self._lock:
             self._lock.wait_for(self._find_ready, seconds)
             return self._find_ready()
 
-    def _find_ready(self) -> list[Asked]:
-        again = [each for each in self._waiting.values() if each.is_again]
+    def _find_ready(self) -> list[QueuedRequest]:
+        waiting = self._waiting.values()
+        again = [request for request in waiting if request.is_again]
         if again:
             return [min(again)]
         ready = sorted(
-            each for each in self._waiting.values() if each.seq == self._next.get(each.queue, 0)
+            request for request in waiting if request.seq == self._next.get(request.queue, 0)
         )
         if not ready:
             return []
         first = ready[0]
-        alike = [first, *(each for each in ready[1:] if each.goes_beside(first))]
-        sums = accumulate(each.tokens for each in alike)
+        alike = [first, *(request for request in ready[1:] if request.goes_beside(first))]
+        sums = accumulate(request.tokens for request in alike)
         fitting = max(1, sum(tokens <= self._most_tokens for tokens in sums))
         return alike[: min(fitting, self._most_together.get(first.operation, 1))]
 
     def finish(
         self,
-        asked: Asked,
+        request: QueuedRequest,
         result: Result,
         records: Mapping[tuple[str, str], Mapping[str, Any]],
         *,
         keeps_gradients: bool = False,
         drops_gradients: bool = False,
     ) -> None:
-        """Writes a result with the records that it has changed; the first of a request counts.
+        """Writes a request's result, in one transaction with the records that it changes.
 
-        keeps_gradients: It has made some. drops_gradients: Those of its queue are used, or lost.
+        Does nothing for a request that has a result already.
+
+        Args:
+            request: Of `take`.
+            result: The answer to the client.
+            records: (kind, id) -> body, of the changed records; JSON.
+            keeps_gradients: The request added gradients, and is done again after a restart.
+            drops_gradients: The gradients of its queue were used, or are lost.
         """
         with self._lock:
-            if asked.number not in self._waiting:
+            if request.number not in self._waiting:
                 return
             with self._transaction() as database:
                 if drops_gradients:
                     database.execute(
                         "UPDATE request SET status = ?, arguments = NULL "
                         "WHERE queue = ? AND status = ?",
-                        [DONE, asked.queue, AGAIN],
+                        [DONE, request.queue, AGAIN],
                     )
-                if not asked.is_again:
-                    arguments = json.dumps(asked.arguments) if keeps_gradients else None
+                if not request.is_again:
+                    arguments = json.dumps(request.arguments) if keeps_gradients else None
                     status = AGAIN if keeps_gradients else DONE
                     database.execute(
                         "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, "
                         "at = ? WHERE number = ?",
-                        [status, arguments, *result, time.time(), asked.number],
+                        [status, arguments, *result, time.time(), request.number],
                     )
                 for (kind, name), body in records.items():
                     _put(database, kind, name, body)
-            del self._waiting[asked.number]
-            if not asked.is_again and asked.operation != "sample":
-                self._next[asked.queue] = asked.seq + 1
+            del self._waiting[request.number]
+            if not request.is_again and request.operation != "sample":
+                self._next[request.queue] = request.seq + 1
         self.on_change()
 
     def result(self, name: object) -> Result | None:
-        """The answer to a request; None while it waits. Raises `UserError` for one that is
-        unknown.
+        """Returns the answer to a request; None while it waits.
+
+        Raises `UserError` for a request that was never accepted.
         """
         with self._lock:
             row = self._database.execute(

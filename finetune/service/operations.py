@@ -89,18 +89,30 @@ class Operations:
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
-        """The loss, and every datum's log-probabilities of its targets."""
+        """Computes the loss without gradients.
+
+        Args:
+            state: The adapter's state; None: a start of its own.
+            form: The form of the adapter.
+            data: The datums: `tokens`, and `inputs` by name, as `check_datums` admits them.
+            loss: The name of the loss in `LOSSES`.
+            options: The options of the loss, by name.
+
+        Returns:
+            {"loss": the sum over all datums and ranks, "log_probabilities": those of the targets,
+            a list for each datum}.
+        """
         self._adapters.activate(state, form)
         session = self.session
         batch = make_batch(data, session.recipe, session.world)
-        scored: dict[int, list[Any]] = {}
+        scores: dict[int, list[Any]] = {}
         total = torch.zeros((), device=session.world.device)
-        measure = _recorded(loss, options, data, scored)
+        measure = _make_measure(loss, options, data, scores)
         for micro_batch, values in zip(
             batch.micro_batches, session.log_probabilities(batch), strict=True
         ):
             total += measure(values, micro_batch.to(session.world.device)).sum()
-        return self._describe(float(session.world.sum_over_groups(total)), scored, len(data))
+        return self._describe(float(session.world.sum_over_groups(total)), scores, len(data))
 
     def forward_backward(
         self,
@@ -111,59 +123,67 @@ class Operations:
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
-        """As `forward`, and adds the gradients to those of the model."""
+        """Does `forward`, and adds the gradients to those of `model` since its last update."""
         before = self._gradients.pop(model, None)
         self._adapters.activate(state, form)
         session = self.session
         if before is not None:
             session.give_gradients(before)
         batch = make_batch(data, session.recipe, session.world)
-        scored: dict[int, list[Any]] = {}
-        measure = _recorded(loss, options, data, scored)
+        scores: dict[int, list[Any]] = {}
+        measure = _make_measure(loss, options, data, scores)
         measured = session.forward_backward(batch, _summed(measure))
         self._gradients[model] = session.take_gradients()
-        return self._describe(measured.loss, scored, len(data))
+        return self._describe(measured.loss, scores, len(data))
 
     def forward_backward_together(
         self, parts: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, float]
     ) -> Answer:
-        """As `forward_backward` of several models, whose adapters share the passes of the base.
+        """Does `forward_backward` for several models at once: their adapters share the forwards and
+        backwards of the base.
 
-        parts: Of each its `model`, `state`, `form` and `data`.
+        Args:
+            parts: One for each model: its `model`, `state`, `form` and `data`, which
+                `forward_backward` explains.
+            loss: The name of the loss in `LOSSES`.
+            options: The options of the loss, by name.
+
+        Returns:
+            {"answers": the answer of `forward_backward` for each part, in order}.
         """
         session = self.session
         world = session.world
         stack = self._stack([_with_form(part) for part in parts])
         data = [datum for part in parts for datum in part["data"]]
-        owners = [number for number, part in enumerate(parts) for _ in part["data"]]
+        owners = [index for index, part in enumerate(parts) for _ in part["data"]]
         batch = make_batch(data, session.recipe, world)
-        scored: dict[int, list[Any]] = {}
-        measure = _recorded(loss, options, data, scored)
+        scores: dict[int, list[Any]] = {}
+        measure = _make_measure(loss, options, data, scores)
         losses = self._pass(stack, batch, owners, measure)
         gradients = stack.gather_gradients(world)
-        for part, loss_sum, own in zip(parts, losses, gradients, strict=True):
-            self._add_gradients(part["model"], own, (batch, Measured(loss_sum)))
-        values = iter(self._gather(scored, len(data)))
-        sums = world.sum_over_groups(losses.clone()).tolist()
+        for part, loss_sum, of_model in zip(parts, losses, gradients, strict=True):
+            self._add_gradients(part["model"], of_model, (batch, Measured(loss_sum)))
+        log_probabilities = iter(self._gather(scores, len(data)))
+        totals = world.sum_over_groups(losses.clone()).tolist()
         answers = [
-            {"loss": total, "log_probabilities": [next(values) for _ in part["data"]]}
-            for part, total in zip(parts, sums, strict=True)
+            {"loss": total, "log_probabilities": [next(log_probabilities) for _ in part["data"]]}
+            for part, total in zip(parts, totals, strict=True)
         ]
         return {"answers": answers}
 
     def _pass(
         self, stack: AdapterStack, batch: StepBatch, owners: Sequence[int], measure: TokenMeasure
     ) -> Tensor:
-        """Forward and backward by the adapters of `stack`.
+        """Runs forward and backward of a batch in which each datum goes through its own adapter.
 
         Args:
-            stack: Whose factors get the gradients of this rank.
-            batch: Of the datums of all adapters.
-            owners: Of each datum, which adapter's it is.
-            measure: The loss of each position.
+            stack: The adapters; their factors get this rank's gradients.
+            batch: The datums of all adapters.
+            owners: For each datum, the index of its adapter in `stack`.
+            measure: Computes the loss of each position.
 
         Returns:
-            fp32[adapters]: the sum of each one's loss on this rank.
+            fp32[adapters]: the loss of each adapter, summed over this rank's positions.
         """
         session = self.session
         device = session.world.device
@@ -181,6 +201,7 @@ class Operations:
         return losses
 
     def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
+        """Stacks the adapters that the parts name by `state` and `form`."""
         whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
         scales = [self._adapters.scale_of(part["form"]) for part in parts]
         return AdapterStack(self.session.model, whole, scales)
@@ -188,13 +209,19 @@ class Operations:
     def _add_gradients(
         self, model: str, whole: Mapping[str, Tensor], backward: tuple[StepBatch, Measured]
     ) -> None:
-        """Adds gradients to those of a model since its last update."""
+        """Adds gradients to those that a model has since its last update.
+
+        Args:
+            model: The model's name.
+            whole: Its gradients by parameter name, unsharded.
+            backward: What they are the gradients of: the batch, and its loss on this rank.
+        """
         tensors: list[Tensor | None] = [*self._adapters.share_gradients(whole)]
         before = self._gradients.get(model, Gradients([None] * len(tensors), []))
-        for place, earlier in enumerate(before.tensors):
-            own = tensors[place]
-            if earlier is not None and own is not None:
-                tensors[place] = earlier + own
+        for index, earlier in enumerate(before.tensors):
+            added = tensors[index]
+            if earlier is not None and added is not None:
+                tensors[index] = earlier + added
         self._gradients[model] = Gradients(tensors, [*before.backward, backward])
 
     def optim_step(
@@ -231,55 +258,76 @@ class Operations:
         temperature: float,
         stop_ids: Sequence[int] | None,
     ) -> Answer:
-        """Completions of all requests together, each of which has its own numbers, and the
-        log-probabilities and likeliest tokens of the prompts that ask for them.
+        """Samples the completions of all requests together, and scores the prompts of those that
+        ask for it.
+
+        Args:
+            state: The adapter's state; None: the base alone.
+            form: The form of the adapter.
+            requests: Each with `prompt` (ids), `samples` (a number), `max_tokens`, `seed`,
+                `scores_prompt` (bool) and `top_prompt` (likeliest tokens of each; 0: none).
+            temperature: 0 is greedy.
+            stop_ids: Where completions end; None: at the ids that end a turn.
+
+        Returns:
+            {"sampled": completions as JSON, in the order of the requests, "prompts": the
+            log-probabilities of each scored prompt, "tops": the likeliest tokens of each prompt
+            that asks for them}.
         """
         session = self.session
         if stop_ids is None:
             stop_ids = end_of_answer_ids(session.tokenizer, session.recipe.model.eot_tokens)
-        asked = [
-            Request(tuple(each["prompt"]), (each["seed"], number), each["max_tokens"])
-            for each in requests
-            for number in range(each["samples"])
+        completions = [
+            Request(tuple(request["prompt"]), (request["seed"], number), request["max_tokens"])
+            for request in requests
+            for number in range(request["samples"])
         ]
-        how = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
-        scored = [each["prompt"] for each in requests if each["scores_prompt"]]
-        widths = [each["top_prompt"] for each in requests if each["top_prompt"]]
-        topped = [each["prompt"] for each in requests if each["top_prompt"]]
-        if self._samples_here or scored or topped:
+        sampling = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
+        scored_prompts = [request["prompt"] for request in requests if request["scores_prompt"]]
+        with_top = [request for request in requests if request["top_prompt"]]
+        if self._samples_here or scored_prompts or with_top:
             self._adapters.activate(state, form)
         if self._samples_here:
-            every = self._sample_here(asked, how, stop_ids)
+            sampled = self._sample_here(completions, sampling, stop_ids)
         else:
-            every = RankGroup(session.world).on_main(
-                lambda: self._sample_there(state, asked, how, stop_ids)
+            sampled = RankGroup(session.world).on_main(
+                lambda: self._sample_there(state, completions, sampling, stop_ids)
             )
+        top_prompts = [request["prompt"] for request in with_top]
+        widths = [request["top_prompt"] for request in with_top]
         return {
-            "sampled": every,
-            "prompts": self._run_head(scored, head_log_probabilities),
-            "tops": self._find_top(topped, widths),
+            "sampled": sampled,
+            "prompts": self._run_head(scored_prompts, head_log_probabilities),
+            "tops": self._find_top(top_prompts, widths),
         }
 
     def _sample_here(
-        self, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
+        self, requests: Sequence[Request], sampling: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """Samples by the adapter in the model; the ranks divide the requests."""
+        """Samples with the model itself, each data-parallel rank its share of the requests; returns
+        the completions in the order of the requests.
+        """
         session = self.session
         rows = session.recipe.rollout.per_device_generation_batch_size
         engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
         mine = session.world.data_parallel
         with session.computing():
-            sampled = engine.sample(asked[mine.rank :: mine.size], how)
-        by_rank = session.world.gather([each.as_json() for each in sampled])
-        step = len(by_rank) // mine.size  # ranks that sample the same
-        return [by_rank[i % mine.size * step][i // mine.size] for i in range(len(asked))]
+            sampled = engine.sample(requests[mine.rank :: mine.size], sampling)
+        by_rank = session.world.gather([completion.as_json() for completion in sampled])
+        replicas = len(by_rank) // mine.size  # adjacent ranks that sample the same
+        return [by_rank[i % mine.size * replicas][i // mine.size] for i in range(len(requests))]
 
     def _sample_there(
-        self, state: str | None, asked: Sequence[Request], how: Sampling, stop_ids: Sequence[int]
+        self,
+        state: str | None,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
     ) -> list[Answer]:
-        """Samples by the vLLM server, for rank 0."""
+        """Samples with the vLLM server. Rank 0 calls it."""
         assert self._served is not None
-        return [each.as_json() for each in self._served.sample(state, asked, how, stop_ids)]
+        sampled = self._served.sample(state, requests, sampling, stop_ids)
+        return [completion.as_json() for completion in sampled]
 
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
@@ -336,47 +384,64 @@ def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "form": AdapterForm(**arguments["form"])}
 
 
-def _recorded(
+def _make_measure(
     loss: str,
     options: Mapping[str, float],
     data: Sequence[Mapping[str, Any]],
-    scored: dict[int, list[Any]],
+    scores: dict[int, list[Any]],
 ) -> TokenMeasure:
-    """The loss of each position, which notes the log-probabilities of the datums in `scored`; zeros
-    for a filler, so that its backward takes part in the ranks' collectives.
+    """Makes the function that computes the loss of each position.
+
+    A filler gets zeros, so that its backward takes part in the ranks' collectives.
+
+    Args:
+        loss: The name of the loss in `LOSSES`.
+        options: Its options; the others keep their defaults.
+        data: All datums of the batch.
+        scores: Filled by the function: index of a datum -> log-probabilities of its targets.
     """
-    known = LOSSES[loss]
-    usual = {name: value for name, value in known.options.items() if value is not None}
-    chosen = {**usual, **options}
+    row = LOSSES[loss]
+    defaults = {name: value for name, value in row.options.items() if value is not None}
+    chosen = {**defaults, **options}
 
     def measure(log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not micro_batch.example_ids:
             return log_probabilities * 0.0
         documents = micro_batch.trained_documents
         assert micro_batch.columns is not None and documents is not None
-        scored.update(by_datum(micro_batch, log_probabilities.detach(), data))
-        losses = known.compute(log_probabilities, micro_batch.columns, chosen, documents)
+        scores.update(by_datum(micro_batch, log_probabilities.detach(), data))
+        losses = row.compute(log_probabilities, micro_batch.columns, chosen, documents)
         return losses if micro_batch.targets is None else losses.sum(1)
 
     return measure
 
 
 def _summed(measure: TokenMeasure) -> LossFunction:
-    """The loss as `Session.forward_backward` takes it."""
+    """Sums a loss over positions, as `Session.forward_backward` expects it."""
     return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
 
 
 def _sum_by_owner(
     of_tokens: Tensor, micro_batch: MicroBatch, owners: Sequence[int], count: int
 ) -> Tensor:
-    """fp32[count]: the sums of what positions have, by the owner of their datum."""
+    """Sums values of positions by the adapter of their datum.
+
+    Args:
+        of_tokens: fp32[positions].
+        micro_batch: The micro-batch of these positions.
+        owners: For each datum of the batch, the index of its adapter.
+        count: The number of adapters.
+
+    Returns:
+        fp32[count].
+    """
     sums = torch.zeros(count, device=of_tokens.device)
     if not micro_batch.example_ids:
         return sums
     documents = micro_batch.trained_documents
     assert documents is not None
-    own = torch.tensor([owners[i] for i in micro_batch.example_ids], device=sums.device)
-    return sums.index_add(0, own[documents], of_tokens)
+    adapters = torch.tensor([owners[i] for i in micro_batch.example_ids], device=sums.device)
+    return sums.index_add(0, adapters[documents], of_tokens)
 
 
 def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
@@ -384,7 +449,7 @@ def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def cut_at(sampled: Sampled, texts: Sequence[str], decode: Callable[[list[int]], str]) -> Sampled:
-    """A completion up to the first token with which one of `texts` is in what was said."""
+    """Cuts a completion after the first token with which its text contains one of `texts`."""
     ids = sampled.token_ids
 
     def has_ended(end: int) -> bool:

@@ -14,7 +14,7 @@ from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
 from finetune.rollout.engine import Sampled
 from finetune.service.adapters import AdapterForm
-from finetune.service.ledger import Asked, Ledger, Result
+from finetune.service.ledger import Ledger, QueuedRequest, Result
 from finetune.service.operations import Operations, cut_at
 from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, write_samples
 from finetune.units import disk_size
@@ -72,64 +72,75 @@ class Service:
         self._tokenizer = operations.session.tokenizer
         self._run = run
         self._most_disk_bytes = most_disk_bytes
-        self._in_hand: Sequence[Asked] = ()
+        self._in_hand: Sequence[QueuedRequest] = ()
         self.remove_unused()
 
     def seed_of(self, name: str) -> int:
-        """The seed of what a client gives none for; `name` is the same in every session, so that a
-        script that is run again finds the same numbers.
+        """Derives a seed where a client gives none.
+
+        `name` is the same in every session, so that a script that is run again gets the same
+        numbers.
         """
         return seed_of(self._seed, name)
 
     def describe_model(
         self, session: str, form: AdapterForm, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """The record of a model that is not made yet."""
-        named = None if metadata is None else {key: str(value) for key, value in metadata.items()}
-        own = {"session": session, "form": asdict(form), "user_metadata": named}
-        return own | {"state": None, "bytes": 0, "at": time.time()}
+        """The record of a model before its first request is done."""
+        texts = None if metadata is None else {key: str(value) for key, value in metadata.items()}
+        return {
+            "session": session,
+            "form": asdict(form),
+            "user_metadata": texts,
+            "state": None,
+            "bytes": 0,
+            "at": time.time(),
+        }
 
     def work(self, seconds: float) -> bool:
-        """Does what is to be done next; returns whether there was something, within so long.
+        """Does the next requests; returns False if none came within `seconds`.
 
-        What goes wrong with it is its answer. A fault of the program is printed, too.
+        An error becomes the answer to the request. A fault of the program is printed, too.
         """
-        asked = self.ledger.take(seconds)
-        self._in_hand = asked
-        if not asked:
+        requests = self.ledger.take(seconds)
+        self._in_hand = requests
+        if not requests:
             return False
-        self._answer(self._sample if asked[0].operation == "sample" else self._do, asked)
+        self._answer(self._sample if requests[0].operation == "sample" else self._do, requests)
         return True
 
-    def _answer(self, act: Callable[[Sequence[Asked]], None], asked: Sequence[Asked]) -> None:
+    def _answer(
+        self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]
+    ) -> None:
         try:
-            act(asked)
+            act(requests)
         except UserError as error:
-            self._fail(asked, str(error), "user")
+            self._fail(requests, str(error), "user")
         except Exception as error:
-            self._fail(asked, f"{type(error).__name__}: {error}", "server")
+            self._fail(requests, f"{type(error).__name__}: {error}", "server")
             traceback.print_exc()
 
     def give_up(self, error: str) -> None:
-        """Answers an error to what is being done. For another thread than that of `work`."""
+        """Answers an error to the requests in hand. Called from another thread than `work`."""
         self._fail(self._in_hand, error, "server")
 
-    def _fail(self, asked: Sequence[Asked], error: str, category: str) -> None:
+    def _fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
         """Answers an error, in the API's form. Gradients are lost with it."""
         result = _json({"error": error, "category": category})
-        for each in asked:
-            self.ledger.finish(each, result, {}, drops_gradients=each.operation in USES_GRADIENTS)
+        for request in requests:
+            drops_gradients = request.operation in USES_GRADIENTS
+            self.ledger.finish(request, result, {}, drops_gradients=drops_gradients)
 
-    def _do(self, asked: Sequence[Asked]) -> None:
-        if len(asked) > 1:
-            self._train_together(asked)
+    def _do(self, requests: Sequence[QueuedRequest]) -> None:
+        if len(requests) > 1:
+            self._train_together(requests)
             return
-        (each,) = asked
-        operation = each.operation
-        result, records = self._save(each) if operation == "save" else self._train(each)
+        (request,) = requests
+        operation = request.operation
+        result, records = self._save(request) if operation == "save" else self._train(request)
         makes_gradients = operation == "forward_backward"
         self.ledger.finish(
-            each,
+            request,
             result,
             records,
             keeps_gradients=makes_gradients,
@@ -138,28 +149,29 @@ class Service:
         if operation in ("optim_step", "load"):
             self.remove_unused()
 
-    def _train(self, asked: Asked) -> tuple[Result, Records]:
-        if asked.operation == "refuse":
-            raise UserError(asked.arguments["error"])
-        name = asked.queue
-        operation = asked.operation
+    def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
+        """Does one operation on a model; returns (its result, the model's record if it changed)."""
+        if request.operation == "refuse":
+            raise UserError(request.arguments["error"])
+        name = request.queue
+        operation = request.operation
         starts = operation in ("create", "load")
-        model = self.ledger.find("model", name) if starts else self._find_made(asked)
-        given = dict(asked.arguments)
-        own: dict[str, Any] = {"form": model["form"], "state": model["state"]}
+        model = self.ledger.find("model", name) if starts else self._find_made(request)
+        given = dict(request.arguments)
+        arguments: dict[str, Any] = {"form": model["form"], "state": model["state"]}
         if starts:
-            own["state"] = given.pop("from")
+            arguments["state"] = given.pop("from")
         path = given.pop("path", None)
         if operation != "forward" and operation != "create":
-            own["model"] = name
-        writes = operation in ("create", "load", "optim_step")
-        if writes:
+            arguments["model"] = name
+        writes_state = operation in ("create", "load", "optim_step")
+        if writes_state:
             self._refuse_full_disk()
-            own["target"] = f"{name.replace(':', '-')}/{asked.seq:08d}"
-        answer = self._run(operation, own | given)
-        if not writes:
+            arguments["target"] = f"{name.replace(':', '-')}/{request.seq:08d}"
+        answer = self._run(operation, arguments | given)
+        if not writes_state:
             return _describe_outputs(answer), {}
-        changed = {"state": own["target"], "bytes": answer["bytes"], "at": time.time()}
+        changed = {"state": arguments["target"], "bytes": answer["bytes"], "at": time.time()}
         records: Records = {("model", name): model | changed}
         replies: dict[str, Any] = {
             "create": {"type": "create_model", "model_id": name},
@@ -168,76 +180,100 @@ class Service:
         }
         return _json(replies[operation]), records
 
-    def _train_together(self, asked: Sequence[Asked]) -> None:
-        """Does `forward_backward` of several models in one pass; one after the other where one of
-        them has an error, which is its own.
+    def _train_together(self, requests: Sequence[QueuedRequest]) -> None:
+        """Does `forward_backward` of several models in one pass.
+
+        After an error it does them one by one, so that only the faulty request gets the error.
         """
         try:
-            parts = [self._describe_part(each) for each in asked]
-            same = {name: asked[0].arguments[name] for name in ("loss", "options")}
-            answer = self._run("forward_backward_together", {"parts": parts, **same})
+            parts = [self._describe_part(request) for request in requests]
+            shared = {name: requests[0].arguments[name] for name in ("loss", "options")}
+            together = self._run("forward_backward_together", {"parts": parts, **shared})
         except UserError:
-            for each in asked:
-                self._answer(self._do, [each])
+            for request in requests:
+                self._answer(self._do, [request])
             return
-        for each, own in zip(asked, answer["answers"], strict=True):
-            self.ledger.finish(each, _describe_outputs(own), {}, keeps_gradients=True)
+        for request, answer in zip(requests, together["answers"], strict=True):
+            self.ledger.finish(request, _describe_outputs(answer), {}, keeps_gradients=True)
 
-    def _describe_part(self, asked: Asked) -> dict[str, Any]:
-        model = self._find_made(asked)
-        own = {"model": asked.queue, "form": model["form"], "state": model["state"]}
-        return own | {"data": asked.arguments["data"]}
+    def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
+        model = self._find_made(request)
+        return {
+            "model": request.queue,
+            "form": model["form"],
+            "state": model["state"],
+            "data": request.arguments["data"],
+        }
 
-    def _find_made(self, asked: Asked) -> dict[str, Any]:
-        """The record of the model that is asked for. Raises `UserError` where it was not made."""
-        model = self.ledger.find("model", asked.queue)
+    def _find_made(self, request: QueuedRequest) -> dict[str, Any]:
+        """Finds the record of a request's model. Raises `UserError` where it was not made."""
+        model = self.ledger.find("model", request.queue)
         if model["state"] is None:
-            raise UserError(f"model {asked.queue!r}: was not made; its first request has failed")
+            raise UserError(f"model {request.queue!r}: was not made; its first request has failed")
         return model
 
-    def _save(self, asked: Asked) -> tuple[Result, Records]:
-        """A checkpoint is a name for a state, which stays on disk for it."""
-        model = self.ledger.find("model", asked.queue)
-        given = asked.arguments
+    def _save(self, request: QueuedRequest) -> tuple[Result, Records]:
+        """Makes a checkpoint: a record that names the model's state, which then stays on disk."""
+        model = self.ledger.find("model", request.queue)
+        given = request.arguments
         kept = {"state": model["state"], "form": model["form"]}
         kind = "save_weights" if given["segment"] == "weights" else "save_weights_for_sampler"
         if given["name"] is None:
             sampler = f"{model['session']}:sample:{given['sampler_seq']}"
-            own = {"session": model["session"], "path": None, "clones": 0, "model": asked.queue}
-            record = kept | own | {"at": time.time()}
+            record = kept | {
+                "session": model["session"],
+                "path": None,
+                "clones": 0,
+                "model": request.queue,
+                "at": time.time(),
+            }
             answer = {"type": kind, "sampling_session_id": sampler}
             return _json(answer), {("sampler", sampler): record}
-        path = f"tinker://{asked.queue}/{given['segment']}/{given['name']}"
+        path = f"tinker://{request.queue}/{given['segment']}/{given['name']}"
         if not given["overwrite"] and path in self.ledger.records("checkpoint"):
             raise UserError(f"{path}: exists; choose another name, or overwrite it")
         ttl = given["ttl_seconds"]
         now = time.time()
-        named = {name: given[name] for name in ("segment", "name", "user_metadata")}
-        expires = None if ttl is None else now + ttl
-        own = {"model": asked.queue, "bytes": model["bytes"], "at": now, "expires": expires}
-        return _json({"type": kind, "path": path}), {("checkpoint", path): kept | own | named}
+        record = kept | {
+            "model": request.queue,
+            "bytes": model["bytes"],
+            "at": now,
+            "expires": None if ttl is None else now + ttl,
+            "segment": given["segment"],
+            "name": given["name"],
+            "user_metadata": given["user_metadata"],
+        }
+        return _json({"type": kind, "path": path}), {("checkpoint", path): record}
 
-    def _sample(self, asked: Sequence[Asked]) -> None:
-        """Draws for several requests at once, which the ledger has put together."""
-        first = asked[0].arguments
+    def _sample(self, requests: Sequence[QueuedRequest]) -> None:
+        """Samples for several requests of one sampler, which the ledger has put together."""
+        first = requests[0].arguments
         sampler = self.ledger.find("sampler", first["sampler"])
-        own = {name: first[name] for name in ("temperature", "stop_ids")}
-        own |= {"state": sampler["state"], "form": sampler["form"]}
-        own["requests"] = [
-            {name: each.arguments[name] for name in SAMPLE_ARGUMENTS} for each in asked
-        ]
-        answer = self._run("sample", own)
+        arguments = {
+            "state": sampler["state"],
+            "form": sampler["form"],
+            "temperature": first["temperature"],
+            "stop_ids": first["stop_ids"],
+            "requests": [
+                {name: request.arguments[name] for name in SAMPLE_ARGUMENTS} for request in requests
+            ],
+        }
+        answer = self._run("sample", arguments)
         sampled = iter(answer["sampled"])
-        prompts = iter(answer["prompts"])
-        tops = iter(answer["tops"])
-        for each in asked:
-            texts = each.arguments["stop_texts"]
-            every = [Sampled.of_json(next(sampled)) for _ in range(each.arguments["samples"])]
-            cut = [cut_at(one, texts, self._tokenizer.decode) for one in every]
-            prompt = next(prompts) if each.arguments["scores_prompt"] else None
-            width = each.arguments["top_prompt"]
-            top = TopTokens(next(tops), width) if width else None
-            self.ledger.finish(each, Result(PROTOBUF, write_samples(cut, prompt, top)), {})
+        prompt_scores = iter(answer["prompts"])
+        top_tokens = iter(answer["tops"])
+        for request in requests:
+            given = request.arguments
+            whole = [Sampled.of_json(next(sampled)) for _ in range(given["samples"])]
+            completions = [
+                cut_at(completion, given["stop_texts"], self._tokenizer.decode)
+                for completion in whole
+            ]
+            scores = next(prompt_scores) if given["scores_prompt"] else None
+            width = given["top_prompt"]
+            top = TopTokens(next(top_tokens), width) if width else None
+            content = write_samples(completions, scores, top)
+            self.ledger.finish(request, Result(PROTOBUF, content), {})
 
     def _refuse_full_disk(self) -> None:
         """Raises `UserError` where the states are as large as is allowed."""

@@ -26,16 +26,16 @@ Factors = tuple[Tensor, Tensor]  # A^T [adapters, in, rank], B^T [adapters, rank
 
 
 def can_stack(model: nn.Module, recipe: Recipe) -> bool:
-    """Whether adapters of a session's model may share a pass of it.
+    """Whether several adapters may share a pass of the model.
 
-    Not where layers are compiled, since a pass replaces their forward, and not where a loss is one
-    of all tokens, as that of routers is.
+    They may not if layers are compiled, since a pass replaces their forward, or if the model has
+    routers, whose auxiliary loss is one of all tokens.
     """
     return not recipe.model.torch_compile and find_routing(unwrap(model)) is None
 
 
 class AdapterStack:
-    """The adapters of one pass, and their gradients."""
+    """The adapters of one pass, and their gradients. One datum belongs to one adapter."""
 
     def __init__(
         self, model: nn.Module, adapters: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
@@ -43,18 +43,21 @@ class AdapterStack:
         """Stacks the adapters.
 
         Args:
-            model: Of the session.
-            adapters: Of each its factors by parameter name, whole, all of the model's rank.
-            scales: Of each what its product is multiplied by.
+            model: The session's model, which has an adapter of the same layers.
+            adapters: Each adapter's factors by parameter name, unsharded: A [rank, in], B
+                [out, rank], with the rank of the model's adapter.
+            scales: Each adapter's factor of x A B; see `Adapters.scale_of`.
         """
         transformer = unwrap(model)
         device = next(iter(adapters[0].values())).device
         self._names = [name for name, _ in transformer.named_parameters() if is_adapter(name)]
+        # the stacked factors, which get the gradients: [adapters, in, rank], [adapters, rank, out]
         self._leaves = {
             name: torch.stack([adapter[name].mT for adapter in adapters]).requires_grad_()
             for name in self._names
         }
         self._scales = torch.tensor(scales, device=device)[:, None, None]
+        # int32[adapters]: where each adapter's tokens end in the micro-batch of the next forward
         self._ends = torch.zeros(len(adapters), dtype=torch.int32, device=device)
         self._layers: dict[Any, Factors] = {
             layer: (
@@ -67,12 +70,12 @@ class AdapterStack:
 
     @property
     def size(self) -> int:
-        """How many adapters there are."""
+        """The number of adapters."""
         return len(self._scales)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """The block in which the model's layers multiply with these adapters."""
+        """Makes the model's layers multiply with these adapters, for the length of the block."""
         with ExitStack() as restored:
             for layer in self._layers:
                 layer.forward = _bind(self, layer)
@@ -80,11 +83,11 @@ class AdapterStack:
             yield
 
     def deal(self, micro_batch: MicroBatch, owners: Sequence[int]) -> None:
-        """Says whose tokens the next forward has.
+        """Assigns the tokens of the next forward to adapters.
 
         Args:
-            micro_batch: On the host, its examples sorted by owner.
-            owners: Of each example of the step, which adapter's it is.
+            micro_batch: On the host; its examples are sorted by adapter.
+            owners: For each example of the step, the index of its adapter.
         """
         counts = [0] * self.size
         for example, tokens in zip(
@@ -96,9 +99,7 @@ class AdapterStack:
         self._ends = ends.to(self._ends.device)
 
     def multiply(self, layer: Any, inputs: Tensor) -> Tensor:
-        """The output [..., out] of an adapted layer for inputs [..., in], each token's with its own
-        adapter.
-        """
+        """Computes an adapted layer, each token with its own adapter: [..., in] -> [..., out]."""
         product: Tensor = layer.base_layer(inputs)
         down, up = self._layers[layer]
         with torch.autocast(inputs.device.type, enabled=False):
@@ -108,13 +109,13 @@ class AdapterStack:
         return product + added.view(product.shape)
 
     def gather_gradients(self, world: World) -> list[dict[str, Tensor]]:
-        """Gathers each adapter's gradients by parameter name, whole, summed over the ranks."""
-        gradients = [_gradient_of(self._leaves[name]).flatten() for name in self._names]
-        summed = world.sum_over_groups(torch.cat(gradients))
-        parts = torch.split(summed, [self._leaves[name].numel() for name in self._names])
+        """Sums gradients over the ranks; returns each adapter's by parameter name, unsharded."""
+        leaves = [self._leaves[name] for name in self._names]
+        summed = world.sum_over_groups(torch.cat([_gradient_of(leaf).flatten() for leaf in leaves]))
+        parts = torch.split(summed, [leaf.numel() for leaf in leaves])
         by_name = {
-            name: part.view_as(self._leaves[name]).mT
-            for name, part in zip(self._names, parts, strict=True)
+            name: part.view_as(leaf).mT
+            for name, leaf, part in zip(self._names, leaves, parts, strict=True)
         }
         return [
             {name: gradient[number] for name, gradient in by_name.items()}
@@ -123,7 +124,7 @@ class AdapterStack:
 
 
 def _bind(stack: AdapterStack, layer: Any) -> Any:
-    """The forward of a layer within the pass."""
+    """Makes the forward of a layer within the pass."""
 
     def forward(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         return stack.multiply(layer, inputs)

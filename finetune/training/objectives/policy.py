@@ -69,19 +69,23 @@ class PolicyObjective(Objective):
 
     recipe: Recipe
     rollouts: RolloutBatches
-    other_model: "OtherModel | None" = None  # the reference or the teacher
-    teacher: Teacher | None = None  # it, where it is a model of its own
+    other_model: "OtherModel | None" = None  # scores tokens by the reference or the teacher
+    teacher: Teacher | None = None  # the teacher's model, which `other_model` runs
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "PolicyObjective":
-        """In a pipeline, asks the other model before the schedule, in which a forward is that of
-        one stage alone.
+        """Under pipeline parallelism, runs the other model on all micro-batches now.
+
+        `measure` runs within the schedule of the stages, where no whole forward is possible; it
+        takes the results in the order of the micro-batches.
         """
         if self.other_model is None or world.stages == 1:
             return self
-        answers = iter([self.other_model(model, each.to(world.device)) for each in micro_batches()])
-        return replace(self, other_model=lambda *_: next(answers))
+        log_probabilities = iter(
+            [self.other_model(model, part.to(world.device)) for part in micro_batches()]
+        )
+        return replace(self, other_model=lambda *_: next(log_probabilities))
 
     def count(self, batch: StepBatch) -> int:
         """Returns the divisor that `PolicyLoss.average` names."""
@@ -95,42 +99,44 @@ class PolicyObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """Computes the summed loss of the micro-batch's completions, and as metrics their rewards
-        and ratios.
+        """Computes the loss, summed over the micro-batch's completions, and metrics of rewards and
+        ratios.
+
+        Arguments and result are those of `Objective.measure`.
         """
         rollout = micro_batch.columns
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
-        # Asked for a filler too: ranks meet in its forward.
-        if self.other_model is None:
-            other = None
-        else:
-            other = self.other_model(model, micro_batch)
+        other_log_probabilities = None
+        if self.other_model is not None:  # runs for a filler too: ranks meet in its forward
+            other_log_probabilities = self.other_model(model, micro_batch)
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
         metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
         if self.recipe.rollout.max_staleness:
             log_ratios = log_probabilities.detach() - rollout["sampled"].double()
-            own, oldest = describe_staleness(
-                log_ratios, batch.step - rollout["versions"].double(), completions, self.recipe
+            staleness = batch.step - rollout["versions"].double()
+            staleness_metrics, oldest = describe_staleness(
+                log_ratios, staleness, completions, self.recipe
             )
-            metrics |= own
+            metrics |= staleness_metrics
             maxima["staleness/max"] = oldest
         if completions.count:
-            losses, own_metrics = self._compute_losses(
-                log_probabilities, other, completions, rollout
+            losses, loss_metrics = self._compute_losses(
+                log_probabilities, other_log_probabilities, completions, rollout
             )
-            metrics |= own_metrics
+            metrics |= loss_metrics
             if values is not None:
-                value_losses, own_metrics = self._compute_value_losses(values, completions, rollout)
+                value_losses, value_metrics = self._compute_value_losses(
+                    values, completions, rollout
+                )
                 losses = losses + value_losses
-                metrics |= own_metrics
+                metrics |= value_metrics
             loss = sum_losses(losses, completions, self.recipe)
         else:  # a filler: in the graph all the same, since its backward takes part in collectives
             loss = outputs.sum() * 0.0
-        return Measured(
-            loss.float(), {name: pair.float() for name, pair in metrics.items()}, maxima
-        )
+        metrics = {name: pair.float() for name, pair in metrics.items()}
+        return Measured(loss.float(), metrics, maxima)
 
     @property
     def corrects_sampling(self) -> bool:
@@ -138,8 +144,8 @@ class PolicyObjective(Objective):
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns (log-probabilities, the critic's values where there is one), [positions] each, of
-        what the head has returned.
+        """Splits the head's outputs into log-probabilities and the critic's values, fp64[positions]
+        each; None for the values without a critic.
         """
         if not self.recipe.method_facts.has_critic:
             return outputs, None
@@ -153,8 +159,7 @@ class PolicyObjective(Objective):
         completions: Completions,
         rollout: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the policy's losses of a micro-batch, at `loss_level`, and by name the metrics of
-        the ratio, the correction and the KL divergence, [2] each: a sum, and what it is divided by.
+        """Computes the policy's losses of a micro-batch, and metrics of ratios, correction and KL.
 
         Args:
             log_probabilities: fp64[positions], of the model in training, with their graph.
@@ -162,6 +167,9 @@ class PolicyObjective(Objective):
                 one.
             completions: The completions at these positions.
             rollout: The columns of the micro-batch.
+
+        Returns:
+            (losses at `loss_level`, metric's name -> [2], a sum and its divisor).
         """
         recipe = self.recipe
         level = loss_level(recipe)
@@ -190,8 +198,10 @@ class PolicyObjective(Objective):
     def _estimate_divergence(
         self, log_probabilities: Tensor, other_log_probabilities: Tensor | None, sampled: Tensor
     ) -> Tensor | None:
-        """Estimates each token's KL divergence from the other model, [positions]: from a teacher
-        that of the sampled tokens, from a reference with a gradient. None without another model.
+        """Estimates each token's KL divergence from the other model, [positions]; None without one.
+
+        From a teacher it is that of the sampling policy, from a reference that of the model in
+        training, with its gradient.
         """
         if other_log_probabilities is None:
             return None
@@ -238,10 +248,11 @@ class PolicyObjective(Objective):
     def _choose_old(
         self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
     ) -> Tensor:
-        """Log-probabilities under the sampled weights, fp64[positions]: in training if that is
-        corrected, else sampled.
+        """Chooses the denominator of the ratios: log-probabilities under the weights that sampled,
+        fp64[positions].
 
-        Before the first update the model in training still has these weights.
+        If sampling is corrected, they are those that training computes, else those of the sampler.
+        Before the first update after sampling, the model in training still has these weights.
         """
         if "old" in rollout:
             return rollout["old"].double()
@@ -310,7 +321,7 @@ class PolicyObjective(Objective):
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the effective sample sizes, as shares of the tokens: 1 where ratios are alike."""
+        """Adds the effective sample sizes, as shares of the tokens: 1 if all ratios are equal."""
         for name in [name for name in means if name.endswith(SQUARE)]:
             square = means.pop(name)
             ratio = name.removesuffix("/square")
@@ -324,7 +335,7 @@ class PolicyObjective(Objective):
         return self.rollouts.describe_files(step)
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Takes them back."""
+        """Reads the completions that are still to be trained on."""
         self.rollouts.resume(checkpoint, step)
 
 
@@ -343,7 +354,7 @@ class HeldOutRewards(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "HeldOutRewards":
-        """Answers all held-out prompts, which ranks divide between them, some at once."""
+        """Samples answers to all held-out prompts, a part of them at a time."""
         assert self.prompts is not None, "something is held out"
         ids = np.arange(len(self.prompts.examples))
         results: dict[int, list[float]] = {}
@@ -355,9 +366,9 @@ class HeldOutRewards(Objective):
         signs_of_life = chain.from_iterable(micro_batches() for _ in count())
         for first in range(0, len(ids), at_once):
             next(signs_of_life)
-            own_ids = ids[first : first + at_once]
+            part = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
-                self.prompts.examples, own_ids, 0, 1, greedy=True, first_place=first
+                self.prompts.examples, part, 0, 1, greedy=True, first_place=first
             )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
@@ -369,7 +380,7 @@ class HeldOutRewards(Objective):
         return replace(self, results=results)
 
     def count(self, batch: StepBatch) -> int:
-        """The prompts."""
+        """Counts the prompts."""
         return batch.groups
 
     def measure(
