@@ -306,23 +306,27 @@ def find_start(
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
-    """The verified checkpoint from which a run in `run_folder` resumes; None where it starts at
-    step 0.
+    """Finds and verifies the checkpoint from which a run resumes; None where it starts at step 0.
 
-    `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder`
-    is only the start of the run: once it has checkpoints of its own it resumes from those, so that
-    the same command restarts a preempted job.
+    Args:
+        resume_from: auto, none, or the path of a checkpoint or of a run. A path outside
+            `run_folder` is used only until the run has checkpoints of its own, so that the same
+            command restarts a preempted job.
+        run_folder: The run's folder.
+
+    Raises:
+        UserError: The checkpoint does not exist or is damaged, or the run would lose later ones.
     """
-    own = list_checkpoints(run_folder)
+    of_run = list_checkpoints(run_folder)
     if resume_from == "none":
-        if own:
+        if of_run:
             raise UserError(
                 f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints "
-                f"here (the newest of step {own[-1][0]}); set another output_dir, or remove them"
+                f"here (the newest of step {of_run[-1][0]}); set another output_dir, or remove them"
             )
         return None
-    if resume_from == "auto" or (own and not _is_within(Path(resume_from), run_folder)):
-        return _find_newest(run_folder) if own else None
+    if resume_from == "auto" or (of_run and not _is_within(Path(resume_from), run_folder)):
+        return _find_newest(run_folder) if of_run else None
     path = Path(resume_from)
     if not path.is_dir():
         raise UserError(
@@ -332,7 +336,7 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
         return _find_newest(path)
     if problems := find_damage(path):
         raise UserError(f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}")
-    later = [step for step, _ in own if step > read_manifest(path).step]
+    later = [step for step, _ in of_run if step > read_manifest(path).step]
     if later:
         raise UserError(
             f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; "

@@ -335,18 +335,18 @@ def read_shards(
         else {name for names in world.gather(sorted(state)) for name in names}
     )
     missing = _without(optional, known - stored.keys(), stored.keys())
-    left = _without(optional, stored.keys() - known, known)
-    if missing or left:
+    unexpected = _without(optional, stored.keys() - known, known)
+    if missing or unexpected:
         if missing:
-            named = f"it lacks {missing[0]}"
+            example = f"it lacks {missing[0]}"
         else:
-            named = f"there is no {left[0]} here"
+            example = f"there is no {unexpected[0]} here"
         if part == MODEL:
-            what = "from a different model"
+            origin = "from a different model"
         else:
-            what = "with a different optimizer or model"
+            origin = "with a different optimizer or model"
         raise UserError(
-            f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} "
+            f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
             "unexpected); continue with the model and the optimizer of that run, or set another "
             "output_dir"
         )
@@ -362,10 +362,8 @@ def read_shards(
         values = read_slice(stored[shard.name], box)
         # torchao quantizes what is copied into its tensors, from fp32 on the same device.
         if is_quantized(shard.tensor):
-            own = values.to(shard.tensor.device, torch.float32)
-        else:
-            own = values
-        shard.tensor.copy_(own)
+            values = values.to(shard.tensor.device, torch.float32)
+        shard.tensor.copy_(values)
 
 
 def _without(

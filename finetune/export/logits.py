@@ -243,28 +243,38 @@ LARGEST_DIFFERENCE = 1e-4  # ‖streamed − own‖ / ‖own‖ that the order o
 def check_streamed_logits(
     config: Any, trust_remote_code: bool = False, log: Callable[[str], object] = print
 ) -> bool:
-    """Raises `UserError` where the export of a model of `config` could not be verified.
+    """Checks on a small twin of the model that its export can be verified tensor by tensor.
 
-    A twin with one decoder layer of each kind, a small vocabulary and narrow MLPs runs both ways. A
-    model of linear layers, embeddings and norms alone needs no run. No random state is changed.
-    Returns whether the twin ran; why it did not, where it should, is logged.
+    The twin has one decoder layer of each kind, a small vocabulary and narrow MLPs. It computes
+    logits by transformers' forward and by `stream_logits`, which must agree. A model of linear
+    layers, embeddings and norms alone needs no run. No random state is changed.
+
+    Args:
+        config: The model's config.
+        trust_remote_code: Whether the model's own code may run.
+        log: Takes the reason if no twin can be made.
+
+    Returns:
+        Whether the twin ran.
+
+    Raises:
+        UserError: The logits differ, or cannot be computed tensor by tensor.
     """
     with torch.random.fork_rng(devices=[]):
         try:
             smaller = _cut(config)
-            own = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
-            if _is_plain(own):
+            twin = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
+            if _is_plain(twin):
                 return False
-            if (
-                count := sum(p.numel() for module in _text_parts(own) for p in module.parameters())
-            ) > MAX_PARAMETERS:
+            parts = _text_parts(twin)
+            count = sum(p.numel() for module in parts for p in module.parameters())
+            if count > MAX_PARAMETERS:
                 raise ValueError(f"it would have {count:,} parameters")
             streamed = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
-            _fill(own)
+            _fill(twin)
+            ids = prompts(text_config_of(smaller).vocab_size)
             with torch.no_grad():
-                truth = own(
-                    input_ids=prompts(text_config_of(smaller).vocab_size), use_cache=False
-                ).logits.float()
+                expected = twin(input_ids=ids, use_cache=False).logits.float()
         except Exception as error:  # the family allows no such twin
             reason = first_line(error)
             log(
@@ -272,17 +282,17 @@ def check_streamed_logits(
                 "itself will be verified"
             )
             return False
-        values = own.state_dict()
+        values = twin.state_dict()
         try:
             logits = stream_logits(
                 streamed, lambda name, start, stop: _rows(values[name], start, stop)
             )
         except Exception as error:
-            raise _unverifiable(own, on_one_line(error)) from error
-    difference = float((logits - truth).norm() / truth.norm())
+            raise _unverifiable(twin, on_one_line(error)) from error
+    difference = float((logits - expected).norm() / expected.norm())
     if not difference <= LARGEST_DIFFERENCE:
         raise _unverifiable(
-            own, f"logits computed a tensor at a time differ by {difference:.2g} from its own"
+            twin, f"logits computed a tensor at a time differ by {difference:.2g} from its own"
         )
     return True
 

@@ -180,9 +180,13 @@ def _attend_across_ranks(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> Tensor:
-    """As `attend_documents`, in `dtype`, with this rank's tokens: for some of the heads over the
-    whole row, or, where there are more ranks than heads, from these tokens to the keys of the whole
-    row.
+    """Does `attend_documents` where the tokens of a row are sharded over the ranks of `group`.
+
+    The ranks trade tokens for heads: each attends over the whole row with some of the heads. If
+    there are more ranks than heads, each gathers the keys and attends from its own tokens.
+
+    Returns:
+        The outputs at this rank's tokens, in `dtype`.
     """
     if not divides_heads(query.shape[1], group.size()):
         first = group.rank() * query.shape[2]

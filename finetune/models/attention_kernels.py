@@ -311,8 +311,9 @@ def attend_documents(
 def _attend_both_ways(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Attention of each token to all of its document: query [rows, heads, tokens, size] -> [rows,
-    tokens, heads, size].
+    """Attends from each token to its whole document, in both directions.
+
+    Query is [rows, heads, tokens, size], the result [rows, tokens, heads, size].
     """
     assert documents.visible is not None
     if documents.boundaries is None:
@@ -329,7 +330,7 @@ def _attend_both_ways(
 def _attend_each_both_ways(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """As `_attend_both_ways`, document by document of one row."""
+    """Does `_attend_both_ways` for one row, one document after another."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = [torch.split(each, lengths, 2) for each in (query, key, value)]
@@ -507,19 +508,20 @@ def _attend_each(
     options: ScoreOptions,
     images: Tensor | None = None,
 ) -> Tensor:
-    """As `_attend_each_document`, of documents with so many keys, and queries of the last of their
-    tokens.
+    """Does `_attend_each_document` for documents whose queries may be their last tokens alone.
+
+    `queries`, `keys`: how many of them each document has.
     """
     states = [
-        torch.split(each, sizes, 2)
-        for each, sizes in ((query, queries), (key, keys), (value, keys))
+        torch.split(tensor, sizes, 2)
+        for tensor, sizes in ((query, queries), (key, keys), (value, keys))
     ]
     by_document = [None] * len(queries) if images is None else torch.split(images, queries, 1)
     attended = [
-        _attend_causally(q, k, v, options, own)
-        for q, k, v, own in zip(*states, by_document, strict=True)
+        _attend_causally(q, k, v, options, document_images)
+        for q, k, v, document_images in zip(*states, by_document, strict=True)
     ]
-    return torch.cat([each.transpose(1, 2) for each in attended], dim=1)
+    return torch.cat([output.transpose(1, 2) for output in attended], dim=1)
 
 
 def _attend_causally(

@@ -350,7 +350,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Which of the tensors need a gradient now."""
+    """Whether each of the tensors needs a gradient now."""
     return tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in tensors

@@ -49,11 +49,13 @@ class ForwardOutput(NamedTuple):
 
 
 def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: World) -> None:
-    """Raises `UserError` where `model`, ready to train, would be trained on another loss than each
-    document's own.
+    """Checks that the model's training forward gives each document the outputs that transformers
+    gives it alone.
 
     Every rank calls it. It costs two forwards over 19 tokens and changes no parameter, gradient or
     random state.
+
+    Raises `UserError` where the outputs differ, or the forward fails.
     """
     plain: Any = unwrap(model)
     name = type(plain).__name__.removeprefix("FSDP")  # FSDP2 changes the class
@@ -65,11 +67,11 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     try:
         with _evaluated(model, recipe.torch_compile), _unrounded(model, world):
             # A mask of ones: all three documents are one text to transformers.
-            own = _forward(
+            expected = _forward(
                 model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False
             )
             # where the loss depends most on a scale of the logits
-            labels = own.result[0, :DOCUMENT].float().argmax(-1)
+            labels = expected.result[0, :DOCUMENT].float().argmax(-1)
             batch = _lay_out(ids, labels, packed=data.packing)
             group = world.sequence_group
             if group is None:
@@ -89,14 +91,14 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
         raise UserError(
             f"{name} cannot be trained on {rows} ({type(error).__name__}: {reason}); {advice}"
         ) from error
-    if own.hidden.dim() != 3:  # [rows, tokens, hidden], but for ProphetNet's n-grams
+    if expected.hidden.dim() != 3:  # [rows, tokens, hidden], but for ProphetNet's n-grams
         raise UserError(
             f"{name}: its head reads several vectors of a token; this family is not supported: "
             "name another model"
         )
     if not all(
-        torch.isfinite(each).all()
-        for each in (own.hidden, own.result, trained.hidden, trained.result)
+        torch.isfinite(output).all()
+        for output in (expected.hidden, expected.result, trained.hidden, trained.result)
     ):
         raise UserError(
             f"{name}: its outputs are not finite before the first step, on {rows}; check its "
@@ -105,7 +107,7 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     dtype = getattr(torch, COMPUTE_DTYPE[world.sharding.mixed_precision])
     if dtype == torch.float32:
         dtype = getattr(torch, recipe.dtype)
-    _compare(own, trained, labels, dtype, name, data, recipe)
+    _compare(expected, trained, labels, dtype, name, data, recipe)
 
 
 def _compare(

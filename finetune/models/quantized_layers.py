@@ -203,9 +203,7 @@ class QuantizedWeight(nn.Module):
         )
 
     def _count_scales(self, experts: int) -> int:
-        """How many scales the first `experts` have: one for each row in 8 bits, one for each block
-        in 4.
-        """
+        """Counts the scales of the first `experts`: one a row in 8 bits, one a block in 4."""
         if self.full_quantization.bits == 8:
             return experts * prod(self.full_shape[1:-1])
         return experts * prod(self.full_shape[1:]) // self.block
@@ -342,9 +340,7 @@ def _(
 def dequantize_parameters(
     codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
 ) -> Tensor:
-    """As `_dequantize`: the weight [rows, columns] in `dtype`, from a layer's parameters and its
-    `form`.
-    """
+    """Dequantizes a layer's codes and scales to its weight [rows, columns] in `dtype`."""
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
     return weight
 

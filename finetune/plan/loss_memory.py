@@ -72,8 +72,9 @@ def loss_bytes(spec: RunSpec) -> int:
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
-    """What an adapter on the output head adds: the states with the products of A behind them, and
-    B, scaled, with its gradient.
+    """Counts the bytes that an adapter on the output head adds on one rank.
+
+    They are the hidden states joined with the products of A, and the scaled B with its gradient.
     """
     rank = _head_rank(spec)
     if not rank:

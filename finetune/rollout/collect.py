@@ -52,8 +52,9 @@ IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not reward
 
 @dataclass(slots=True)
 class RequestBatch:
-    """What completions are asked for, and what is said in their turns. The main rank has the rows
-    and messages.
+    """Requests for the completions of a generation, and the messages of their turns so far.
+
+    Only the main rank has rows and messages.
     """
 
     example_ids: NDArray[np.int64]  # [completions]: the prompts'
@@ -152,24 +153,29 @@ class Sampler:
 
     def _sample(
         self,
-        asked: RequestBatch,
+        batch: RequestBatch,
         sample: Callable[[Sequence[Request]], list[Sampled]],
         on_main: Callable[[Callable[[], Any]], Any],
     ) -> list[Sampled]:
-        """Samples a completion of each request, with the turns of its tools if there are any, on
-        the ranks that `on_main` knows.
+        """Samples a completion of each request; where there are tools, with their turns.
+
+        Args:
+            batch: The requests. Environments may give them other prompts.
+            sample: Samples one turn of each request.
+            on_main: Runs a function on the main rank, and returns its result on all ranks.
         """
-        if asked.episodes is not None:
-            asked.take_prompts(on_main(partial(asked.episodes.begin, asked.requests)))
+        episodes = batch.episodes
+        if episodes is not None:
+            batch.take_prompts(on_main(partial(episodes.begin, batch.requests)))
         if self.tools is None:
-            return sample(asked.requests)
+            return sample(batch.requests)
         most_tokens = self.recipe.rollout.max_completion_length
-        place = 0 if asked.episodes is None else asked.episodes.first_place
-        talks = Conversations(
-            self.tools, self.rewards, most_tokens, asked.rows, asked.messages, place
+        first_place = 0 if episodes is None else episodes.first_place
+        conversations = Conversations(
+            self.tools, self.rewards, most_tokens, batch.rows, batch.messages, first_place
         )
-        most = self.recipe.rollout.max_tool_calling_iterations
-        return take_turns(asked.requests, sample, talks, most, on_main)
+        most_turns = self.recipe.rollout.max_tool_calling_iterations
+        return take_turns(batch.requests, sample, conversations, most_turns, on_main)
 
     def _score_all(
         self, asked: RequestBatch, sampled: Sequence[Sampled], step: int
@@ -201,7 +207,7 @@ class Sampler:
         return np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))
 
     def choose_sampling(self, *, greedy: bool = False) -> Sampling:
-        """How the recipe samples, or `greedy`."""
+        """The recipe's settings of sampling; `greedy` takes the likeliest tokens instead."""
         return Sampling(
             max_tokens=self.recipe.rollout.max_completion_length,
             temperature=self.recipe.method.temperature,
@@ -216,8 +222,10 @@ class Sampler:
         generations: int,
         first_place: int = 0,
     ) -> RequestBatch:
-        """What completions of the prompts `example_ids` are asked for, by the seed, the step and
-        their places.
+        """Makes the requests for `generations` completions of each prompt.
+
+        A request's seed is made of the run's seed, the step, the place of its prompt (from
+        `first_place`) and the number of its completion.
         """
         requests = []
         for place, example_id in enumerate(example_ids.tolist(), first_place):
@@ -236,7 +244,7 @@ class Sampler:
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
-        """How this rank lays out completions of `prompts`."""
+        """The options by which this rank lays out completions of `prompts`."""
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
         rank = self.world.data_parallel
         return RowOptions(self.recipe, rank, pad_token_id, self.shares_prompts, prompts)

@@ -58,7 +58,7 @@ Piece = list[Document]
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """How completions become the rows of a rank."""
+    """Settings of packing completions into the rows of a rank."""
 
     recipe: Recipe
     rank: DataParallelRank
@@ -130,8 +130,10 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
 
 
 def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
-    """How many rows of a micro-batch are packed as one, which holds more of a group, so that each
-    rank has some.
+    """Counts the rows of a micro-batch that are packed as one longer row.
+
+    A longer row holds more completions of a group, which share its prompt. Each rank keeps at least
+    ROWS_OF_RANK of them.
     """
     if not options.shares_prompts:
         return 1

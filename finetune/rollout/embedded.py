@@ -290,7 +290,10 @@ class _Wave:
             self._graph.run(len(self._drawn), shown)
 
     def _advance_captured(self, shown: int) -> None:
-        """As `_advance`, by the device's own count of steps, and with a cache of `shown` tokens."""
+        """Does `_advance` with the device's own step counter, so that a CUDA graph can repeat it.
+
+        `shown`: tokens of the cache that attention sees.
+        """
         place = self._longest + self._step - 1
         for layer in self._cache.layers:
             layer.fix(place, shown)

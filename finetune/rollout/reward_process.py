@@ -121,12 +121,12 @@ def check_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> Scores:
     """Returns a function's result as scores. Raises `UserError` for the first that is no number."""
-    for given, completion in zip(returned, step["completions"], strict=True):
-        if not is_score(given):
+    for value, completion in zip(returned, step["completions"], strict=True):
+        if not is_score(value):
             text = json.dumps(completion, ensure_ascii=False)
-            said = given if isinstance(given, Fault) else f"returned {describe_score(given)}"
-            raise UserError(f"{place_of(function)}{name}: {said} for the completion {text[:200]}")
-    return [None if given is None else float(given) for given in returned]
+            fault = value if isinstance(value, Fault) else f"returned {describe_score(value)}"
+            raise UserError(f"{place_of(function)}{name}: {fault} for the completion {text[:200]}")
+    return [None if value is None else float(value) for value in returned]
 
 
 def score_each(
@@ -161,14 +161,15 @@ def score_each(
 def _with_zeros(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> tuple[Scores, list[bool]]:
-    failed = [not is_score(given) for given in returned]
+    """Returns (scores, with 0 for each that is no number; whether each is one of these)."""
+    failed = [not is_score(value) for value in returned]
     if any(failed):
         try:
             check_scores(name, function, step, returned)
         except UserError as error:
             print(error, file=sys.stderr)
-    zeros = [0.0 if is_bad else given for given, is_bad in zip(returned, failed, strict=True)]
-    return [None if given is None else float(given) for given in zeros], failed
+    values = [0.0 if is_bad else value for value, is_bad in zip(returned, failed, strict=True)]
+    return [None if value is None else float(value) for value in values], failed
 
 
 def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -183,56 +184,63 @@ class Functions:
     score.
     """
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        names: Sequence[str] = asked["names"]
-        self._seconds: float = asked["seconds"]
-        self._counts: bool = asked["counts_failures"]
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        names: Sequence[str] = settings["names"]
+        self._seconds: float = settings["seconds"]
+        self._counts: bool = settings["counts_failures"]
         self._names = [name_of_reward(name) for name in names]
         self._functions = [_load(name, self._seconds) for name in names]
-        self._tools = {name.rpartition(":")[2]: load(name) for name in asked["tools"]}
-        own = [
-            each
-            for name, each in zip(names, self._functions, strict=True)
+        self._tools = {name.rpartition(":")[2]: load(name) for name in settings["tools"]}
+        user_functions = [
+            function
+            for name, function in zip(names, self._functions, strict=True)
             if name not in FUNCTIONS and not is_judge(name)
         ]
-        self._reads_states = any(map(_takes_environments, own))
+        self._reads_states = any(map(_takes_environments, user_functions))
         self._processes = EnvironmentProcesses(
-            asked["environments"], self._tools, asked["processes"], counts=self._counts
+            settings["environments"], self._tools, settings["processes"], counts=self._counts
         )
         self._step: dict[str, Any] = {}
 
-    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request: `calls` of tools, what environments are to `do`, or the scores of a
-        `function` for the last `step`, or for one `place` of it; before the first of these, whether
-        the functions take the `known` columns.
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers a request, whose keys say what it asks for.
 
-        Raises `UserError` for what a function does wrong, unless that counts as failed.
+        Args:
+            request: One of these, all JSON:
+                `known`: column names; checks that the functions take them. Comes first.
+                `calls` and `seconds`: calls of tools, and the longest that one may take.
+                `do`, `items` and `seconds`: an action of environments, and an item for each.
+                `function`: the index of a function; scores the last `step`, which may come with
+                the request, or the completion at one `place` of it.
+
+        Raises:
+            UserError: A function fails, unless failures are counted.
         """
-        if "known" in asked:
+        if "known" in request:
             for name, function in zip(self._names, self._functions, strict=True):
-                check_arguments(name, function, asked["known"])
+                check_arguments(name, function, request["known"])
             return {}
-        if "calls" in asked:
+        if "calls" in request:
             return {
                 "results": call_tools(
-                    self._tools, asked["calls"], asked["seconds"], counts=self._counts
+                    self._tools, request["calls"], request["seconds"], counts=self._counts
                 )
             }
-        if "do" in asked:
-            items = [each | {"keeps_state": self._reads_states} for each in asked["items"]]
-            return {"answers": self._processes.ask(asked["do"], items, asked["seconds"])}
-        if "step" in asked:
-            self._step = asked["step"]
+        if "do" in request:
+            items = [item | {"keeps_state": self._reads_states} for item in request["items"]]
+            return {"answers": self._processes.ask(request["do"], items, request["seconds"])}
+        if "step" in request:
+            self._step = request["step"]
             columns = self._step["columns"]
             if ENVIRONMENTS in columns:
                 columns[ENVIRONMENTS] = list(map(thaw, columns[ENVIRONMENTS]))
         step = self._step
         seconds = self._seconds
-        if "place" in asked:
+        if "place" in request:
             seconds = limit_of_one(seconds, len(step["completions"]))
-            step = take_one(step, asked["place"])
-        name = self._names[asked["function"]]
-        function = self._functions[asked["function"]]
+            step = take_one(step, request["place"])
+        name = self._names[request["function"]]
+        function = self._functions[request["function"]]
         if self._counts:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}

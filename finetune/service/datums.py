@@ -124,7 +124,7 @@ def _check_ids(ids: NDArray[np.float64], place: str, limits: Limits) -> None:
 
 
 def width_of(datum: Mapping[str, Any]) -> int | None:
-    """How many targets each token of a datum has, in a row; None: one, which is a number."""
+    """Counts the targets of each token, where they are lists; None where each is one number."""
     first = datum["inputs"]["target_tokens"][0]
     return len(first) if isinstance(first, list) else None
 
@@ -170,19 +170,20 @@ def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) 
 def _collate(
     ids: Any, examples: Sequence[Example], data: Sequence[Mapping[str, Any]], *, is_packed: bool
 ) -> MicroBatch:
+    """Makes the micro-batch of the datums `ids`, with their inputs as columns."""
     if not len(ids):
         return make_filler(is_packed)
     ids = np.sort(ids)  # by the client that they are of, where there are several
     chosen = [examples[index] for index in ids]
     micro_batch = pack_documents(chosen) if is_packed else pad_documents(chosen, 0)
     micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist())).with_documents()
-    own = [data[index] for index in ids]
-    names = own[0]["inputs"].keys() - {"target_tokens"}
-    if all(width_of(datum) is None for datum in own):
-        columns = {name: _spread(micro_batch, own, name, 0.0)[:, 0] for name in names}
+    datums = [data[index] for index in ids]
+    names = datums[0]["inputs"].keys() - {"target_tokens"}
+    if all(width_of(datum) is None for datum in datums):
+        columns = {name: _spread(micro_batch, datums, name, 0.0)[:, 0] for name in names}
         return replace(micro_batch, columns=columns)
-    columns = {name: _spread(micro_batch, own, name, 0.0) for name in names}
-    targets = _spread(micro_batch, own, "target_tokens", IGNORE_INDEX)
+    columns = {name: _spread(micro_batch, datums, name, 0.0) for name in names}
+    targets = _spread(micro_batch, datums, "target_tokens", IGNORE_INDEX)
     return replace(micro_batch, columns=columns, targets=targets.long())
 
 
@@ -195,13 +196,13 @@ def _read_input(datum: Mapping[str, Any], name: str, dtype: type = np.float32) -
 def _spread(
     micro_batch: MicroBatch, data: Sequence[Mapping[str, Any]], name: str, missing: float
 ) -> Tensor:
-    """An input's numbers at each position.
+    """Spreads an input of the datums over the positions of their micro-batch.
 
     Args:
-        micro_batch: Of these datums, in their order.
+        micro_batch: Holds the datums, in their order.
         data: The datums.
-        name: Of the input.
-        missing: Where there is no label, and where another datum has more targets.
+        name: The name of the input.
+        missing: The number where there is no label, and where another datum has more targets.
 
     Returns:
         fp32[positions, targets], in which an id below 2**24 is exact.
@@ -221,19 +222,19 @@ def _spread(
 def by_datum(
     micro_batch: MicroBatch, values: Tensor, data: Sequence[Mapping[str, Any]]
 ) -> dict[int, list[Any]]:
-    """The values at the tokens of each datum, in order, by the datum's place among all.
+    """Groups the values of positions by datum: index of the datum -> values at its tokens.
 
     Args:
-        micro_batch: Of some of the datums.
+        micro_batch: Holds some of the datums.
         values: [positions, ...]; where the micro-batch has targets, one for each of them.
-        data: All datums, which say how many targets are theirs.
+        data: All datums of the batch.
     """
     has_label, documents, _ = micro_batch.find_labeled()
-    own: dict[int, list[Any]] = {}
+    values_of_datum: dict[int, list[Any]] = {}
     for index, example in enumerate(micro_batch.example_ids):
         of_datum = values[has_label & (documents == index)]
         if micro_batch.targets is not None:
             width = width_of(data[example])
             of_datum = of_datum[:, 0] if width is None else of_datum[:, :width]
-        own[example] = of_datum.tolist()
-    return own
+        values_of_datum[example] = of_datum.tolist()
+    return values_of_datum
