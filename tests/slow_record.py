@@ -66,6 +66,7 @@ def find_late(record: dict[str, dict[str, object]], today: date) -> list[str]:
         text = path.read_text(encoding="utf-8")
         file = path.relative_to(RECORD.parents[1]).as_posix()
         ran = date.fromisoformat(str(record.get(file, {}).get("date", date.min.isoformat())))
-        if ("mark.slow" in text or "slow_but(" in text) and today - ran > WEEK:
+        is_slow = any(word in text for word in ("mark.slow", "slow_but(", "cross("))
+        if is_slow and today - ran > WEEK:
             late.append(file)
     return late
