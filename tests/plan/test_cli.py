@@ -1,11 +1,14 @@
 """`finetune plan` as a person runs it."""
 
+import io
 import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
@@ -16,14 +19,20 @@ from tests.ranks import run_command
 
 
 def _plan(*arguments: str) -> tuple[int, str, str]:
-    ended = run_command(["python", "-m", "finetune", "plan", *arguments])
-    return ended.returncode, ended.stdout, ended.stderr
+    """Returns (exit code, stdout, stderr) of the command, in this process."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        code = main(["plan", *arguments])
+    return code, out.getvalue(), errors.getvalue()
 
 
 def test_a_plan_needs_no_torch_and_prints_every_phase(tiny_recipe: Callable[..., Path]) -> None:
     recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
-    code, shown, errors = _plan("--recipe", str(recipe), "--num-processes", "2")
-    assert (code, errors) == (0, "")
+    ended = run_command(
+        ["python", "-m", "finetune", "plan", "--recipe", str(recipe), "--num-processes", "2"]
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    shown = ended.stdout
     for phase in ("load", "first step", "steady step", "evaluation", "save", "resume", "export"):
         assert f"\n{phase} " in shown
     assert "4 rows x 64 tokens a step = 256 tokens: 2 ranks x 2 micro-batches x 1 row" in shown
