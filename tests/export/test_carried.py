@@ -129,7 +129,13 @@ def write_base(folder: Path, family: str, name: str) -> dict[str, torch.Tensor]:
     return beside
 
 
-@pytest.mark.parametrize(("family", "name"), CLASSES, ids=[name for _, name in CLASSES])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(*each, id=each[1], marks=pytest.mark.slow if "Dots3" in each[1] else [])
+        for each in CLASSES
+    ],
+)
 def test_no_tensor_of_a_base_is_lost(family: str, name: str, tmp_path: Path) -> None:
     """Of every class that passes some over: a full run's export has each name of the base's files, and its values."""
     try:

@@ -634,6 +634,7 @@ def test_a_wrong_answer_is_asked_again(
     )
 
 
+@pytest.mark.slow
 def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
     terminal, inner = pty.openpty()

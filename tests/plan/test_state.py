@@ -291,24 +291,13 @@ QUICK = [
     ("fsdp2", "full"),
     ("fsdp2 offload", "lora"),
     ("fsdp1", "tied"),
-    ("fsdp1", "whole"),
-    ("ddp", "lora"),
-]
-QUICK += [("fsdp2", "whole"), ("ddp", "qlora"), ("fsdp2", "base in 8 bits"), ("fsdp2", "adafactor")]
-QUICK += [
+    ("ddp", "qlora"),
     ("fsdp2", "muon"),
-    ("fsdp2", "divided"),
-    ("fsdp2", "gpt_oss's experts"),
-    ("fsdp2", "glm4_moe"),
-]
-QUICK += [
     ("fsdp2", "divided, qlora"),
     ("tensor parallel", "even lora"),
-    ("fsdp2", "vision"),
     ("fsdp2", "in files, tied, bf16 moments"),
+    ("fsdp2", "pipeline, deepseek_v3"),
 ]
-QUICK += [("fsdp2", "pipeline, tied"), ("fsdp2", "pipeline, deepseek_v3")]
-QUICK += [("fsdp1 no shard", "full"), ("fsdp2 no wrap", "lora")]
 MORE = [pair for pair in TWO_RANKS if pair not in QUICK]
 assert len(MORE) + len(QUICK) == len(TWO_RANKS)
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")

@@ -16,7 +16,7 @@ from tests.training import reference
 from tests.training.layouts import assert_losses, train_all, write_config
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.recurrence is not None]
-QUICK = ["qwen3_5_text"]
+QUICK = ["lfm2"]
 QUICK_RUNS = ("full",)
 RUNS = {
     "full": ("full_shard", "packing=true"),
