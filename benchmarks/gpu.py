@@ -1,5 +1,5 @@
-"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's, torchtune's and plain
-transformers'.
+"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's, Unsloth's, torchtune's and
+plain transformers'.
 
     python benchmarks/gpu.py --data train.jsonl --tokenizer llama3 --output benchmarks/results
     python benchmarks/gpu.py --smoke    # tiny, also on a CPU: does it still run?
@@ -40,16 +40,19 @@ from benchmarks.gpu_transformers import WHO as TRANSFORMERS  # noqa: E402
 from benchmarks.gpu_transformers import train_transformers  # noqa: E402
 from benchmarks.gpu_trl import WHO as TRL  # noqa: E402
 from benchmarks.gpu_trl import train_trl  # noqa: E402
+from benchmarks.gpu_unsloth import WHO as UNSLOTH  # noqa: E402
+from benchmarks.gpu_unsloth import train_unsloth  # noqa: E402
 
 CONTESTANTS = {
     OURS: train_ours,
     TRL: train_trl,
+    UNSLOTH: train_unsloth,
     TORCHTUNE: train_torchtune,
     TRANSFORMERS: train_transformers,
 }
 
 
-PACKAGES = {TRL: "trl", TORCHTUNE: "torchtune"}
+PACKAGES = {TRL: "trl", UNSLOTH: "unsloth", TORCHTUNE: "torchtune"}
 
 
 def run_case(case: Case, who: str, options: argparse.Namespace) -> Result:
@@ -87,9 +90,18 @@ def in_process_of_its_own(
     name = CASES[number].name
     python = options.torchtune_python if who == TORCHTUNE else sys.executable
     command = [python, __file__, *arguments, "--case", str(number), "--who", who]
+    environment = dict(os.environ)
+    if who == UNSLOTH and options.unsloth_packages is not None:
+        searched = [str(options.unsloth_packages), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, searched))
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=options.timeout, check=False
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=options.timeout,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         return Result(name, who, failure=f"took more than {options.timeout:.0f} s")
@@ -174,6 +186,11 @@ def main() -> None:
             "before 0.16"
         ),
     )
+    parser.add_argument(
+        "--unsloth-packages",
+        type=Path,
+        help="a folder with Unsloth and the older TRL and datasets that it takes",
+    )
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one case")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
@@ -213,7 +230,7 @@ def main() -> None:
             print(table(results)[-1], file=sys.stderr, flush=True)
             rows.write(json.dumps(asdict(results[-1])) + "\n")
             rows.flush()
-    lines = [*table(results), *find_differences(results, OURS, (TRL, TORCHTUNE))]
+    lines = [*table(results), *find_differences(results, OURS, (TRL, UNSLOTH, TORCHTUNE))]
     print("\n".join(lines))
     (options.output / f"{name}.md").write_text("\n".join(lines) + "\n")
 

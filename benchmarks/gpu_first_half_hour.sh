@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU, in order of value: three parts of at most ten minutes each. What a part has measured is on
+# The first half hour on a GPU, in order of value: parts of at most ten minutes each. What a part has measured is on
 # disk at every moment, so that one that is cut off has lost nothing but its last row.
 #   benchmarks/gpu_first_half_hour.sh 1 OUTPUT    # versions, the tests marked gpu, the quickstart, a kill and its resume
 #   benchmarks/gpu_first_half_hour.sh 2 OUTPUT    # the cases with a goal: 1B full, 8B LoRA, 8B full at 8,192
 #   benchmarks/gpu_first_half_hour.sh 3 OUTPUT    # 70B QLoRA, 30B-A3B LoRA, DPO, FP8, a profile
+#   UNSLOTH=FOLDER benchmarks/gpu_first_half_hour.sh 4 OUTPUT    # Unsloth beside ours; FOLDER: see gpu_wheels.sh
 # SMOKE=1: at sizes that a CPU runs, to see that every command is right.
 set -uo pipefail # a command that fails is said, and the next one runs
-part=${1:?usage: benchmarks/gpu_first_half_hour.sh 1|2|3 OUTPUT} output=$(mkdir -p "${2:?OUTPUT}" && cd "$2" && pwd)
+part=${1:?usage: benchmarks/gpu_first_half_hour.sh 1|2|3|4 OUTPUT} output=$(mkdir -p "${2:?OUTPUT}" && cd "$2" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 smoke=${SMOKE:+--smoke}
@@ -72,5 +73,10 @@ print(sys.version.split()[0], *(m.__version__ for m in (torch, transformers, acc
     measure rest "8B LoRA r16, 4096" "1B full, 4096" "30B-A3B LoRA" "8B DPO" FP8
     try "profile" 60 quickstart profiled max_steps=20 "profile_steps=[11, 13]"
     ;;
-  *) echo "the parts are 1, 2 and 3" >&2; exit 2 ;;
+  4)
+    timeout 570 python benchmarks/gpu.py $smoke --only Unsloth --unsloth-packages "${UNSLOTH:?its folder of packages}" \
+      --output "$output/unsloth" --steps 8 --cases "1B full, 4096" "8B LoRA r16, 4096" "8B QLoRA r16, 4096" \
+      2>>"$output/unsloth.log" | tee -a "$output/part$part.log"
+    ;;
+  *) echo "the parts are 1, 2, 3 and 4" >&2; exit 2 ;;
 esac

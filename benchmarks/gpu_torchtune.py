@@ -2,10 +2,8 @@
 
 Its precision is one for everything: weights, gradients and moments are in bf16. Only weights, rows
 and the log are ours, as components that the config names. torchtune is archived: 0.6.1, its last
-version, imports no torchao after
-0.15, with which it runs under torch 2.13. peft takes no torchao before 0.16, so torchtune needs an
-  environment of its
-own.
+version, imports no torchao after 0.15, with which it runs under torch 2.13. peft takes no torchao
+before 0.16, so torchtune needs an environment of its own.
 """
 
 import argparse

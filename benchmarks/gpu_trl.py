@@ -16,11 +16,7 @@ WHO = "TRL, packed"
 def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
     """The same model and rows under TRL's SFTTrainer, packed, bf16, its own defaults otherwise."""
     import torch
-    from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from finetune.training.metrics import peak_flops, peak_memory_bytes
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if case.method != "sft" or case.fp8:
@@ -36,6 +32,45 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
                 config, dtype=torch.bfloat16 if case.use_peft else torch.float32
             )
         fill(model)
+    adapters = None
+    if case.use_peft:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    return train_packed(
+        case,
+        WHO,
+        model,
+        steps,
+        warm_up,
+        options,
+        gradient_checkpointing=case.checkpointed,
+        peft_config=adapters,
+    )
+
+
+def train_packed(
+    case: Case,
+    who: str,
+    model: Any,
+    steps: int,
+    warm_up: int,
+    options: argparse.Namespace,
+    *,
+    gradient_checkpointing: bool,
+    peft_config: Any = None,
+) -> Result:
+    """Trains `model` on the case's packed rows by SFTTrainer; times the steps after `warm_up`."""
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune.training.metrics import peak_flops, peak_memory_bytes
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = rows(case, options) * (1 + (steps + warm_up) // STEPS)
     seconds: list[float] = []
 
@@ -50,13 +85,6 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - self.began)
 
-    peft_config = None
-    if case.use_peft:
-        from peft import LoraConfig
-
-        peft_config = LoraConfig(
-            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             output_dir=folder,
@@ -70,7 +98,7 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             learning_rate=1e-5,
             bf16=True,
             use_cpu=device.type == "cpu",
-            gradient_checkpointing=case.checkpointed,
+            gradient_checkpointing=gradient_checkpointing,
             logging_first_step=True,
             logging_steps=10**6,
             save_strategy="no",
@@ -78,7 +106,7 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             disable_tqdm=True,
             dataloader_pin_memory=device.type == "cuda",
         )
-        tokenizer = _word_tokenizer(case.model["vocab_size"])
+        tokenizer = word_tokenizer(case.model["vocab_size"])
         columns = {
             "input_ids": [[token for ids in row for token in ids] for row in packed],
             "seq_lengths": [[len(ids) for ids in row] for row in packed],
@@ -96,7 +124,7 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
     speeds = [case.rows * case.length / s for s in seconds[warm_up:]]
     first = run.state.log_history[0]
     seen = {"loss": first["loss"], "grad_norm": first["grad_norm"]}
-    return summarize(case, WHO, speeds, peak_flops(device), peak_memory_bytes(device), **seen)
+    return summarize(case, who, speeds, peak_flops(device), peak_memory_bytes(device), **seen)
 
 
 def _quantized_model(config: Any, device: Any) -> Any:
@@ -151,7 +179,7 @@ def _without_layers(config: Any) -> Any:
     return smaller
 
 
-def _word_tokenizer(vocabulary: int) -> Any:
+def word_tokenizer(vocabulary: int) -> Any:
     """SFTTrainer wants a tokenizer, although the rows are ids already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -73,16 +73,49 @@ def test_plain_transformers_takes_our_first_step_where_a_row_is_one_document() -
     assert find_differences(results, gpu.OURS, [gpu.TRANSFORMERS]) == []
 
 
-# Full, LoRA, NF4, a mixture. torchtune and peft take no common torchao: its LoRA is compared by --torchtune-python.
-@pytest.mark.parametrize(("who", "cases"), [(gpu.TRL, (0, 3, 6, 9)), (gpu.TORCHTUNE, (0,))])
+FULL = "1B full, 4096"
+NAMED = (FULL, "8B LoRA r16, 4096", "8B QLoRA r16, 4096", "30B-A3B LoRA r16, 4096")
+NUMBERS = {case.name: number for number, case in enumerate(CASES)}
+
+
+# torchtune and peft take no common torchao: its LoRA is compared by --torchtune-python.
+@pytest.mark.parametrize(("who", "cases"), [(gpu.TRL, NAMED), (gpu.TORCHTUNE, (FULL,))])
 def test_the_tools_that_are_installed_take_our_first_step_from_packed_rows(
-    who: str, cases: tuple[int, ...]
+    who: str, cases: tuple[str, ...]
 ) -> None:
     pytest.importorskip(gpu.PACKAGES[who])
     for case in cases:
-        results = [run_smoke(case, each) for each in (gpu.OURS, who)]
+        results = [run_smoke(NUMBERS[case], each) for each in (gpu.OURS, who)]
         assert all(result.loss and result.grad_norm for result in results), results
         assert find_differences(results, gpu.OURS, [who]) == []
+
+
+UNSLOTH = """
+class FastLanguageModel:
+    def from_pretrained(folder, *, max_seq_length, dtype, load_in_4bit, full_finetuning, use_gradient_checkpointing):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        assert not load_in_4bit
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+    def get_peft_model(model, *, use_gradient_checkpointing, **keys):
+        from peft import LoraConfig, get_peft_model
+        return get_peft_model(model, LoraConfig(**keys))
+"""
+
+
+def test_unsloths_row_loads_the_common_weights_and_trains_the_packed_rows(tmp_path: Path) -> None:
+    """Unsloth itself does not import without a GPU: transformers and peft stand in for its loader, under TRL's own trainer."""
+    pytest.importorskip("trl")
+    (tmp_path / "unsloth.py").write_text(UNSLOTH)
+    for case in (NUMBERS[FULL], NUMBERS["8B LoRA r16, 4096"]):
+        row = gpu.in_process_of_its_own(
+            case,
+            gpu.UNSLOTH,
+            ["--smoke"],
+            argparse.Namespace(timeout=300, unsloth_packages=tmp_path),
+        )
+        assert row.loss and row.grad_norm, row
+        assert find_differences([run_smoke(case, gpu.OURS), row], gpu.OURS, [gpu.UNSLOTH]) == []
 
 
 def test_a_tool_that_is_not_installed_is_a_row_that_says_so() -> None:
