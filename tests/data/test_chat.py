@@ -1,6 +1,7 @@
 """Chat templates: the text is what transformers renders, and exactly the assistant's turns in it are trained on."""
 
 import cProfile
+from functools import cache
 from typing import Any
 
 import pytest
@@ -108,9 +109,10 @@ def tokenizer_with(template: str) -> Any:
     return tokenizer
 
 
-RENDERERS: dict[str, Renderer] = {
-    name: make_renderer(tokenizer_with(text), True) for name, text in TESTED_TEMPLATES.items()
-}
+@cache
+def renderer_of(name: str) -> Renderer:
+    """The renderer of a tested template."""
+    return make_renderer(tokenizer_with(TESTED_TEMPLATES[name]), True)
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:
@@ -135,7 +137,7 @@ def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> N
     end = ENDS.get(name, "<|end|>")
     found = trained(
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."),
-        RENDERERS[name],
+        renderer_of(name),
     )
     before = {
         "glm4": "\n",
@@ -173,7 +175,7 @@ WORDS = st.text(
 def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
     name: str, contents: list[str], system: str | None
 ) -> None:
-    document, renderer = conversation(*contents, system=system), RENDERERS[name]
+    document, renderer = conversation(*contents, system=system), renderer_of(name)
     text = tokenizer_with(TESTED_TEMPLATES[name]).apply_chat_template(
         list(document.messages), tokenize=False
     )
@@ -200,7 +202,7 @@ def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
 def test_reasoning_dropped_from_the_history_is_handled() -> None:
     found = trained(
         conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"),
-        RENDERERS["thinking"],
+        renderer_of("thinking"),
     )
     assert found == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
 
@@ -216,7 +218,7 @@ def test_generation_markers_are_used_and_the_end_of_turn_is_added() -> None:
     assert renderer.has_markers
     assert (
         trained(document, renderer)
-        == trained(document, RENDERERS["chatml"])
+        == trained(document, renderer_of("chatml"))
         == ["Hello<|im_end|>", "Bye<|im_end|>"]
     )
 
@@ -230,13 +232,13 @@ def test_train_false_excludes_a_message() -> None:
     ]
     document = parse_row({"messages": messages}, SOURCE).document
     assert isinstance(document, Conversation)
-    assert trained(document, RENDERERS["llama3"]) == ["right<|eot_id|>"]
+    assert trained(document, renderer_of("llama3")) == ["right<|eot_id|>"]
     weighted = parse_row(
         {"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]},
         SOURCE,
     ).document
     assert isinstance(weighted, Conversation)
-    assert trained(weighted, RENDERERS["llama3"]) == ["right<|eot_id|>"]
+    assert trained(weighted, renderer_of("llama3")) == ["right<|eot_id|>"]
 
 
 def test_everything_is_trained_on_without_assistant_only_loss() -> None:
@@ -271,7 +273,7 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not() -> None:
 
 
 def test_findings_of_a_conversation() -> None:
-    typed = render(conversation("Q <|end|>", "A"), RENDERERS["llama3"])
+    typed = render(conversation("Q <|end|>", "A"), renderer_of("llama3"))
     assert typed.findings == ("typed_special_token",)
     dropping = TEMPLATES["chatml"].replace(
         "in messages -%}", "in messages if message['role'] != 'system' -%}"
@@ -300,7 +302,7 @@ def test_content_that_a_template_trims_or_moves_is_not_reported_as_dropped(name:
         "<think>so</think>\n\n Because,\n you see. \n",
     )
     assert not {"user_dropped", "assistant_dropped"} & set(
-        render(conversation(*said), RENDERERS[name]).findings
+        render(conversation(*said), renderer_of(name)).findings
     )
 
 
