@@ -283,38 +283,49 @@ def find_turns(
 def _find_rewritten(
     rendering: Rendering, messages: list[Message], i: int, tools: Tools, renderer: Renderer
 ) -> tuple[Span, ...]:
-    """The spans of turn `i` in a longer conversation, none where the template leaves it out.
+    """Finds the spans of turn `i` in a conversation that continues, whose template rewrites it.
 
-    Raises `BadRow`.
-
-    It ends before the next message's words. Gemma 4 writes its words behind a call after the call's
-    result: those are a span of their own.
+    Returns none where the template leaves the turn out. Raises `BadRow` where its place is unknown.
     """
-    text = rendering.text
-    marks = rendering.marks
-    is_known = i not in rendering.unmarked
-    places = [mark.position for mark in marks if mark.message == i]
+    places = [mark.position for mark in rendering.marks if mark.message == i]
+    is_marked = i not in rendering.unmarked
     has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
-    if is_known and has_words and not places:
+    if is_marked and has_words and not places:
         return ()  # Mistral's second version leaves out the calls of earlier questions
-    begins = _find_start(rendering, i, _ask(messages[:i], tools, renderer), renderer)
-    if begins is None or not is_known:
+    start = _find_start(rendering, i, _ask(messages[:i], tools, renderer), renderer)
+    if start is None or not is_marked:
         raise _unknown(i)
-    start = begins.position
-    others = [mark.begin for mark in marks if mark.message != i and mark.position > start]
-    limit = max(start, min(others, default=len(text)))
-    last = max((place for place in places if start <= place <= limit), default=start)
-    spans = [(start, last + _measure_end(text[last:limit], renderer))]
+    begin = start.position
+    limit = _find_next_message(rendering, i, begin)
+    last_word = max((place for place in places if begin <= place <= limit), default=begin)
+    end = last_word + _measure_end(rendering.text[last_word:limit], renderer)
+    return ((begin, end), *_find_words_behind(rendering, i, limit, renderer))
+
+
+def _find_next_message(rendering: Rendering, i: int, begin: int) -> int:
+    """Where words of a message other than `i` first begin behind `begin`; else the text's end."""
+    others = [mark.begin for mark in rendering.marks if mark.message != i and mark.position > begin]
+    return max(begin, min(others, default=len(rendering.text)))
+
+
+def _find_words_behind(rendering: Rendering, i: int, limit: int, renderer: Renderer) -> list[Span]:
+    """The spans of message `i` behind `limit`, where the next message's words begin.
+
+    Gemma 4 writes the words behind a call after the call's result.
+    """
+    marks = rendering.marks
+    spans = []
     for message, run in groupby(marks, lambda mark: mark.message):
         own = list(run)
-        if message == i and own[0].position > limit:
-            following = [
-                mark.begin for mark in marks[marks.index(own[-1]) + 1 :] if mark.message != i
-            ]
-            end = min([_end_words(text, own[-1], renderer), *following])
-            if end > own[0].position:  # Gemma 4 may have left out all of the content
-                spans.append((own[0].position, end))
-    return tuple(spans)
+        if message != i or own[0].position <= limit:
+            continue
+        begin = own[0].position
+        following = marks[marks.index(own[-1]) + 1 :]
+        others = [mark.begin for mark in following if mark.message != i]
+        end = min([_end_words(rendering.text, own[-1], renderer), *others])
+        if end > begin:  # Gemma 4 may have left out all of the content
+            spans.append((begin, end))
+    return spans
 
 
 def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
@@ -410,49 +421,91 @@ class _Start:
     is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
 
 
+@dataclass(frozen=True, slots=True)
+class _TemplateWords:
+    """The template's own words before a turn, which its conversation and its prompt may share."""
+
+    begin: int  # in the conversation's text
+    in_prompt: str
+    follows: int  # the message whose words stand before them
+
+
 def _find_start(
     answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer
 ) -> _Start | None:
-    """The start of turn `i` in a conversation, of which `asked` is the prompt; None where it is
-    unknown.
+    """Finds where turn `i` begins in a conversation.
 
-    Behind the last words before the turn, both have the template's own words alone: it begins where
-    these differ.
+    It begins where the template's own words before it differ from those of its prompt.
+
+    Args:
+        answered: The conversation with the turn.
+        i: The turn's place among the messages.
+        asked: The prompt that asks for the turn; None where the turn is the first message.
+        renderer: What writes both.
+
+    Returns:
+        None where the template rewrites so much that the beginning is unknown.
     """
     text = answered.text
     if asked and text.startswith(asked.text):
-        return _Start(len(asked.text), True)
-    own = next((mark.position for mark in answered.marks if mark.message == i), len(text))
-    if asked:
-        places = {mark.name: mark.position for mark in asked.marks}
-        before = [
-            mark
-            for mark in answered.marks
-            if mark.message < i and mark.position <= own and mark.name in places
-        ]
-        if not before:
-            return None
-        begin = before[-1].position
-        asks = asked.text[places[before[-1].name] :]
+        return _Start(len(asked.text), is_continued=True)
+    first_word = next((mark.position for mark in answered.marks if mark.message == i), len(text))
+    words: _TemplateWords | None
+    if asked is None:
+        words = _find_generation_prompt(text, first_word, i, renderer)
     else:
-        # nothing asks for it: it begins behind as much of the generation prompt as stands before
-        # its words
-        asks = renderer.generation_prompt
-        begin = next(
-            (at for end in range(len(asks), 0, -1) if (at := text.rfind(asks[:end], 0, own)) >= 0),
-            0,
-        )
-    shared = count_common(asks, text[begin:own])
-    if shared == len(asks):
-        return _Start(begin + shared, asked is not None)
-    if asked and any(before[-1].message < other < i for other in answered.unmarked):
+        words = _find_last_words(answered, asked, i, first_word)
+    if words is None:
         return None
-    # At a token's border: <think> and </think> begin alike.
-    encoded = renderer.backend.encode(
-        text[begin : begin + shared + CONTEXT], add_special_tokens=False
+    shared = count_common(words.in_prompt, text[words.begin : first_word])
+    if shared == len(words.in_prompt):
+        return _Start(words.begin + shared, is_continued=asked is not None)
+    if any(words.follows < other < i for other in answered.unmarked):
+        return None
+    return _Start(
+        words.begin + _find_token_border(text[words.begin :], shared, renderer), is_continued=False
     )
+
+
+def _find_last_words(
+    answered: Rendering, asked: Rendering, i: int, first_word: int
+) -> _TemplateWords | None:
+    """What stands behind the last words before turn `i` that its prompt holds too; None where it
+    holds none of them.
+    """
+    in_prompt = {mark.name: mark.position for mark in asked.marks}
+    before = [
+        mark
+        for mark in answered.marks
+        if mark.message < i and mark.position <= first_word and mark.name in in_prompt
+    ]
+    if not before:
+        return None
+    last = before[-1]
+    return _TemplateWords(last.position, asked.text[in_prompt[last.name] :], follows=last.message)
+
+
+def _find_generation_prompt(
+    text: str, first_word: int, i: int, renderer: Renderer
+) -> _TemplateWords:
+    """As much of the generation prompt as stands before the first word of a turn that nothing asks
+    for.
+    """
+    prompt = renderer.generation_prompt
+    for length in range(len(prompt), 0, -1):
+        begin = text.rfind(prompt[:length], 0, first_word)
+        if begin >= 0:
+            return _TemplateWords(begin, prompt, follows=i)
+    return _TemplateWords(0, prompt, follows=i)
+
+
+def _find_token_border(text: str, shared: int, renderer: Renderer) -> int:
+    """The last token's beginning among the first `shared` characters: <think> and </think> begin
+    alike.
+    """
+    encoded = renderer.backend.encode(text[: shared + CONTEXT], add_special_tokens=False)
     borders = [start for start, _ in encoded.offsets if start <= shared]
-    return _Start(begin + max(borders, default=0), False)
+    return max(borders, default=0)
 
 
 def _unknown(i: int) -> BadRow:

@@ -213,28 +213,44 @@ class Service:
         return model
 
     def _save(self, request: QueuedRequest) -> tuple[Result, Records]:
-        """Makes a checkpoint: a record that names the model's state, which then stays on disk."""
+        """Makes a checkpoint: a record that names the model's state, which then stays on disk.
+
+        Without a name the state is kept for a sampler alone.
+        """
         model = self.ledger.find("model", request.queue)
+        if request.arguments["name"] is None:
+            return self._save_for_sampler(request, model)
+        return self._save_by_name(request, model)
+
+    def _save_for_sampler(
+        self, request: QueuedRequest, model: Mapping[str, Any]
+    ) -> tuple[Result, Records]:
         given = request.arguments
-        kept = {"state": model["state"], "form": model["form"]}
-        kind = "save_weights" if given["segment"] == "weights" else "save_weights_for_sampler"
-        if given["name"] is None:
-            sampler = f"{model['session']}:sample:{given['sampler_seq']}"
-            record = kept | {
-                "session": model["session"],
-                "path": None,
-                "clones": 0,
-                "model": request.queue,
-                "at": time.time(),
-            }
-            answer = {"type": kind, "sampling_session_id": sampler}
-            return _json(answer), {("sampler", sampler): record}
+        sampler = f"{model['session']}:sample:{given['sampler_seq']}"
+        record = {
+            "state": model["state"],
+            "form": model["form"],
+            "session": model["session"],
+            "path": None,
+            "clones": 0,
+            "model": request.queue,
+            "at": time.time(),
+        }
+        answer = {"type": _answer_type(given), "sampling_session_id": sampler}
+        return _json(answer), {("sampler", sampler): record}
+
+    def _save_by_name(
+        self, request: QueuedRequest, model: Mapping[str, Any]
+    ) -> tuple[Result, Records]:
+        given = request.arguments
         path = f"tinker://{request.queue}/{given['segment']}/{given['name']}"
         if not given["overwrite"] and path in self.ledger.records("checkpoint"):
             raise UserError(f"{path}: exists; choose another name, or overwrite it")
         ttl = given["ttl_seconds"]
         now = time.time()
-        record = kept | {
+        record = {
+            "state": model["state"],
+            "form": model["form"],
             "model": request.queue,
             "bytes": model["bytes"],
             "at": now,
@@ -243,7 +259,8 @@ class Service:
             "name": given["name"],
             "user_metadata": given["user_metadata"],
         }
-        return _json({"type": kind, "path": path}), {("checkpoint", path): record}
+        answer = {"type": _answer_type(given), "path": path}
+        return _json(answer), {("checkpoint", path): record}
 
     def _sample(self, requests: Sequence[QueuedRequest]) -> None:
         """Samples for several requests of one sampler, which the ledger has put together."""
@@ -326,6 +343,13 @@ def _find_name(model: str) -> str:
 
 def _describe_outputs(answer: Mapping[str, Any]) -> Result:
     return Result(PROTOBUF, write_forward_backward(answer["log_probabilities"], answer["loss"]))
+
+
+def _answer_type(arguments: Mapping[str, Any]) -> str:
+    """What Tinker calls the answer to a save."""
+    if arguments["segment"] == "weights":
+        return "save_weights"
+    return "save_weights_for_sampler"
 
 
 def _json(content: Mapping[str, Any]) -> Result:

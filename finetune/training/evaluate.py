@@ -275,12 +275,12 @@ def _generate(
     eot_tokens: tuple[str, ...],
     how: Generation,
 ) -> list[Sample]:
-    """The answers to `prompts`, generated as one batch."""
+    """Generates the answers to `prompts` as one batch."""
     transformer: Any = unwrap(model)
     pad = _choose_pad(tokenizer)
     stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
     inputs = _pad_left(prompts, pad)
-    longest = inputs["input_ids"].shape[1]
+    prompt_length = inputs["input_ids"].shape[1]
     # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would
     # run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
@@ -296,21 +296,29 @@ def _generate(
             return_dict_in_generate=True,
             output_logits=how.with_log_probabilities,
         )
-    token_ids = generated.sequences[:, longest:]
+    token_ids = generated.sequences[:, prompt_length:]
     answers = [row[: _length(row, stop_ids, pad)] for row in token_ids.tolist()]
     scores: list[tuple[float, ...]] = [()] * len(prompts)
     if how.with_log_probabilities:
-        every = _log_probabilities(generated.logits, token_ids, how.temperature or 1.0).tolist()
-        scores = [tuple(row[: len(ids)]) for row, ids in zip(every, answers, strict=True)]
-    asked = tokenizer.batch_decode(
-        [list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True
-    )
+        padded = _log_probabilities(generated.logits, token_ids, how.temperature or 1.0).tolist()
+        scores = [tuple(row[: len(ids)]) for row, ids in zip(padded, answers, strict=True)]
+    return _make_samples(prompts, answers, scores, tokenizer)
+
+
+def _make_samples(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    scores: Sequence[tuple[float, ...]],
+    tokenizer: Any,
+) -> list[Sample]:
+    """Decodes questions and answers. `scores`: each answer's log-probabilities, or nothing."""
+    prompt_ids = [list(prompt.prompt_ids) for prompt in prompts]
+    questions = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    rows = zip(questions, texts, prompts, answers, scores, strict=True)
     return [
-        Sample(question.strip(), text.strip(), prompt.answer, tuple(ids), own)
-        for question, text, prompt, ids, own in zip(
-            asked, texts, prompts, answers, scores, strict=True
-        )
+        Sample(question.strip(), text.strip(), prompt.answer, tuple(ids), of_tokens)
+        for question, text, prompt, ids, of_tokens in rows
     ]
 
 

@@ -224,42 +224,46 @@ def _compute(
     signals: SignalListener,
     world: World,
 ) -> Iterator[Tensor]:
-    """The log-probabilities of the documents of `steps`, fp64[examples], nan for the others, in
-    parts to be kept: every SAVE_SECONDS, where a signal asks for it, and at the end.
+    """Yields the log-probabilities of the documents of `steps` in parts to be saved: every
+    SAVE_SECONDS, where a signal asks for it, and at the end.
+
+    A part is fp64[examples], nan for documents that are in none of its steps.
     """
-    began = kept = time.monotonic()
+    title = name.replace("_", "-")
+    began = saved = time.monotonic()
     nothing = torch.full((len(batches.examples),), torch.nan, dtype=torch.float64)
     mine = nothing.clone()
     documents = 0
     for done, step in enumerate(steps, start=1):
-        for each in _with_mismatched(batches.step_batch(step).micro_batches):
-            on_device = each.to(world.device)
+        for micro_batch in _with_mismatched(batches.step_batch(step).micro_batches):
+            on_device = micro_batch.to(world.device)
             with evaluating(model):
                 log_probabilities = sum_log_probabilities(
                     model, on_device, on_device.inputs, world.sequence_group
                 )[0]
             if world.is_first_of_batch:  # the others know the same
-                mine[list(each.example_ids)] = log_probabilities.cpu()
-        if world.is_main and time.monotonic() - kept > SAVE_SECONDS:
+                mine[list(micro_batch.example_ids)] = log_probabilities.cpu()
+        if world.is_main and time.monotonic() - saved > SAVE_SECONDS:
             signals.save = True
-            kept = time.monotonic()
-            where = f"{name.replace('_', '-')}: {done:,} of {len(steps):,} batches"
-            print(f"reference  {where}", file=sys.stderr, flush=True)
+            saved = time.monotonic()
+            _say(f"{title}: {done:,} of {len(steps):,} batches")
+        is_last = done == len(steps)
         requests = signals.agree(world)
-        if requests.save or requests.stop or done == len(steps):
-            reshard(model)
-            part = _gather(mine, world)
-            mine = nothing.clone()
-            signals.save = False
-            documents += int((~part.isnan()).sum())
-            if world.is_main and done == len(steps):
-                what = f"{counted(documents, 'document')} ({name.replace('_', '-')})"
-                print(
-                    f"reference  {what} in {time.monotonic() - began:.1f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            yield part
+        if not (requests.save or requests.stop or is_last):
+            continue
+        reshard(model)
+        part = _gather(mine, world)
+        mine = nothing.clone()
+        signals.save = False
+        documents += int((~part.isnan()).sum())
+        if world.is_main and is_last:
+            seconds = time.monotonic() - began
+            _say(f"{counted(documents, 'document')} ({title}) in {seconds:.1f} s")
+        yield part
+
+
+def _say(what: str) -> None:
+    print(f"reference  {what}", file=sys.stderr, flush=True)
 
 
 def _gather(mine: Tensor, world: World) -> Tensor:

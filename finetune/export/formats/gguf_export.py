@@ -138,11 +138,8 @@ def plan_gguf(
 
     Raises `UserError` where llama.cpp would compute another model, or has no such tokenizer.
     """
-    from transformers import AutoTokenizer
-
     if not options.model:
         return _plan_adapter(source, target, options, title)
-
     where = str(source.description)
     if target.beside:
         raise UserError(
@@ -150,59 +147,78 @@ def plan_gguf(
         )
     model: Any = target.model
     config = model.config.get_text_config()
-    notes = check_config(config, where)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.description, trust_remote_code=options.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise UserError(
-            f"{where}: --format gguf: needs a tokenizer, which does not load: {reason}"
-        ) from None
+    notes = list(check_config(config, where))
+    tokenizer = _load_tokenizer(source, options)
     vocabulary = describe_tokenizer(
         tokenizer, config.vocab_size, source.description, options["gguf_pre_tokenizer"]
     )
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
-        notes = [
-            *notes,
-            (
-                f"GGUF is written without {carried} of the base that {target.class_name} has no "
-                "place for"
-            ),
-        ]
-    notes = [*notes, *vocabulary.notes]
+        notes.append(
+            f"GGUF is written without {carried} of the base that {target.class_name} has no place "
+            "for"
+        )
+    notes += vocabulary.notes
     if not (options.verify and is_installed("llama_cpp")):
         notes += vocabulary.doubts
     for note in notes:
         log(f"note: {note}")
+
+    types = _choose_types(options, DTYPES[weights.dtype])
     tensors = plan_tensors(weights.values, config, where)
-    types = tuple(options["gguf_types"]) or (DTYPES[weights.dtype],)
-    own = [each for each in types if each in FILE_TYPES]
-    others = [each for each in types if each not in FILE_TYPES]
-    exact = DTYPES[weights.dtype]  # what llama.cpp quantizes
-    written = [
-        *([exact] if exact in own or others else []),
-        *(each for each in own if each != exact),
-    ]
     architecture = find_llama_cpp(config.model_type).architecture
-    name = file_name(title)
     write_keys = partial(
         _write_keys, config=config, vocabulary=vocabulary, title=title, where=where
     )
-    files = tuple(
-        plan_file(f"{name}-{each.upper()}.gguf", architecture, tensors, each, write_keys)
-        for each in written
-    )
+    names = {each: f"{file_name(title)}-{each.upper()}.gguf" for each in types.all}
     return GgufPlan(
-        files,
-        tuple(written),
-        tuple((f"{name}-{each.upper()}.gguf", each) for each in others),
-        frozenset(f"{name}-{each.upper()}.gguf" for each in types),
-        tokenizer,
-        config.vocab_size,
+        files=tuple(
+            plan_file(names[each], architecture, tensors, each, write_keys)
+            for each in types.written
+        ),
+        types=types.written,
+        quantized=tuple((names[each], each) for each in types.quantized),
+        asked=frozenset(names[each] for each in types.asked),
+        tokenizer=tokenizer,
+        vocabulary=config.vocab_size,
     )
+
+
+def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            source.description, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        raise UserError(
+            f"{source.description}: --format gguf: needs a tokenizer, which does not load: {reason}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """Types of GGUF files, by who writes them."""
+
+    asked: tuple[str, ...]
+    written: tuple[str, ...]  # here; llama.cpp quantizes the first
+    quantized: tuple[str, ...]  # by llama.cpp
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.written, *self.quantized)
+
+
+def _choose_types(options: ExportOptions, exact: str) -> _Types:
+    """Which types are written for those asked for. `exact`: the one that rounds no weight."""
+    asked = tuple(options["gguf_types"]) or (exact,)
+    quantized = tuple(each for each in asked if each not in FILE_TYPES)
+    written = [each for each in asked if each in FILE_TYPES and each != exact]
+    if exact in asked or quantized:
+        written.insert(0, exact)
+    return _Types(asked, tuple(written), quantized)
 
 
 def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
