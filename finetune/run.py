@@ -299,7 +299,7 @@ def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
 
 
 def _describe_end(code: int) -> str:
-    """How a process ended that printed no message of its own.
+    """Says how a process ended that printed no message of its own.
 
     >>> _describe_end(3), _describe_end(-15)
     ('with exit code 3', 'by SIGTERM')

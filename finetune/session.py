@@ -770,8 +770,8 @@ def _is_rate(value: object) -> bool:
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
-    """How `config`, or else the recipe's Accelerate file, shards the model, with the recipe's own
-    keys.
+    """Reads how `config`, or else the recipe's Accelerate file, shards the model; the recipe's own
+    keys are added.
     """
     if isinstance(config, Sharding):
         sharding = config

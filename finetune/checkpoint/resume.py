@@ -370,7 +370,7 @@ def load_start(
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """How far the run was when `checkpoint`, which has been verified, was written."""
+    """Reads the progress of the run from a verified `checkpoint`."""
     content = read_state(checkpoint)
     return Progress(
         **{field.name: content[field.name] for field in fields(Progress) if field.name in content}

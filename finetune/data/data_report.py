@@ -92,7 +92,7 @@ class SourceReport:
 
 
 def count_groups(examples: Examples) -> dict[str, int]:
-    """How many pairs, good answers and bad answers `examples` has."""
+    """Counts the pairs, good answers and bad answers of `examples`."""
     if examples.group_size > 1:
         ratings = examples.find_ratings()
     else:
@@ -341,8 +341,8 @@ def make_report(
 
 
 def measure_fill(train: StoredBatches, steps: int = 256) -> float:
-    """How full the rows of the first `steps` steps are: of `row_tokens` if packed, else of their
-    longest one.
+    """Returns the share of the first steps' rows that tokens fill: of `row_tokens` if packed, else
+    of each micro-batch's longest row.
     """
     if train.config.packing and train.config.one_group_a_row:
         return 1.0  # each micro-batch is packed as it comes

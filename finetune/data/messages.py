@@ -397,7 +397,7 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
 
 
 def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Counts the items that both begin with."""
     differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differ, min(len(first), len(second)))
 

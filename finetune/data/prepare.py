@@ -463,8 +463,8 @@ def _set_plain_template(tokenizer: Any, findings: Iterable[Finding]) -> None:
 
 
 def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport]) -> str:
-    """How long prompts are, of those how long the descriptions of tools, and how much room there
-    is; empty where no prompt was too long.
+    """Says how long the prompts and the descriptions of their tools are, and what room there is;
+    "" where no prompt was too long.
     """
     if not recipe.method_facts.samples or not any(source.overlong for source in sources):
         return ""

@@ -407,8 +407,8 @@ def _compare_with_asked(
 
 
 def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Renderer) -> str:
-    """How a turn differs from its message, as the tokenizer's response_template reads it; "" if it
-    does not.
+    """Reads a turn back by the tokenizer's response_template, and says how it differs from its
+    message; "" if it does not.
     """
     reply = turn.text[len(turn.prompt) : turn.end]
     try:

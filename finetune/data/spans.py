@@ -340,7 +340,7 @@ def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
 
 
 def _measure_end(after: str, renderer: Renderer) -> int:
-    """How many characters end a turn, of those between its last words and the next message's."""
+    """Counts the characters that end a turn, between its last words and the next message's."""
     ends = [match.end() for match in (renderer.up_to_stop.search(after),) if match]
     if renderer.end_of_turn and renderer.end_of_turn in after:
         ends.append(after.index(renderer.end_of_turn) + len(renderer.end_of_turn))

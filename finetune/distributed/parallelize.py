@@ -317,7 +317,7 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
-    """How many modules of each class are units of sharding, for the log."""
+    """Counts the units of sharding by their class, for the log."""
     counts: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):

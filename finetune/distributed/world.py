@@ -108,7 +108,7 @@ class World:
 
     @property
     def stage_size(self) -> int:
-        """How many ranks hold the same layers."""
+        """The number of ranks that hold the same layers."""
         return self.size // self.stages
 
     @property
@@ -125,7 +125,7 @@ class World:
 
     @property
     def shard_group_size(self) -> int:
-        """How many ranks hold one replica of the model, or of these layers, between them."""
+        """The number of ranks that share one replica of the model, or of these layers."""
         return self.sharding.count_replica_ranks(self.stage_size, self.local_size)
 
     @property

@@ -372,7 +372,7 @@ def main(arguments: list[str]) -> int:
 
 
 class DiskProgress:
-    """How far each file of a folder is on disk."""
+    """Knows how many bytes of each file of a folder are on disk."""
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._folder = folder

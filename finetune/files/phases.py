@@ -86,7 +86,7 @@ class Phases:
 
 
 def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
-    """How many starts of the run have left seconds in these lines of metrics.jsonl."""
+    """Counts the starts of the run that left seconds in these lines of metrics.jsonl."""
     starts = [line.get("start") for line in lines if line is not None and PHASE in line]
     return max((start for start in starts if isinstance(start, int)), default=0)
 

@@ -185,7 +185,7 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> tup
 
 
 def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
-    """How many negatives each row has, at most MOST_NEGATIVES."""
+    """Counts the negatives of a row, up to MOST_NEGATIVES."""
     count = 0
     with suppress(BadRow):
         for number in range(1, MOST_NEGATIVES + 1):

@@ -244,7 +244,7 @@ class Architecture:
 
     @property
     def head_rows(self) -> int:
-        """How many numbers the output head computes of a token."""
+        """The numbers that the output head computes for a token."""
         return self.scores or self.vocabulary
 
     @property
@@ -541,7 +541,7 @@ def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, 
 
 
 def read_scores(config: Mapping[str, Any]) -> int:
-    """How many scores the head of `set_scores` computes; 0: it has a vocabulary's."""
+    """The scores that the head of `set_scores` computes; 0: it has a vocabulary's."""
     if config.get("architectures") == [SCORING_CLASS]:
         return int(config["num_labels"])
     return 0

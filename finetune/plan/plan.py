@@ -181,7 +181,7 @@ def _describe_held_out(spec: RunSpec) -> Iterator[str]:
 
 
 def _describe_traces(spec: RunSpec) -> Iterator[str]:
-    """How activations were counted where no formula is known, or that they were not."""
+    """Notes by what activations were counted where no formula is known, or that they were not."""
     packages = spec.architecture.family.recurrence and spec.architecture.family.recurrence.packages
     if spec.uncounted:
         yield (

@@ -465,8 +465,8 @@ class RunSpec:
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """How many micro-batches' activations a rank keeps at once: under 1F1B one for each stage
-        from its own to the last.
+        """Counts the micro-batches whose activations a rank keeps at once: under 1F1B one for each
+        stage from its own to the last.
         """
         behind = self.stages - self.stage
         chunks = self.sharding.pipeline_chunks // self.stages

@@ -182,7 +182,7 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
-    """How often a step computes a layer forward (reference and recomputation included), and
+    """Counts how often a step computes a layer forward (reference and recomputation included), and
     backward.
     """
     every = spec.computation.checkpoint_every

@@ -145,7 +145,7 @@ def _describe_method(spec: RunSpec) -> list[str]:
 
 
 def _describe_sampling(spec: RunSpec) -> list[str]:
-    """How much is sampled, and what of it is not planned."""
+    """The lines on what is sampled, and what of it is not planned."""
     keys = spec.recipe.rollout
     lines = [
         f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "

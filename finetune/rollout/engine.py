@@ -58,7 +58,7 @@ class Sampling:
     greedy: bool = False
 
     def limit(self, request: Request) -> int:
-        """How many tokens a completion may have."""
+        """The most tokens that a completion may have."""
         return request.max_tokens or self.max_tokens
 
 

@@ -354,7 +354,7 @@ def _read_images(
 
 
 def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation) -> int:
-    """How many tokens an answer may have: twice the longest expected answer."""
+    """Counts the tokens that an answer may have: twice the longest expected answer."""
     expected = [
         len(tokenizer.encode(prompt.answer, add_special_tokens=False))
         for prompt in prompts
@@ -364,7 +364,7 @@ def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation
 
 
 def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:
-    """How `generate` chooses the next token, in its arguments."""
+    """Returns the arguments by which `generate` chooses the next token."""
     options: dict[str, Any] = {"do_sample": how.temperature > 0}
     if how.temperature:
         options |= {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
@@ -388,7 +388,7 @@ def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature:
 
 
 def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
-    """How many of a row's tokens are of its answer: up to the first that ends it, that one
+    """Counts the tokens of a row's answer: up to the first that ends it, that one
     included.
 
     >>> (

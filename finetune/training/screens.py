@@ -106,7 +106,7 @@ def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str
 
 
 def _describe_layout(run: TrainingRun) -> list[str]:
-    """How the model and its step are divided over the ranks."""
+    """The lines on what divides the model and its step over the ranks."""
     world = run.world
     sharding = world.sharding
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[
@@ -374,8 +374,8 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """How the base is quantized, and what its linear layers take on this rank, counted in
-    memory.
+    """The lines on the quantized base, and on the bytes that its linear layers take on this
+    rank.
     """
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
@@ -445,7 +445,7 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
 
 
 def _time_line(folder: Path) -> list[str]:
-    """How long this start has trained, and its longest other phase."""
+    """The line on the seconds of training of this start, and of its longest other phase."""
     starts = seconds_by_phase(read_json_lines(folder / METRICS))
     if not starts:
         return []
@@ -495,8 +495,8 @@ def _teacher_line(folder: Path) -> list[str]:
 
 
 def _ratios_line(folder: Path) -> list[str]:
-    """How far sampling and training were apart, in a run that samples: means over its logged
-    steps.
+    """The line on the ratios between sampler and trainer, in a run that samples: means over its
+    logged steps.
     """
     lines = [
         line

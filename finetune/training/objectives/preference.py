@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
 
     @property
     def margin(self) -> Tensor:
-        """How much larger the chosen side's number is."""
+        """The chosen side's numbers less the rejected side's."""
         return self.chosen - self.rejected
 
     def divide_by(self, other: "Pairs") -> "Pairs":

@@ -148,7 +148,7 @@ class ClassScores(Objective):
         )
 
     def describe_rows(self, rows: Tensor) -> dict[str, float]:
-        """How well the scores order and how true their probabilities are."""
+        """Metrics of the scores' order and of their probabilities' calibration."""
         if not len(rows):
             return {}
         classes = len(self.labels)
