@@ -500,37 +500,40 @@ def split_into_units(
     """The FSDP units that a layout makes of a model, as large as one rank gathers them.
 
     `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
-    widest = architecture.widest_layer
-    layers = Unit(0, 0)
-    embedding, one, tail = (
-        _unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail")
-    )
+    widest = f"layer {architecture.widest_layer}"
+    embedding = _unit(tensors, "embedding", fp8)
+    layer = _unit(tensors, widest, fp8)
+    tail = _unit(tensors, "tail", fp8)
     if architecture.is_uniform:
         count = architecture.layers
-        layers = Unit(one.numel * count, one.trained * count, one.fp8 * count)
+        layers = Unit(layer.numel * count, layer.trained * count, layer.fp8 * count)
     else:
+        layers = Unit(0, 0)
         for index in range(architecture.layers):
             layers += _unit(tensors, f"layer {index}", fp8)
-    if sharding.wrapping == "SIZE_BASED_WRAP":
-        separate = (
-            sum(tensor.numel for tensor in architecture.layer(widest)) > sharding.min_num_params
-        )
-    else:
-        separate = sharding.wrapping != "NO_WRAP"
+    is_layer_wrapped = _is_layer_wrapped(architecture, sharding)
     if architecture.tied or sharding.layout == "fsdp1":
-        embedding, tail = Unit(0, 0), tail + embedding
+        tail += embedding
+        embedding = Unit(0, 0)
+    on_one_rank_alone = [
+        tensor for tensor in tensors if tensor.unit == widest and tensor.divided == shards > 1
+    ]
     return FsdpUnits(
         embedding=embedding,
-        layer=one if separate else layers,
+        layer=layer if is_layer_wrapped else layers,
         tail=tail,
         layers=layers,
-        stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
-        unshared=sum(
-            t.numel // t.divided
-            for t in tensors
-            if t.unit == f"layer {widest}" and t.divided == shards > 1
-        ),
+        stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not is_layer_wrapped,
+        unshared=sum(tensor.numel // tensor.divided for tensor in on_one_rank_alone),
     )
+
+
+def _is_layer_wrapped(architecture: Architecture, sharding: Sharding) -> bool:
+    """Whether each decoder layer is a unit of its own; else all layers are one."""
+    if sharding.wrapping == "SIZE_BASED_WRAP":
+        widest = architecture.layer(architecture.widest_layer)
+        return sum(tensor.numel for tensor in widest) > sharding.min_num_params
+    return sharding.wrapping != "NO_WRAP"
 
 
 def _unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:

@@ -326,49 +326,69 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
 
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
-    tensors = spec.part_tensors
-    if (
-        spec.shards == 1
-        and spec.sharding.layout == "fsdp2"
-        and not (spec.sharding.cpu_offload or spec.fp8_gathered)
-    ):
-        # what is frozen in the dtype of the computation is not copied
-        frozen = spec.computation.itemsize
-        tensors = tuple(
-            tensor for tensor in tensors if tensor.trainable or tensor.itemsize != frozen
-        )
-    u = split_into_units(spec.part, tensors, spec.sharding, spec.fp8_gathered, spec.shards)
-    size = spec.computation.itemsize
-    reduced = ITEMSIZE[spec.reduced_dtype]
-    is_split = spec.shards > 1
-
-    def unit(place: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
-        gathered_bytes = place.gathered(size)
-        tensors = [tensor for tensor in spec.part_tensors if tensor.unit in names]
-        return UnitMemory(
-            gathered=gathered_bytes,
-            arriving=gathered_bytes - size * unshared if is_split else 0,
-            unreduced=size * place.trained,
-            reducing=reduced * place.trained,
-            shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
-        )
-
+    """Plans the memory of each unit of FSDP."""
+    units = split_into_units(
+        spec.part, _list_gathered(spec), spec.sharding, spec.fp8_gathered, spec.shards
+    )
     tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
-    layers = spec.part.layers
-    units = 1 if u.layer == u.layers else layers  # where they are not wrapped, all layers are one
-    if units == layers:
-        named = [f"layer {spec.part.widest_layer}"]
+    if units.layer == units.layers:  # where they are not wrapped, all layers are one unit
+        count = 1
+        names = [f"layer {i}" for i in range(spec.part.layers)]
     else:
-        named = [f"layer {i}" for i in range(layers)]
-    layer = unit(u.layer, named, u.unshared)
+        count = spec.part.layers
+        names = [f"layer {spec.part.widest_layer}"]
+    layer = _plan_unit(spec, units.layer, names, units.unshared)
+    if tail_waits:
+        embedding = UnitMemory()
+        tail = _plan_unit(spec, units.tail, ["tail", "embedding"])
+    else:
+        embedding = _plan_unit(spec, units.embedding, ["embedding"])
+        tail = _plan_unit(spec, units.tail, ["tail"])
     return LayoutMemory(
-        embedding=UnitMemory() if tail_waits else unit(u.embedding, ["embedding"]),
+        embedding=embedding,
         layer=layer,
-        tail=unit(u.tail, ["tail", "embedding"] if tail_waits else ["tail"]),
-        layers=units,
-        layer_staying=layer.gathered if u.stay_gathered else 0,
-        kept_in_forward=u.layers.gathered(size) if u.stay_gathered else 0,
+        tail=tail,
+        layers=count,
+        layer_staying=layer.gathered if units.stay_gathered else 0,
+        kept_in_forward=(
+            units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
+        ),
         tail_waits=tail_waits,
+    )
+
+
+def _list_gathered(spec: RunSpec) -> tuple[StateTensor, ...]:
+    """The tensors that units gather: all, but for those that FSDP2 uses where they lie.
+
+    On one rank these are what is frozen in the dtype of the computation.
+    """
+    is_offloaded = spec.sharding.cpu_offload or bool(spec.fp8_gathered)
+    if spec.shards > 1 or spec.sharding.layout != "fsdp2" or is_offloaded:
+        return spec.part_tensors
+    itemsize = spec.computation.itemsize
+    return tuple(
+        tensor for tensor in spec.part_tensors if tensor.trainable or tensor.itemsize != itemsize
+    )
+
+
+def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 0) -> UnitMemory:
+    """Plans the memory of one unit.
+
+    Args:
+        spec: The run.
+        unit: What is gathered, and what of it is trained.
+        names: The units of its tensors.
+        unshared: Numbers that no other rank has, which no all-gather brings.
+    """
+    itemsize = spec.computation.itemsize
+    gathered = unit.gathered(itemsize)
+    tensors = [tensor for tensor in spec.part_tensors if tensor.unit in names]
+    return UnitMemory(
+        gathered=gathered,
+        arriving=gathered - itemsize * unshared if spec.shards > 1 else 0,
+        unreduced=itemsize * unit.trained,
+        reducing=ITEMSIZE[spec.reduced_dtype] * unit.trained,
+        shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
     )
 
 

@@ -277,11 +277,15 @@ class Sampler:
 
         `messages`: of each, where tools were there to be called. `episodes`: their environments.
         """
-        paid = None if episodes is None else episodes.end()
-        own = [] if paid is None else list(paid.own.values())
-        lost = [] if paid is None else paid.lost
+        ended = None
+        rewards_of_environments: list[list[float | None]] = []
+        lost: list[bool] = []
+        if episodes is not None:
+            ended = episodes.end()
+            rewards_of_environments = list(ended.rewards.values())
+            lost = ended.lost
         if not self.rewards.names:
-            return Scores(own, sum(lost))
+            return Scores(rewards_of_environments, sum(lost))
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -291,12 +295,12 @@ class Sampler:
             "max_completion_length": self.recipe.rollout.max_completion_length,
             "soft_punish_cache": self.recipe.rollout.soft_punish_cache,
         }
-        if paid is not None:
-            columns["environments"] = paid.states
+        if ended is not None:
+            columns["environments"] = ended.states
         token_ids = [s.token_ids for s in sampled]
         prompts = [row["prompt"] for row in rows]
         scores = self.rewards.score(prompts, completions, token_ids, columns, state, lost)
-        return replace(scores, by_function=scores.by_function + own)
+        return replace(scores, by_function=scores.by_function + rewards_of_environments)
 
     def read_completions(
         self,

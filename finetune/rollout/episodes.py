@@ -20,10 +20,10 @@ Row = dict[str, Any]  # as rewards read it
 
 
 @dataclass(frozen=True, slots=True)
-class Paid:
-    """The rewards that environments give at the end."""
+class EndedEpisodes:
+    """What the environments of some completions leave; each list has an entry for each of them."""
 
-    own: dict[str, list[float | None]]  # by the name of a reward, of each completion
+    rewards: dict[str, list[float | None]]  # by the name of an environment's own reward
     states: list[str | None]  # for reward functions that read them; None: it was lost
     lost: list[bool]
 
@@ -72,7 +72,7 @@ class Episodes:
                 prompts[place] = ids
         return prompts
 
-    def end(self) -> Paid:
+    def end(self) -> EndedEpisodes:
         """Ends the episodes; returns their environments' rewards.
 
         Raises `UserError` as `begin` does.
@@ -80,17 +80,17 @@ class Episodes:
         items = [{"place": self.first_place + place} for place in range(len(self.rows))]
         answers = self.rewards.ask_environments("finish", items)
         lost = ["problem" in each or i in self.overlong for i, each in enumerate(answers)]
-        own: dict[str, list[float | None]] = {}
+        rewards: dict[str, list[float | None]] = {}
         for name in list_own_rewards(self._facts):
-            own[name] = [None] * len(answers)
+            rewards[name] = [None] * len(answers)
         for place, answer in enumerate(answers):
             facts = self._facts[choose_environment(self._facts, self.rows[place]["columns"])]
             if facts.reward is not None:
-                own[facts.reward][place] = 0.0 if lost[place] else answer["reward"]
+                rewards[facts.reward][place] = 0.0 if lost[place] else answer["reward"]
         states = []
         for answer, is_lost in zip(answers, lost, strict=True):
             states.append(None if is_lost else answer["state"])
-        return Paid(own, states, lost)
+        return EndedEpisodes(rewards, states, lost)
 
     @property
     def _facts(self) -> Environments:
