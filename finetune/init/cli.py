@@ -397,45 +397,55 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
 def choose_columns(
     row: Mapping[str, Any], source: DatasetSource, has_template: bool
 ) -> DatasetSource:
-    """`source` with what a recipe has to say of its columns: nothing, where our own readers
+    """Returns `source` with the columns that a recipe has to name: none where our own readers
     recognize the row.
     """
-    named = (
-        source.messages_column,
-        source.prompt_column,
-        source.completion_column,
-        source.text_column,
+    is_named = (
+        source.messages_column
+        or source.prompt_column
+        or source.completion_column
+        or source.text_column
     )
-    if not any(named):
-        try:
-            recognized = parse_row(row, source)
-        except BadRow as error:
-            is_unknown = str(error).startswith("unknown format")
-            # another column may hold the text
-            is_null = row.get(str(error).partition(":")[0], error) is None
-            if is_unknown or is_null:
-                guessed = _guess_columns(row, source)
-            else:
-                guessed = None
-            if guessed is None and not is_unknown:
-                raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
-            source = guessed or _ask_columns(row, source)
-        else:
-            if pair := find_common_pair(row, source):  # a recipe says what was recognized
-                source = replace(source, prompt_column=pair[0], completion_column=pair[1])
-            if (
-                recognized.format == "prompt_completion"
-                and isinstance(recognized.document, Completion)
-                and has_template
-            ):
-                if row.get("completion") is not None:
-                    completion = "completion"
-                else:
-                    completion = "chosen"
-                source = replace(source, prompt_column="prompt", completion_column=completion)
+    if not is_named:
+        source = _find_columns(row, source, has_template)
     if source.prompt_column and source.completion_column and source.type is None and has_template:
         source = replace(source, type="messages")
     return source
+
+
+def _find_columns(
+    row: Mapping[str, Any], source: DatasetSource, has_template: bool
+) -> DatasetSource:
+    try:
+        recognized = parse_row(row, source)
+    except BadRow as error:
+        return _name_columns(row, source, error)
+    pair = find_common_pair(row, source)
+    if pair:  # a recipe says what was recognized
+        source = replace(source, prompt_column=pair[0], completion_column=pair[1])
+    is_completion = recognized.format == "prompt_completion" and isinstance(
+        recognized.document, Completion
+    )
+    if is_completion and has_template:
+        completion = "chosen" if row.get("completion") is None else "completion"
+        source = replace(source, prompt_column="prompt", completion_column=completion)
+    return source
+
+
+def _name_columns(row: Mapping[str, Any], source: DatasetSource, error: BadRow) -> DatasetSource:
+    """Guesses the columns of a row that our readers refuse with `error`, or asks for them.
+
+    Raises `UserError` where the row has a known format, and a fault.
+    """
+    is_unknown = str(error).startswith("unknown format")
+    # another column may hold the text
+    is_null = row.get(str(error).partition(":")[0], error) is None
+    guessed = _guess_columns(row, source) if is_unknown or is_null else None
+    if guessed is not None:
+        return guessed
+    if not is_unknown:
+        raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
+    return _ask_columns(row, source)
 
 
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:

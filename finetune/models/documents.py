@@ -383,9 +383,9 @@ def _embed_positions(
     Each set is applied to every token, and each token takes the result of its own. There are few:
     one beyond the original length under longrope, one for each longer document under dynamic.
     """
-    arguments = (
-        (module, x, position_ids) if layer_type is None else (module, x, position_ids, layer_type)
-    )
+    arguments = [module, x, position_ids]
+    if layer_type is not None:
+        arguments.append(layer_type)
     if layer_type not in _length_dependent_layers(module.rope_type):
         return apply(*arguments)
     if current.of_tokens is None:
@@ -393,23 +393,24 @@ def _embed_positions(
     else:
         lengths = current.of_tokens
     config = module.config
-    kind = module.rope_type
-    prefix = ""
-    parameters = config.rope_parameters
-    if layer_type is not None:
-        parameters = parameters[layer_type]
-        kind = kind[layer_type]
+    if layer_type is None:
+        kind = module.rope_type
+        parameters = config.rope_parameters
+        prefix = ""
+        of_layer = {}
+    else:
+        kind = module.rope_type[layer_type]
+        parameters = config.rope_parameters[layer_type]
         prefix = f"{layer_type}_"
+        of_layer = {"layer_type": layer_type}
 
     def embed(frequencies: Tensor) -> Any:
         setattr(module, f"{prefix}inv_freq", frequencies)
         return apply(*arguments)
 
-    def longer(length: int | Tensor) -> Tensor:
-        layer = {} if layer_type is None else {"layer_type": layer_type}
-        frequencies: Tensor = ROPE_INIT_FUNCTIONS[kind](config, x.device, seq_len=length, **layer)[
-            0
-        ]
+    def find_frequencies(length: int | Tensor) -> Tensor:
+        initialize = ROPE_INIT_FUNCTIONS[kind]
+        frequencies: Tensor = initialize(config, x.device, seq_len=length, **of_layer)[0]
         return frequencies
 
     usual = getattr(module, f"{prefix}original_inv_freq").to(x.device)
@@ -417,7 +418,7 @@ def _embed_positions(
     if kind == "longrope":
         limit = parameters["original_max_position_embeddings"]
         if current.on_host is None or max(current.on_host) > limit:
-            outputs = _select(lengths > limit, embed(longer(limit + 1)), outputs)
+            outputs = _select(lengths > limit, embed(find_frequencies(limit + 1)), outputs)
     else:
         limit = config.max_position_embeddings
         on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
@@ -425,7 +426,7 @@ def _embed_positions(
             if length > limit:
                 # A tensor, as transformers has it: a number would round the base of the powers
                 # otherwise.
-                frequencies = longer(torch.full((), length, device=x.device))
+                frequencies = find_frequencies(torch.full((), length, device=x.device))
                 outputs = _select(lengths == length, embed(frequencies), outputs)
     setattr(module, f"{prefix}inv_freq", usual)
     return outputs
