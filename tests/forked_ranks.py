@@ -19,10 +19,14 @@ from tests.ranks import free_port, open_stores
 
 def import_all() -> None:
     """Imports what a run imports on its way, so that no rank has to; what is there then, no rank's collector looks at."""
-    import peft  # noqa: F401  # with bitsandbytes and, by its operators, torch's inductor: a second for every process
+    import peft.tuners.lora.bnb  # with bitsandbytes and, by its operators, torch's inductor: a second for every process
+    import peft.utils.transformers_weight_conversion  # noqa: F401
     import tabulate  # noqa: F401
+    import torch.distributed._tools
+    import torch.distributed.tensor.debug  # noqa: F401
     import transformers.models.llama.modeling_llama
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import finetune.checkpoint.resume
     import finetune.data.prepare
@@ -37,7 +41,11 @@ def import_all() -> None:
     import finetune.training.objectives.preference
     import finetune.training.screens
     import finetune.training.step  # noqa: F401
+    from finetune.config.module_names import find_expert_layers
 
+    # Tables of transformers' conversions, which are made once in a process, of a thousand patterns.
+    get_checkpoint_conversion_mapping("llama")
+    find_expert_layers("llama")
     gc.collect()
     gc.freeze()
 

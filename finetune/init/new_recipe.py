@@ -37,7 +37,7 @@ from finetune.data.preferences import find_sides
 from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
 from finetune.data.sources import list_files, read_rows
 from finetune.errors import UserError
-from finetune.plan.advice import Advice, Need, Room, advise
+from finetune.plan.advice import Advice, Need, Room, advise, count_need
 from finetune.plan.plan import Plan, make_plan
 from finetune.units import counted, gib, name_place, read_size
 
@@ -350,10 +350,12 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
     """
     candidates = _list_candidates(given, packed_rows, hardware, trained)
     for chosen, keys in candidates:
-        plan, advice = _plan(keys, hardware)
-        if advice.fits:
-            return _widen(Fit(keys, chosen, plan, advice.need, ()), hardware)
+        plan = _plan(keys, hardware)
+        need = count_need(plan.spec)
+        if need.fits(hardware.room):
+            return _widen(Fit(keys, chosen, plan, need, ()), hardware)
     chosen, keys = candidates[-1]
+    advice = advise(plan.spec, hardware.room, in_recipe=True)
     return _change(given, chosen, keys, advice, hardware)
 
 
@@ -390,20 +392,17 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
     overrides = [text for change in advice.changes for text in change.text.split()]
     if chosen == "full" and "use_peft=true" in overrides:
         raise _too_little_memory(given, chosen, advice, hardware)
-    plan, after = _plan(keys, hardware, overrides)
-    assert after.need.fits_memory(hardware.room), "the plan fits with the changes that it advises"
-    if not after.fits:
-        raise _too_little_disk(given, after.need, hardware)
+    plan = _plan(keys, hardware, overrides)
+    after = count_need(plan.spec)
+    assert after.fits_memory(hardware.room), "the plan fits with the changes that it advises"
+    if not after.fits(hardware.room):
+        raise _too_little_disk(given, after, hardware)
     names = {text.partition("=")[0] for text in overrides}
     changed = keys | {
         key: value for key, value in to_dict(plan.spec.recipe).items() if key in names
     }
     return Fit(
-        changed,
-        chosen,
-        plan,
-        after.need,
-        tuple((change.text, change.cost) for change in advice.changes),
+        changed, chosen, plan, after, tuple((change.text, change.cost) for change in advice.changes)
     )
 
 
@@ -451,21 +450,21 @@ def _widen(fit: Fit, hardware: Hardware) -> Fit:
         if fit.keys["global_batch_size"] % (rows * hardware.ranks):
             continue
         wider = fit.keys | {"per_device_train_batch_size": rows}
-        plan, advice = _plan(wider, hardware)
-        if advice.fits:
-            return replace(fit, keys=wider, plan=plan, need=advice.need)
+        plan = _plan(wider, hardware)
+        need = count_need(plan.spec)
+        if need.fits(hardware.room):
+            return replace(fit, keys=wider, plan=plan, need=need)
     return fit
 
 
-def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tuple[Plan, Advice]:
+def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> Plan:
     recipe = read_recipe(
         None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides]
     )
     sharding = read_sharding(
         None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)}
     )
-    plan = make_plan(recipe, sharding, hardware.ranks, on_cpu=not hardware.gpus)
-    return plan, advise(plan.spec, hardware.room, in_recipe=True)
+    return make_plan(recipe, sharding, hardware.ranks, on_cpu=not hardware.gpus)
 
 
 COMMENT_COLUMN = 40

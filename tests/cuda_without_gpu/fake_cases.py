@@ -107,6 +107,11 @@ def score(recipe: Recipe, world: World) -> Objective:
     return SCORING[recipe.method_facts.rows](recipe, world.sequence_group)
 
 
+WITH_FLAG_AND_WITHOUT = {
+    "skips": replace(FUSED, on_nonfinite="skip"),
+    "stops": FUSED,
+    "reads no flag": Optimization(optim="adamw_torch"),
+}
 UPDATED_IN_BACKWARD = {
     optim: Optimization(optim=optim, optim_in_backward=True, max_grad_norm=None)  # type: ignore[arg-type]
     for optim in ("adamw_torch_fused", "adamw_bf16_moments", "adamw_torch")
@@ -123,7 +128,8 @@ IN_TENSORS = {"tensor_parallel_size": 2, "shard_size": 2}
 IN_STAGES = {"pipeline_parallel_size": 2}
 BY_EXPERTS = {"expert_parallel_size": 2}
 CASES = (
-    Case(name="full", optimizations=every_optimizer(on_device=True)),
+    Case(name="full", optimizations=WITH_FLAG_AND_WITHOUT),
+    Case(name="every optimizer", optimizations=every_optimizer(on_device=True)),
     Case(
         name="offload",
         sharding={"cpu_offload": True},

@@ -1,7 +1,8 @@
 """What the tests of loading share: folders of every form and family, walked once by two ranks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_chat, make_model, make_once
-from tests.models.families import FAMILIES, HYBRIDS, MASKED, OTHERS, OWN_ATTENTION, build
+from tests.models.families import (
+    FAMILIES,
+    HYBRIDS,
+    MASKED,
+    OTHERS,
+    OWN_ATTENTION,
+    QUICK_FAMILIES,
+    build,
+)
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("load_on_ranks.py")
@@ -20,18 +29,23 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What two ranks found, by the job's name: see load_on_ranks.py."""
-    root = make_once(tmp_path_factory, "loaded", _load)
+    families = [item for item in request.session.items if item.path.stem == "test_families"]
+    is_slow = any(item.get_closest_marker("slow") for item in families)
+    trained = FAMILIES if is_slow else QUICK_FAMILIES
+    root = make_once(tmp_path_factory, "loaded", partial(_load, families=trained))
     jobs, results = (
         json.loads((root / f"{name}.json").read_text()) for name in ("jobs", "results")
     )
     return {job["name"]: result for job, result in zip(jobs, results, strict=True)}
 
 
-def _load(root: Path) -> None:
+def _load(root: Path, families: Iterable[str]) -> None:
     jobs = [
-        *_families(root),
+        *_families(root, families),
         *_probed(root),
         *_forms(root),
         *_broken(root),
@@ -43,9 +57,9 @@ def _load(root: Path) -> None:
     launch_ranks(SCRIPT, [str(root)], ranks=2, timeout=300).check()
 
 
-def _families(root: Path) -> list[Job]:
+def _families(root: Path, families: Iterable[str]) -> list[Job]:
     jobs = []
-    for family in FAMILIES:
+    for family in families:
         build(family).save_pretrained(root / family)
         jobs.append({"name": family, "kind": "trains", "folder": str(root / family)})
     return jobs

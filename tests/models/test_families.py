@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.models.families import FAMILIES
+from tests.conftest import slow_but
+from tests.models.families import FAMILIES, QUICK_FAMILIES
 
 LAYERS = 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
 def test_it_trains_as_transformers_alone_would(family: str, loaded: dict[str, Any]) -> None:
     ours, plain = loaded[family]["ours"], loaded[family]["plain"]
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -18,7 +19,7 @@ def test_it_trains_as_transformers_alone_would(family: str, loaded: dict[str, An
     assert ours["losses"][1] < ours["losses"][0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
 def test_each_decoder_layer_is_a_unit(family: str, loaded: dict[str, Any]) -> None:
     units = loaded[family]["ours"]["units"]
     layers = {name: count for name, count in units.items() if name.endswith("DecoderLayer")}

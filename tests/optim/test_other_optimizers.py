@@ -110,6 +110,7 @@ def dft(documents: reference.Documents) -> torch.Tensor:
 
 
 @functools.cache
+@functools.cache
 def muons_own_spread(recipe: Path) -> float:
     """By how much the plain loop's norms change where its gradients are rounded otherwise: Muon's bf16 makes more of it."""
     norms = [

@@ -24,6 +24,7 @@ FSDP2: dict[str, dict[str, Any]] = {
 }
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 LAYOUTS = (*FSDP2, *FSDP1, "ddp")
+RESUMED_FROM = 2  # the step that runs of `train_kinds` resume from
 
 
 def write_recipe(path: Path, model: Path, data: Path, **keys: Any) -> Path:
@@ -158,6 +159,21 @@ def cross(
     )
 
 
+def cross_resumed(
+    resumed: Mapping[str, Sequence[str]], kinds: Iterable[str], quick: Container[tuple[str, str]]
+) -> pytest.MarkDecorator:
+    """Parametrizes a test by `name`, `kind` and the `layout` that `train_kinds` resumes the run in. As in `cross`, pairs that are not
+    `quick` are slow."""
+    return pytest.mark.parametrize(
+        ("name", "kind", "layout"),
+        [
+            pytest.param(*pair, layout, marks=[] if pair in quick else [pytest.mark.slow])
+            for pair in product(resumed, kinds)
+            for layout in resumed[pair[0]]
+        ],
+    )
+
+
 def train_families(
     folder: Path,
     recipes: Mapping[str, Path],
@@ -198,26 +214,26 @@ def train_kinds(
 
     Args:
         runs: By name: ranks, layout, its sizes, keys of the recipe. Activations are checkpointed in one named checkpointed.
-        resumed: By name: the layouts that the run resumes in from its second step, in `folder / layout / name / kind`.
+        resumed: By name: the layouts that the run resumes in from RESUMED_FROM, in `folder / layout / name / kind`.
 
     Returns:
         Where the run of a (name, kind) is.
     """
-    listed: dict[int, list[tuple[Path, Path, list[str]]]] = {}
+    runs_of: dict[int, list[tuple[Path, Path, list[str]]]] = {}  # by number of ranks
     for name, kind in sorted(wanted):
         ranks, layout, sizes, keys = runs[name]
         run = folder / name / kind
         config = write_config(
             folder, layout, sizes=sizes or None, checkpointing=name == "checkpointed"
         )
-        own = listed.setdefault(ranks, [])
-        own.append((recipes[kind], config, [*keys, f"output_dir={run}"]))
-        start = f"resume_from_checkpoint={step_folder(run, 2)}"
+        started = runs_of.setdefault(ranks, [])
+        started.append((recipes[kind], config, [*keys, f"output_dir={run}"]))
+        start = f"resume_from_checkpoint={step_folder(run, RESUMED_FROM)}"
         for other in resumed.get(name, ()):
             again = [start, f"output_dir={folder / other / name / kind}", "export_at_end=false"]
-            own.append((recipes[kind], write_config(folder, other), [*keys, *again]))
-    for ranks, own in listed.items():
-        train_all(folder, own, ranks=ranks)
+            started.append((recipes[kind], write_config(folder, other), [*keys, *again]))
+    for ranks, started in runs_of.items():
+        train_all(folder, started, ranks=ranks)
     return lambda name, kind: folder / name / kind
 
 
@@ -237,6 +253,16 @@ def assert_bit_equal(run: Path, other: Path, step: int, from_step: int = 0) -> N
     ]
     for after in range(from_step + 1, step + 1):
         assert lines[0][after] == lines[1][after], after
+
+
+def assert_resumed(run: Path, resumed: Path, layout: str, steps: int) -> None:
+    """That a run which `train_kinds` resumed in `layout` ends as `run` did: under full_shard, as it was saved, bit for bit."""
+    if layout == "full_shard":
+        assert_bit_equal(run, resumed, steps, RESUMED_FROM)
+    expected = [line for line in steps_of(run) if line["step"] > RESUMED_FROM]
+    for line, other in zip(steps_of(resumed), expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-5, abs=0.0), line["step"]
 
 
 def assert_losses(

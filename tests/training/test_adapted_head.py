@@ -39,12 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tied": {"model_name_or_path": "TIED"},
 }
 LAYOUTS = ("full_shard", "shard_grad_op", "offload", "ddp", "FULL_SHARD")
-QUICK_MODES = (
-    "sft",
-    "packed",
-    "dpo",
-    "tied",
-)  # on one rank; on two: sft in full_shard, whole and resumed
+QUICK_MODES = ("sft", "packed", "tied")  # on one rank; on two: sft in full_shard, whole and resumed
 SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
 
 

@@ -90,10 +90,14 @@ RESUMED = {
 
 
 @pytest.fixture(scope="module")
-def recipes(folder: Path) -> dict[str, Path]:
+def recipes(folder: Path, slow_too: bool) -> dict[str, Path]:
     """A recipe for each run; the rows of a step do not divide by ranks and micro-batches: some ranks get fillers."""
     data, models = make_chat(folder / "chat.jsonl", rows=26), {}
-    for name in {model for model, _ in (*ON_TWO.values(), *ON_FOUR.values())} | set(UNMOVED):
+    trained = ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}
+    unmoved = UNMOVED if slow_too else QUICK_UNMOVED
+    if not slow_too:
+        trained = {name: trained[name] for name in QUICK}
+    for name in {model for model, _ in trained.values()} | set(unmoved):
         family, _, count = name.rpartition("-")
         keys = {
             key: 4 if count == "idle" else int(count) for key in COUNTS if key in FAMILIES[family]
@@ -110,9 +114,7 @@ def recipes(folder: Path) -> dict[str, Path]:
     ].zero_()  # ties: every token chooses the first two experts, both on the first rank
     save_file(tensors, path, {"format": "pt"})
     found = {}
-    for name, (model, keys) in (
-        ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}
-    ).items():
+    for name, (model, keys) in trained.items():
         coefficient = COEFFICIENT if model.rpartition("-")[0] in BALANCED else None
         common = {
             "global_batch_size": 5,
@@ -120,15 +122,16 @@ def recipes(folder: Path) -> dict[str, Path]:
             "learning_rate": 3e-4,
         }
         found[name] = write_recipe(folder / f"{name}.yaml", models[model], data, **common | keys)
-    for model in UNMOVED:
+    for model in unmoved:
         steps = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-46}  # 0 in fp32
         found[f"unmoved-{model}"] = write_recipe(
             folder / f"unmoved-{model}.yaml", models[model], data, **steps
         )
-    auxiliary = {"router_aux_loss_coef": COEFFICIENT}
-    found["split"], found["apart"] = write_split_recipes(
-        folder, models["mixtral-4"], max_steps=SAVED, **auxiliary
-    )
+    if slow_too:
+        auxiliary = {"router_aux_loss_coef": COEFFICIENT}
+        found["split"], found["apart"] = write_split_recipes(
+            folder, models["mixtral-4"], max_steps=SAVED, **auxiliary
+        )
     return found
 
 

@@ -21,7 +21,6 @@ from tests.training.calling import (
     GENERATIONS,
     MOST,
     PROMPTS,
-    QUICK,
     STEPS,
     train_layouts,
     write_short_run,
@@ -69,15 +68,17 @@ def recipe(folder: Path, caller: Path) -> Path:
 
 
 LAYOUTS = [*EVERY, (3, "full_shard")]
+# test_online_environments.py has tools on two ranks, in a run that is killed, and sampled by a server.
+ALONE = EVERY[:1]
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout) -> the run's folder."""
-    return train_layouts(folder, recipe, LAYOUTS if slow_too else QUICK)
+    return train_layouts(folder, recipe, LAYOUTS if slow_too else ALONE)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), slow_but(QUICK, LAYOUTS))
+@pytest.mark.parametrize(("ranks", "layout"), slow_but(ALONE, LAYOUTS))
 def test_every_layout_has_the_same_turns_and_losses(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -163,7 +164,8 @@ def test_what_tools_say_is_counted_and_not_trained_on(runs: Callable[..., Path])
 DEATHS = {("once", "tools"): 2, ("again", "tools"): 2, ("again", "step"): 2}
 
 
-@pytest.mark.parametrize(("case", "place"), slow_but([("again", "step")], DEATHS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "place"), DEATHS)
 def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     case: str, place: str, recipe: Path, folder: Path
 ) -> None:
@@ -206,8 +208,9 @@ def test_a_run_that_is_killed_while_a_tool_runs_ends_as_if_nobody_had(
     assert lines_of(run) == lines_of(whole)
 
 
+@pytest.mark.slow
 def test_a_server_samples_turns_as_the_model_itself_does(
-    recipe: Path, folder: Path, caller: Path
+    recipe: Path, folder: Path, caller: Path, runs: Callable[..., Path]
 ) -> None:
     """Greedy answers to held-out prompts are the same; of what is drawn the server sees each turn as a longer prompt."""
     model = caller / "sft" / "export"
@@ -219,7 +222,7 @@ def test_a_server_samples_turns_as_the_model_itself_does(
         ]
         train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
         asked = [body["prompt"] for body, _ in server.asked]
-    line, own = steps_of(folder / "server")[0], steps_of(folder / "1-single")[0]
+    line, own = steps_of(folder / "server")[0], steps_of(runs(1, "single"))[0]
     assert (
         line["log_ratio/mean"] < 5e-6
         and line["log_ratio/max"] < 5e-5

@@ -39,7 +39,7 @@ KEYS: dict[str, list[str]] = {
     "int8-ternary": ["quantization_aware_training=int8-ternary", "qat_group_size=null"],
     "lora mxfp4": ["quantization_aware_training=mxfp4", "qat_group_size=32", *LORA],
 }
-QUICK = ("lora int8-int4", "int8-int8 later", "nvfp4", "int8-ternary")  # on one rank
+QUICK = ("lora int8-int4", "int8-int8 later")  # on one rank
 TWO_RANKS = [("full_shard", "lora int8-int4")]
 MORE_ON_TWO = [
     *(("full_shard", name) for name in KEYS if name not in ("lora int8-int4", "lora mxfp4")),

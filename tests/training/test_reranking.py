@@ -33,9 +33,10 @@ from finetune.training.objectives.ranks import describe_order
 from finetune.training.objectives.scores import RANKING
 from tests.conftest import make_model
 from tests.training.layouts import (
-    assert_bit_equal,
     assert_losses,
+    assert_resumed,
     cross,
+    cross_resumed,
     steps_of,
     train_kinds,
     write_config,
@@ -387,22 +388,11 @@ def test_a_loss_does_not_depend_on_the_order_of_documents(order: list[int], kind
     torch.testing.assert_close(RANKING[kind](scores[:, order], numbers[:, order]).sum(), loss)
 
 
-@cross(RESUMED, KINDS, QUICK)
-def test_a_run_resumes_exactly(
-    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+@cross_resumed(RESUMED, KINDS, QUICK)
+def test_a_run_resumes(
+    name: str, kind: str, layout: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
-    again = folder / "full_shard" / name / kind
-    assert_bit_equal(runs(name, kind), again, STEPS, from_step=2)
-
-
-@cross(["two"], KINDS, QUICK)
-def test_a_run_resumes_in_another_layout(
-    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
-) -> None:
-    last = steps_of(runs(name, kind))[-1]
-    other = steps_of(folder / "ddp" / name / kind)[-1]
-    for key in ("loss", "grad_norm"):
-        assert other[key] == pytest.approx(last[key], rel=1e-5)
+    assert_resumed(runs(name, kind), folder / layout / name / kind, layout, STEPS)
 
 
 ROWS_REFUSED = {

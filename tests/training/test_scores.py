@@ -34,10 +34,10 @@ from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
 from tests.training.layouts import (
-    assert_bit_equal,
     assert_losses,
+    assert_resumed,
     cross,
-    steps_of,
+    cross_resumed,
     train_kinds,
     write_config,
     write_recipe,
@@ -318,22 +318,11 @@ def test_the_export_has_the_scores_of_the_run(
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
 
 
-@cross(RESUMED, METHODS, QUICK)
-def test_a_run_resumes_exactly(
-    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
+@cross_resumed(RESUMED, METHODS, QUICK)
+def test_a_run_resumes(
+    name: str, kind: str, layout: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:
-    again = folder / "full_shard" / name / kind
-    assert_bit_equal(runs(name, kind), again, STEPS, from_step=2)
-
-
-@cross(["fsdp2"], METHODS, QUICK)
-def test_a_run_resumes_in_another_layout(
-    name: str, kind: str, runs: Callable[[str, str], Path], folder: Path
-) -> None:
-    (expected,) = steps_of(runs(name, kind))[2:]
-    (line,) = steps_of(folder / "ddp" / name / kind)
-    for key in ("loss", "grad_norm"):
-        assert line[key] == pytest.approx(expected[key], rel=1e-5, abs=0.0)
+    assert_resumed(runs(name, kind), folder / layout / name / kind, layout, STEPS)
 
 
 @cross(["single", "cp", "pipeline", "three"], ["classify", "several"], QUICK)

@@ -121,7 +121,6 @@ QUICK = {
     ("sp 2", "three"),
     ("sp 2", "gathered-padded"),
     ("sp 2", "experts"),
-    ("sp 2", "dpo"),
 }
 # (saved under, resumed under): the latter's ranks are started after the former's.
 RESUMED = [

@@ -48,12 +48,13 @@ WANTED = [
 EXPORTED = [each for each in WANTED if each[1:] == ("single", 1)]
 QUICK = [("gemma3", "single", 1), ("gemma3-text", "single", 1), ("qwen3_5-lora", "single", 1)]
 QUICK += [("qwen3_5", "full_shard", 2)]
+QUICK_FAMILIES = ("gemma3", "qwen3_5")
 
 
 @pytest.fixture(scope="module")
-def recipes(folder: Path) -> dict[str, Path]:
+def recipes(folder: Path, slow_too: bool) -> dict[str, Path]:
     """Recipes of full training and of LoRA."""
-    return make_recipes(folder, FAMILIES)
+    return make_recipes(folder, FAMILIES if slow_too else QUICK_FAMILIES)
 
 
 def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
