@@ -85,7 +85,7 @@ class State:
         return self.trained + self.frozen + self.gradients + self.optimizer
 
 
-# What was listed last, and for what: a plan asks for the tensors of a few layouts hundreds of times.
+# What was listed last, and for what: a plan asks for the same tensors hundreds of times.
 _LISTED: deque[tuple[tuple[object, ...], tuple[StateTensor, ...]]] = deque(maxlen=16)
 
 
