@@ -21,7 +21,15 @@ from finetune.errors import exit_code
 from tests.ranks import ROOT, open_stores
 
 Steps = list[tuple[float, float]]  # (loss, gradient norm)
-QUICK = {"max_steps": 5, "logging_steps": 1, "eval_datasets": [], "exact_match_samples": 0}
+QUICKSTART = ROOT / "recipes" / "quickstart"
+QUICK: dict[str, Any] = {
+    "max_steps": 5,
+    "global_batch_size": 4,
+    "logging_steps": 1,
+    "datasets": [{"path": str(QUICKSTART / "train.jsonl"), "split": "train[:200]"}],
+    "eval_datasets": [],
+    "exact_match_samples": 0,
+}
 ROWS = [
     {
         "messages": [
@@ -55,7 +63,7 @@ def main() -> None:
         found[name] = compare_pairs(folder / name, layout, model, by_hand)
     next(starts)
     watched = finetune.load_recipe(
-        "quickstart", output_dir=f"{folder}/hooks", **QUICK | HOOKS, **own_files(folder)
+        "quickstart", output_dir=f"{folder}/hooks", **QUICK | HOOKS | own_files(folder)
     )
     finetune.train(watched, layout)
     next(starts)
@@ -79,7 +87,7 @@ class Refuses:
 
 
 HOOKS: dict[str, Any] = {"max_steps": 2, "exact_match_samples": 5, "export_at_end": False}
-HOOKS |= {"eval_datasets": [{"path": str(ROOT / "recipes/quickstart/heldout.jsonl")}]}
+HOOKS |= {"eval_datasets": [{"path": str(QUICKSTART / "heldout.jsonl")}]}
 CODE = """
 import json
 
@@ -140,11 +148,12 @@ def train_by_hand(folder: Path, layout: str, stop_after: int | None) -> Steps:
 
 def compare_pairs(folder: Path, layout: str, model: str, by_hand: bool) -> Steps:
     """DPO, by the recipe's method or as a user's function with a reference of its own."""
-    own = {
+    own: dict[str, Any] = {
         "model_name_or_path": model,
         "output_dir": str(folder),
         "rpo_alpha": None,
         "max_steps": 3,
+        "datasets": [{"path": str(QUICKSTART / "pairs_train.jsonl"), "split": "train[:100]"}],
     }
     recipe = finetune.load_recipe("quickstart_dpo", **QUICK | own)
     with finetune.Session(recipe, layout) as session:

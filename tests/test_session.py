@@ -202,6 +202,7 @@ def main() -> Path:
 """
 
 
+@pytest.mark.slow  # where mypy has no cache it reads the whole package first, for half a minute
 def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
     """The package is typed (py.typed), and what it gives back is not Any: a wrong use is an error."""
     (tmp_path / "script.py").write_text(SCRIPT)

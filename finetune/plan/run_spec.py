@@ -299,12 +299,18 @@ class RunSpec:
 
     def loaded_state(self, rank: int = 0) -> State:
         """The state right after loading, when all of it is in memory."""
-        keys = self.recipe.optimization
+        return self._fullest_state if rank == 0 else self._count_state(rank)
+
+    @cached_property
+    def _fullest_state(self) -> State:
+        return self._count_state(0)
+
+    def _count_state(self, rank: int) -> State:
         return count_state(
             self.part_tensors,
             self.sharding,
             self.shards,
-            keys.optim,
+            self.recipe.optimization.optim,
             self.sharding.tensor_group_of(rank),
         )
 

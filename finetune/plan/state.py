@@ -2,6 +2,7 @@
 layout.
 """
 
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -84,6 +85,10 @@ class State:
         return self.trained + self.frozen + self.gradients + self.optimizer
 
 
+# What was listed last, and for what: a plan asks for the same tensors hundreds of times.
+_LISTED: deque[tuple[tuple[object, ...], tuple[StateTensor, ...]]] = deque(maxlen=16)
+
+
 def list_state_tensors(
     architecture: Architecture,
     model: Model,
@@ -96,6 +101,22 @@ def list_state_tensors(
 
     Raises `UserError` where a pattern of the recipe names nothing.
     """
+    given = (architecture, model, lora, sharding, quantization)
+    for known, listed in _LISTED:
+        if known == given:
+            return listed
+    tensors = _list_state_tensors(architecture, model, lora, sharding, quantization)
+    _LISTED.append((given, tensors))
+    return tensors
+
+
+def _list_state_tensors(
+    architecture: Architecture,
+    model: Model,
+    lora: Lora,
+    sharding: Sharding,
+    quantization: Quantization,
+) -> tuple[StateTensor, ...]:
     units = _list_units(architecture)
     names = _name_tensors(architecture)
     text = architecture.text_names

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
+from finetune.data import template_sandbox
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
@@ -402,7 +403,12 @@ LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in r
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     ],
 )
-def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str) -> None:
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_template_that_would_take_all_time_or_memory_is_refused(
+    endless: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a quarter of the work in a commit, and nightly with all of it."""
+    monkeypatch.setattr(template_sandbox, "MAX_WORK", template_sandbox.MAX_WORK // share)
     with pytest.raises((BadRow, UserError), match=REFUSED):
         apply_template(
             make_renderer(tokenizer_with(endless), True), [{"role": "user", "content": "Q"}]

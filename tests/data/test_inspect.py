@@ -170,7 +170,10 @@ def test_on_a_terminal_it_is_colored_and_the_data_cannot_control_it(recipe: Path
     assert green == "Hé 🙂<|end_of_turn|>"
 
 
-def test_a_stream_shows_its_first_block(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_shows_its_first_block(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
     with recipe.open("a") as file:
         file.write("streaming: true\nmax_steps: 3\n")
     assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0

@@ -387,7 +387,7 @@ def test_blank_lines_are_read_in_linear_time_and_counted(tmp_path: Path, blank: 
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
-def test_a_hundred_thousand_columns_are_one_short_sentence_and_linear_in_memory_and_calls(
+def test_many_thousand_columns_are_one_short_sentence_and_linear_in_memory_and_calls(
     tmp_path: Path, name: str
 ) -> None:
     def measure(columns: int) -> tuple[int, float]:
@@ -413,16 +413,16 @@ def test_a_hundred_thousand_columns_are_one_short_sentence_and_linear_in_memory_
         tracemalloc.stop()
         return sum(entry.callcount for entry in profile.getstats()), peak / path.stat().st_size
 
-    (calls, _), (more_calls, share) = measure(50_000), measure(100_000)
+    (calls, _), (more_calls, share) = measure(10_000), measure(20_000)
     assert more_calls < 2.2 * calls
     assert share < 30
 
 
 def test_repetitive_text_is_no_bomb(tmp_path: Path) -> None:
     path = written(
-        tmp_path, "a.jsonl.gz", gzip.compress(b'{"text": "again and again"}\n' * 500_000)
+        tmp_path, "a.jsonl.gz", gzip.compress(b'{"text": "again and again"}\n' * 100_000)
     )
-    assert sum(1 for _ in read_file(str(path))) == 500_000
+    assert sum(1 for _ in read_file(str(path))) == 100_000
 
 
 def test_rows_of_an_array_that_is_read_in_parts(tmp_path: Path) -> None:

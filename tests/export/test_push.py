@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[StandIn]:
     server = StandIn()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.02))
     thread.start()
     yield server
     server.shutdown()

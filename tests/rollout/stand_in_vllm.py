@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -236,7 +237,9 @@ class Handler(BaseHTTPRequestHandler):
 def serving(model: Path, **keys: Any) -> Iterator[StandInVllm]:
     """A server of `model` for the block."""
     server = StandInVllm(model, **keys)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # a server looks every half second whether it is to end, unless it is asked to do so more often
+    serve = partial(server.serve_forever, poll_interval=0.02)
+    threading.Thread(target=serve, daemon=True).start()
     try:
         yield server
     finally:

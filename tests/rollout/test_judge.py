@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def server() -> Iterator[Any]:
     serving.failures = 1
     serving.asked = []
     serving.url = f"http://127.0.0.1:{serving.server_port}"
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    serve = partial(
+        serving.serve_forever, poll_interval=0.02
+    )  # so often asked whether it is to end
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     yield serving
     serving.shutdown()

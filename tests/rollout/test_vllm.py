@@ -1,6 +1,7 @@
 """The engine of a vLLM server, against a stand-in that speaks its protocol with transformers' own generation and log-probabilities:
 weights arrive at each step, the ratio is one, a resumed run asks for nothing twice, and each fault is a sentence."""
 
+import copy
 import json
 import os
 import re
@@ -375,16 +376,21 @@ FAULTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+
+
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_of_the_server_is_a_sentence(
-    case: str, recipe: Path, model: Path, tmp_path: Path
+    case: str, recipe: Path, model: Path, loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:
     keys, changes, sentence = FAULTS[case]
     with serving(model) as server:
         server.changes = json.loads(json.dumps(changes).replace("MODEL", str(model)))
         keys = [key.replace("MODEL", str(model)) for key in keys]
         found = read_recipe(str(recipe), [f"vllm_server_base_url={server.url}", *keys])
-        plain: Any = AutoModelForCausalLM.from_pretrained(model)
+        plain, tokenizer = copy.deepcopy(loaded)
         if keys == LORA:
             from peft import LoraConfig, get_peft_model
 
@@ -394,9 +400,7 @@ def test_a_fault_of_the_server_is_a_sentence(
             plain.peft_config = {"default": LoraConfig(r=4, target_modules=["q_proj"])}
         with pytest.raises(UserError) as error:
             world: Any = OneProcess()
-            engine = VllmEngine(
-                plain, world, found, AutoTokenizer.from_pretrained(model), [2], tmp_path / "run"
-            )
+            engine = VllmEngine(plain, world, found, tokenizer, [2], tmp_path / "run")
             engine.sample(
                 [Request((1, 403), (0, 0, 0, 0))], Sampling(max_tokens=MOST, temperature=1.3)
             )

@@ -269,8 +269,13 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "places",
+    [[[1, 1, 1], [2, 5]], pytest.param([[0, 4], [3, 3, 2]], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 def test_a_restart_at_any_place_loses_nothing_that_was_promised(
-    base: Path, rows: list[list[int]], tmp_path: Path
+    places: list[list[int]], base: Path, rows: list[list[int]], tmp_path: Path
 ) -> None:
     draw = random.Random(1)
     data = [weighted(rows, draw) for _ in range(6)]
@@ -293,7 +298,7 @@ def test_a_restart_at_any_place_loses_nothing_that_was_promised(
         promised = send_all(model)
         calm = [client.result(each) for each in promised]
         expected = weights(service, model)
-    for cuts in ([0, 4], [1, 1, 1], [2, 5], [3, 3, 2]):
+    for cuts in places:
         folder = tmp_path / "-".join(map(str, cuts))
         with serving(folder, base) as service:
             model = Client(service).model(4, seed=1)
