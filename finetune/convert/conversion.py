@@ -24,6 +24,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
+    ROUTED_OTHERWISE,
     adapt_tool,
     report_dtypes,
     report_epochs,
@@ -321,7 +322,10 @@ def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> Non
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if BITSANDBYTES_MODEL.search(name.lower()):
         return  # in 4 bits already: see EXPERTS_DEQUANTIZED
-    is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
+    family = guess_family(name) or ""
+    is_fused = is_mixture(name) and has_fused_experts(family)
+    if conversion.tool == "Axolotl" and family in ROUTED_OTHERWISE:
+        return  # whose code there has a linear layer for each
     if load_key and is_fused and not settings.get("quantize_moe_experts"):
         note = "a mixture's experts are quantized here too; there only linear layers are"
         conversion.add_difference(load_key, True, note)
