@@ -611,7 +611,9 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     is_cut = dataset.get("truncation") not in NOT_CUT
     row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
     if packed_length:
-        if packed.get("drop_long_samples", True):
+        if row_length and row_length <= packed_length:
+            overlength = "truncate"
+        elif packed.get("drop_long_samples", True):
             overlength = "drop"
         else:
             overlength = "error"

@@ -24,9 +24,17 @@ from finetune.convert.by_tool import (
     WHOLE_STEPS,
     WINDOWS,
 )
-from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import AUXILIARY
+from finetune.convert.conversion import ALL_IN_FP8, convert_file
+from finetune.convert.model_names import (
+    ADAPTERS_FROZEN,
+    AUXILIARY,
+    IMAGES_UNCUT,
+    NO_SUCH_LAYER,
+    OWN_THOUGHT,
+    UNKNOWN_IMAGES,
+)
 from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY
+from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -292,3 +300,105 @@ def test_llama_factorys_kto_estimates_by_the_answer_before(convert: Convert) -> 
     }
     assert KTO_ROWS_OF_FACTORY in said(convert(file))
     assert KTO_ROWS_OF_FACTORY not in said(convert(AXOLOTL, rl="kto"))
+
+
+LORA_THERE = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 8, "alpha": 16}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns", "layers", "experts"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["*"], ["all-linear", "lm_head"], EXPERTS),
+        ("Qwen/Qwen3-30B-A3B", "*_proj", "all-linear", None),
+        ("zai-org/GLM-5.2", ["*.self_attn.q_a_proj", "*.self_attn.kv_b_proj", "*.mlp.experts"], ["q_a_proj", "kv_b_proj"], EXPERTS),
+        ("Qwen/Qwen3-8B", ["*q_proj", "model.layers.*.mlp.up_proj"], ["q_proj", "up_proj"], None),
+    ],
+)  # fmt: skip
+def test_automodels_patterns_name_the_familys_layers_and_its_experts(
+    model: str, patterns: Any, layers: Any, experts: list[str] | None, convert: Convert
+) -> None:
+    peft = LORA_THERE | {"target_modules": patterns}
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": model}, peft=peft)
+    assert made.recipe["lora_target_modules"] == layers
+    assert made.recipe.get("lora_target_parameters") == experts
+    assert NO_SUCH_LAYER not in said(made)
+
+
+def test_a_pattern_of_automodels_that_names_no_layer_is_said(convert: Convert) -> None:
+    peft = LORA_THERE | {"target_modules": ["*.self_attn.output_gate_proj", "*.q_proj"]}
+    made = convert(AUTOMODEL, peft=peft)
+    assert f'"*.self_attn.output_gate_proj"   ({NO_SUCH_LAYER})' in said(made)
+    assert made.recipe["lora_target_modules"] == ["q_proj"]
+
+
+CHATS = {
+    "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+    "path_or_dataset_id": "org/chats",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "overlength"),
+    [
+        ({"seq_length": 1024, "truncation": True}, "truncate"),
+        ({"seq_length": 2048, "truncation": True}, "drop"),
+        ({"seq_length": 1024}, "drop"),
+    ],
+)
+def test_rows_that_automodel_cuts_before_it_packs_are_cut_here(
+    keys: dict[str, Any], overlength: str, convert: Convert
+) -> None:
+    made = convert(
+        AUTOMODEL | {"dataset": CHATS}, dataset=keys, packed_sequence={"packed_sequence_size": 1024}
+    )
+    assert made.recipe["overlength"] == overlength and made.recipe["max_length"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("model", "is_known"), [("meta-models/Muse-Glimmer-30B", False), ("google/gemma-3-4b-it", True)]
+)
+def test_images_of_a_family_that_the_name_does_not_say_are_said(
+    model: str, is_known: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, base_model=model, processor_type="AutoProcessor"))
+    assert (UNKNOWN_IMAGES in text) != is_known and (IMAGES_UNCUT in text) == is_known
+    assert UNKNOWN_IMAGES not in said(convert(AXOLOTL, base_model=model))
+
+
+def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
+    images = convert(AXOLOTL, base_model="nex-agi/Nex-N2.5-mini", processor_type="AutoProcessor")
+    assert IMAGES_UNCUT in said(images)
+    assert OWN_THOUGHT in said(convert(AXOLOTL, base_model="nex-agi/Nex-N2.5-mini"))
+
+
+def test_a_llava_whose_code_is_not_transformers_is_refused(convert: Convert) -> None:
+    model = MODEL | {"_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained"}
+    with pytest.raises(Refusal, match="multimodal"):
+        name = "lmms-lab/LLaVA-OneVision-1.5-8B-Instruct"
+        convert(AUTOMODEL, model=model | {"pretrained_model_name_or_path": name})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "are_frozen"),
+    [(["^model.language_model.*", "^lm_head.*"], True), (["^base_model.*lora_"], False)],
+)
+def test_adapters_that_axolotl_freezes_are_said(
+    patterns: list[str], are_frozen: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, **QLORA, unfrozen_parameters=patterns)
+    assert (ADAPTERS_FROZEN in said(made)) == are_frozen
+    assert ADAPTERS_FROZEN not in said(convert(AXOLOTL, unfrozen_parameters=patterns))
+
+
+@pytest.mark.parametrize(
+    ("filters", "layers"),
+    [(["lm_head"], "first linear layer is"), ([], "first linear layer and the output head are")],
+)
+def test_layers_that_automodel_multiplies_in_fp8_are_said(
+    filters: list[str], layers: str, convert: Convert
+) -> None:
+    line = ALL_IN_FP8.format(layers)
+    assert line in said(convert(AUTOMODEL, fp8={"enabled": True, "filter_fqns": filters}))
+    assert "in FP8 too there" not in said(convert(AUTOMODEL, fp8={"enabled": False}))
+    assert "in FP8 too there" not in said(convert(AXOLOTL, fp8=True))
