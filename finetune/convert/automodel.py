@@ -25,6 +25,11 @@ MEASURED_WITH_SAVES = (
     "eval_loss: measured at each checkpoint and at the end of each epoch too there, whatever "
     "val_every_steps says"
 )
+HELD_OUT_ROWS_LEFT = (
+    "eval_loss: the held-out rows of a rank that fill no micro-batch are left out there"
+)
+# of its recipes/vlm/finetune.py
+UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of its components/datasets/llm/hellaswag.py
 PADDED_ROWS = (
     "each row is padded to the longest of the data before it is packed there: a packed row has "
@@ -50,17 +55,25 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
-    has_stages = (recipe.get("pipeline_parallel_size") or 1) > 1 and conversion.images is None
-    if has_stages or read_section(settings, "dataloader").get("drop_last"):
+    stages = recipe.get("pipeline_parallel_size")
+    has_stages = isinstance(stages, int) and stages > 1
+    leaves_out = has_stages and conversion.images is None
+    if leaves_out or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
     epochs = schedule.get("num_epochs")
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
         conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
-    if settings.get("validation_dataset"):
-        if not schedule.get("val_every_steps") and "save_steps" in recipe:
-            recipe["eval_steps"] = recipe["save_steps"]
-        conversion.remarks.append(MEASURED_WITH_SAVES)
+    if not settings.get("validation_dataset"):
+        return
+    if not schedule.get("val_every_steps") and "save_steps" in recipe:
+        recipe["eval_steps"] = recipe["save_steps"]
+    if has_stages and conversion.images is not None:
+        conversion.remarks.append(UNMEASURED_IN_STAGES)
+        return
+    conversion.remarks.append(MEASURED_WITH_SAVES)
+    if leaves_out or read_section(settings, "validation_dataloader").get("drop_last"):
+        conversion.remarks.append(HELD_OUT_ROWS_LEFT)
 
 
 def report_packing(settings: ToolFile, conversion: Conversion) -> None:
@@ -75,7 +88,8 @@ def report_packing(settings: ToolFile, conversion: Conversion) -> None:
     rows = read_section(settings, "step_scheduler").get("local_batch_size") or 1
     model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
-    if is_thd and rows > 1 and not model.get("backend") and _may_flash(model):
+    is_batch = isinstance(rows, int) and rows > 1
+    if is_thd and is_batch and not model.get("backend") and _may_flash(model):
         conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
 
 

@@ -339,7 +339,9 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     left_out = [
         name
         for name in excluded
-        if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable
+        if not NOT_OF_TEXT.search(name)
+        and "head" not in name  # all-linear leaves the head out
+        and name.split(".")[-1] not in unadaptable
     ]
     if left_out:
         note = "they get adapters here"
@@ -375,7 +377,7 @@ def _name_automodel_layers(
     named: dict[str, None] = {}
     for pattern in patterns:
         end = pattern.rpartition(".")[2]
-        found = sorted(layer for layer in known if fnmatch.fnmatchcase(layer, end))
+        found = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
         named |= dict.fromkeys(found)
         if not found and end != "experts":
             conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)

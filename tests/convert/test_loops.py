@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.constants import ALL_LINEAR
 from finetune.convert.automodel import (
     FIRST_TO_COME,
+    HELD_OUT_ROWS_LEFT,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
     NOT_APART,
     PADDED_ROWS,
+    UNMEASURED_IN_STAGES,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_IN_16_BITS,
@@ -99,6 +102,7 @@ def said(made: Conversion) -> str:
         ({"dataloader": {"drop_last": True}}, True),
         ({"distributed": {"pp_size": 2}}, True),
         ({"distributed": {"pp_size": 1}}, False),
+        ({"distributed": {"pp_size": {"a": 1}}}, False),
     ],
 )
 def test_automodels_rows_that_fill_no_micro_batch_are_left_out_with_stages_too(
@@ -123,6 +127,50 @@ def test_automodel_measures_with_each_save(
     assert made.recipe["eval_steps"] == measured
     assert MEASURED_WITH_SAVES in said(made)
     assert MEASURED_WITH_SAVES not in said(convert(AUTOMODEL, step_scheduler=steps))
+
+
+@pytest.mark.parametrize(
+    ("keys", "leaves_out"),
+    [
+        ({}, False),
+        ({"validation_dataloader": {"drop_last": True}}, True),
+        ({"dataloader": {"drop_last": True}}, False),
+        ({"distributed": {"pp_size": 2}}, True),
+    ],
+)
+def test_automodels_held_out_rows_that_fill_no_micro_batch_are_left_out_too(
+    keys: dict[str, Any], leaves_out: bool, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), **keys)
+    assert (HELD_OUT_ROWS_LEFT in said(made)) == leaves_out
+    assert HELD_OUT_ROWS_LEFT not in said(convert(AUTOMODEL, **keys))
+
+
+@pytest.mark.parametrize(("stages", "line"), [(1, MEASURED_WITH_SAVES), (2, UNMEASURED_IN_STAGES)])
+def test_automodel_measures_no_images_between_stages(
+    stages: int, line: str, convert: Convert
+) -> None:
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    }
+    model = {
+        "_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained",
+        "pretrained_model_name_or_path": "google/gemma-4-31B-it",
+    }
+    keys = {"model": model, "distributed": {"pp_size": stages}}
+    made = convert(AUTOMODEL, dataset=rows, validation_dataset=dict(rows), **keys)
+    lines = {MEASURED_WITH_SAVES, UNMEASURED_IN_STAGES}
+    assert lines.intersection(made.remarks) == {line}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "*lm_head*"])
+def test_the_head_that_automodels_adapters_leave_out_gets_none_here(
+    name: str, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, peft={"exclude_modules": [name], "dim": 8})
+    assert made.recipe["lora_target_modules"] == ALL_LINEAR
+    assert "they get adapters here" not in said(made)
 
 
 @pytest.mark.parametrize(
