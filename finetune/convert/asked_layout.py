@@ -185,8 +185,9 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
         dtype = str(settings.get("torch_dtype") or "bfloat16")
         asks_fp16 = asks_fp16 or dtype == "float16"
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
-    is_trls_default = tool == "TRL" and "bf16" not in settings and not asks_fp16
-    if asks_bf16 or is_trls_default:
+    # TRL's true, and Axolotl's auto
+    is_default = tool in ("TRL", "Axolotl") and "bf16" not in settings and not asks_fp16
+    if asks_bf16 or is_default:
         return "bf16"
     return "fp16" if asks_fp16 else "no"
 

@@ -12,6 +12,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.automodel import report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
@@ -99,6 +100,24 @@ APART_IN_21 = (
     "documents in a packed row start from the state of those before in recurrent layers and "
     "convolutions in 0.19; each is apart in 0.21, and here"
 )
+# KimiSparseMoeBlock of its model_support/kimi_linear
+ROUTED_OTHERWISE = ("kimi_linear",)
+BY_SOFTMAX = (
+    "while training, tokens are routed by a softmax over all experts there, without the routers' "
+    "biases and groups; by their sigmoid, biases and groups here, as in inference"
+)
+# encode_packed_streaming and prompt_strategies/pretrain.py
+WINDOWS = (
+    "a longer text is cut into pieces there of which each repeats the 256 tokens before it and "
+    "ends with the EOS token; here none repeats any, and the last one ends with it"
+)
+# create_train_validation_split, which draws no rows
+LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
+# dataloader_drop_last of its core/builders/causal.py
+LAST_UNMEASURED = (
+    "eval_loss: the held-out rows of the last batch of a rank are left out there, where they do "
+    "not fill it"
+)
 NO_SCALING = (
     "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
     "scaling; under mixed precision with both here"
@@ -132,6 +151,11 @@ OFFLOADED = {
 }
 # drop_last=True of its recipes, and _steps_per_epoch
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+# whose gradients no zero_grad takes away between two epochs
+CARRIED_OVER = (
+    "epochs: micro-batches that fill no step are added to the next epoch's first one there, and "
+    "left out after the last; here they are a last, short step"
+)
 # its calculate_total_num_steps, and _configure_warmup_and_logging
 FEWER_STEPS = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
@@ -175,6 +199,10 @@ GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+# param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
+ADAPTERS_IN_16_BITS = (
+    "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
+)
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 # torchtune's models by their builders' names -> what they compute otherwise than transformers'
@@ -219,8 +247,15 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 
 def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which weights Axolotl keeps in float32 where all are in bfloat16 here."""
-    if conversion.tool != "Axolotl" or conversion.recipe.get("dtype") != "bfloat16":
+    """Reports the dtypes of adapters over a quantized base, and which weights Axolotl keeps in
+    float32 where all are in bfloat16 here.
+    """
+    recipe = conversion.recipe
+    is_trls = conversion.tool == "TRL" or any(map(settings.get, OF_PAIRS))
+    load_key = next((key for key in LOAD_KEYS if recipe.get(key)), None)
+    if conversion.tool in ("TRL", "Axolotl") and is_trls and load_key and recipe.get("use_peft"):
+        conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
+    if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
     if settings.get("attn_implementation") in KEPT_IN_FP32 and not any(
         map(settings.get, CASTING_KEYS)
@@ -242,7 +277,8 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     is_packed = recipe.get("packing", recipe_keys()["packing"].default)
     epochs = recipe.get("num_train_epochs", 1)
     if tool == "torchtune" and "max_steps" not in recipe:
-        conversion.remarks.append(WHOLE_STEPS)
+        accumulates = recipe.get("gradient_accumulation_steps", 1) > 1
+        conversion.remarks.append(CARRIED_OVER if epochs != 1 and accumulates else WHOLE_STEPS)
     elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
         conversion.remarks.append(FEWER_STEPS)
     elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
@@ -323,6 +359,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         recipe["warmup_steps"] = 2
         conversion.add_remark("warmup_steps", 1, TWO_STEPS)
     report_turn_ends(settings, conversion)
+    _report_axolotl_rows(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     if settings.get("loss_watchdog_threshold"):
         conversion.add_remark(
@@ -386,11 +423,26 @@ def _has_own_loss(name: str) -> bool:
     return family in IMAGE_FAMILIES and LOSS_OF_ITS_OWN.search(source) is not None
 
 
+def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which rows are held out, and how the texts of pretraining are cut."""
+    for key, value in (("shuffle_merged_datasets", False), ("curriculum_sampling", True)):
+        if settings.get(key) is value and settings.get("val_set_size"):
+            conversion.add_difference(key, value, LAST_HELD_OUT)
+    packs = settings.get("sample_packing")
+    if settings.get("pretraining_dataset") and packs:
+        conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
+    holds_out = settings.get("val_set_size") or settings.get("test_datasets")
+    if packs and settings.get("eval_sample_packing") is False and holds_out:
+        conversion.remarks.append(LAST_UNMEASURED)
+
+
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
     copies = settings.get("lora_modules_to_save")
     if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
         conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
     family = guess_family(str(settings.get("base_model")))
+    if family in ROUTED_OTHERWISE:
+        conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
@@ -522,6 +574,9 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
     if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
         recipe["report_to"] = "wandb"
+    report_loop(settings, conversion)
+    report_packing(settings, conversion)
+    report_routers(settings, conversion)
 
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
@@ -556,7 +611,9 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     is_cut = dataset.get("truncation") not in NOT_CUT
     row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
     if packed_length:
-        if packed.get("drop_long_samples", True):
+        if row_length and row_length <= packed_length:
+            overlength = "truncate"
+        elif packed.get("drop_long_samples", True):
             overlength = "drop"
         else:
             overlength = "error"

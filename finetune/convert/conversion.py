@@ -24,6 +24,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
+    ROUTED_OTHERWISE,
     adapt_tool,
     report_dtypes,
     report_epochs,
@@ -41,7 +42,7 @@ from finetune.convert.counterparts import (
     list_counterparts,
 )
 from finetune.convert.datasets import add_sources
-from finetune.convert.defaults import add_defaults
+from finetune.convert.defaults import OF_COMPONENTS, add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
@@ -58,7 +59,13 @@ from finetune.convert.model_names import (
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
 from finetune.convert.runnable import make_runnable
-from finetune.convert.value_conversion import LEAVE, Conversion, convert_value, read_trackers
+from finetune.convert.value_conversion import (
+    LEAVE,
+    Conversion,
+    convert_value,
+    read_section,
+    read_trackers,
+)
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
@@ -206,6 +213,8 @@ MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as "
     "is the default here"
 )
+# filters of torchtune's and Automodel's; ours is Accelerate's filter_first_and_last_linear_layers
+ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, in float32 here"
@@ -321,7 +330,10 @@ def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> Non
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if BITSANDBYTES_MODEL.search(name.lower()):
         return  # in 4 bits already: see EXPERTS_DEQUANTIZED
-    is_fused = is_mixture(name) and has_fused_experts(guess_family(name) or "")
+    family = guess_family(name) or ""
+    is_fused = is_mixture(name) and has_fused_experts(family)
+    if conversion.tool == "Axolotl" and family in ROUTED_OTHERWISE:
+        return  # whose code there has a linear layer for each
     if load_key and is_fused and not settings.get("quantize_moe_experts"):
         note = "a mixture's experts are quantized here too; there only linear layers are"
         conversion.add_difference(load_key, True, note)
@@ -488,6 +500,13 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     conversion.remarks += layout.remarks()
     if is_sharded and conversion.tool != "Automodel" and not settings.get("lora_fp32_gradients"):
         conversion.remarks.append(REDUCED_IN_16_BITS)
+    if layout.fp8 and conversion.tool in OF_COMPONENTS:
+        filters = read_section(settings, "fp8").get("filter_fqns") or []
+        has_head = conversion.tool == "Automodel" and "lm_head" not in filters
+        layers = (
+            "first linear layer and the output head are" if has_head else "first linear layer is"
+        )
+        conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
     _set_dtype(layout, conversion)
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]

@@ -2,8 +2,9 @@
 there.
 """
 
+import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ FAMILIES = (
     (r"apertus", "apertus"),
     (r"qwen-?3\.\d-flash-next", "qwen4_exp_text"),
     (r"qwen-?3-next", "qwen3_next"),
-    (r"qwen-?3(\.\d|[-_.]?5).*a\d+b", "qwen3_5_moe_text"),
+    (r"qwen-?3(\.\d|[-_.]?5).*a\d+b|nex-n2\.5-mini", "qwen3_5_moe_text"),
     (r"qwen-?3(\.\d|[-_.]?5)", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
@@ -126,7 +127,7 @@ VISION_FAMILIES = (
     (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
     (r"qwen-?2[-_]?vl", "qwen2_vl"),
     (r"qwen-?3\.\d-flash-next", "qwen4_exp"),
-    (r"qwen-?3\.\d.*a\d+b", "qwen3_5_moe"),
+    (r"qwen-?3\.\d.*a\d+b|nex-n2\.5-mini", "qwen3_5_moe"),
     (r"qwen-?3\.\d", "qwen3_5"),
     (r"internvl", "internvl"),
     (r"gemma-?3n", "gemma3n"),
@@ -137,7 +138,7 @@ VISION_FAMILIES = (
     (r"smolvlm", "smolvlm"),
     (r"llama-?3\.2.*vision", "mllama"),
     (r"llama-?4", "llama4"),
-    (r"pixtral|llava", "llava"),
+    (r"pixtral|llava(?!-onevision-1)", "llava"),
     (r"lfm2.*-vl", "lfm2_vl"),
     (r"paddleocr-vl", "paddleocr_vl"),
     (r"north-\w+-vision|command-a-vision", "cohere2_vision"),
@@ -168,7 +169,7 @@ MIXTURE = re.compile(
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
     r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
     r"qwen3(\.\d-flash)?-next|"
-    r"trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
+    r"nex-n2|trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
 FIRST_QWEN = re.compile(r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
@@ -204,7 +205,7 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 # Automodel's own classes with an auxiliary loss
-BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next")
+BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|ernie-4\.5.*a\d+b|laguna")
 AUTOMODEL_ADAPTERS = (
     "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 )
@@ -212,6 +213,9 @@ OTHER_LAYERS = (
     "all linear layers but the head here, for this model's code is its own: one of another name "
     "gets no adapter there"
 )
+NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
+# of a layer's experts, to which a pattern that matches all that are called so gives adapters
+EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 AUXILIARY = (
     "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
     "it here"
@@ -330,11 +334,14 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     excluded = convert_names(peft.get("exclude_modules")) or []
     conversion.excluded_layers = frozenset(name.split(".")[-1] for name in excluded)
     targets = peft.get("target_modules")
+    names = convert_names(targets) or []
     unadaptable = find_family(family).unadaptable
     left_out = [
         name
         for name in excluded
-        if not NOT_OF_TEXT.search(name) and name.split(".")[-1] not in unadaptable
+        if not NOT_OF_TEXT.search(name)
+        and "head" not in name  # all-linear leaves the head out
+        and name.split(".")[-1] not in unadaptable
     ]
     if left_out:
         note = "they get adapters here"
@@ -348,13 +355,33 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
         conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
     elif is_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
-    elif not targets or "*_proj" in str(targets):  # the default, too
+    elif targets and "*_proj" not in str(targets):
+        _name_automodel_layers(names, layers, conversion)
+    else:  # the default, too
         if len(projections) < len(layers):
             conversion.recipe["lora_target_modules"] = projections
         else:
             conversion.recipe["lora_target_modules"] = "all-linear"
         if not layers:
             conversion.add_difference("peft.target_modules", "*_proj", OTHER_LAYERS)
+    names_experts = any(name == "*" or name.endswith(".experts") for name in names)
+    if names_experts and has_fused_experts(family):
+        conversion.recipe["lora_target_parameters"] = list(EXPERT_PARAMETERS)
+
+
+def _name_automodel_layers(
+    patterns: Sequence[str], layers: Collection[str], conversion: Conversion
+) -> None:
+    """Names the layers by the ends of patterns; those of a Llama where the family is not known."""
+    known = layers or LINEAR_LAYERS.keys()
+    named: dict[str, None] = {}
+    for pattern in patterns:
+        end = pattern.rpartition(".")[2]
+        found = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
+        named |= dict.fromkeys(found)
+        if not found and end != "experts":
+            conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)
+    conversion.recipe["lora_target_modules"] = list(named)
 
 
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
@@ -499,7 +526,7 @@ THOUGHTS_OF_IMAGES = re.compile(
     "(ernie|keye|kimi|mimo|qwen3)_vl|gemma4n?|glm4v|glm4_5v|qwen3_[56]|qwen3_omni"
 )
 # Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
-THINKING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
+THINKING = re.compile(r"glm-?4\.[567]|nex-n2|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
 THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
 # Of these some may.
 MAYBE_THINKING = re.compile(
@@ -836,6 +863,14 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         recipe["pad_vocab_to_multiple_of"] = 32
 
 
+# freeze_layers_except of Axolotl, which its train.py calls once the adapters are in place: it
+# matches the start of names, which is base_model then
+ADAPTERS_FROZEN = (
+    "no pattern names the adapters, and all that none names is frozen there, so that nothing is "
+    "trained; the adapters are trained here"
+)
+
+
 def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what is trained of a model in full: layers by their numbers, and names of a model with
     images.
@@ -845,12 +880,16 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     if patterns and (
         recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)
     ):
-        # LoRA freezes all there too; else all that is loaded here is named
+        # else all that is loaded here is named
         del recipe["trainable_modules"]
         conversion.remarks.append(
             "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it "
             "by itself"
         )
+        names_adapters = any(str(name).startswith((".", "base_model")) for name in patterns)
+        unfrozen = settings.get("unfrozen_parameters")
+        if unfrozen and recipe.get("use_peft") and not names_adapters:
+            conversion.add_difference("unfrozen_parameters", unfrozen, ADAPTERS_FROZEN)
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)
@@ -901,6 +940,10 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what a tool trains of a vision-language model beside the language model, which is
     trained alone here.
     """
+    key = _find_image_key(conversion.tool, settings)
+    if conversion.images is None and key is not None:
+        capability = "images of a family that the model's name does not say"
+        conversion.add_difference(key, name_model(settings), UNKNOWN_IMAGES, capability)
     if conversion.images is None:
         return
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
@@ -918,6 +961,10 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
         _report_axolotl_images(settings, conversion)
 
 
+UNKNOWN_IMAGES = (
+    "rows with images are trained on there; the model's name says no family whose images are read "
+    "here, and what else differs for it is not listed"
+)
 # Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
 FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
 TOWER_ADAPTED = "the vision tower and the projector get adapters too there"

@@ -58,6 +58,11 @@ KTO_ROWS = (
     "the KL term is estimated on the answers of a batch there, here on each row's successor in the "
     "data"
 )
+# kl_response of LLaMA-Factory's data/processor/feedback.py
+KTO_ROWS_OF_FACTORY = (
+    "the KL term is that of a micro-batch there, estimated on the answer before each row's in the "
+    "data; that of the whole step here, on the next one to another prompt"
+)
 ASFT = (
     "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the "
     "same; a mean over all tokens of a step here, the sum of each micro-batch's mean there, for "
@@ -544,7 +549,8 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
     if method == "orpo" and tool == "LLaMA-Factory":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if method == "kto":
-        conversion.remarks.append(f"kto   ({KTO_ROWS})")
+        rows = KTO_ROWS_OF_FACTORY if tool == "LLaMA-Factory" else KTO_ROWS
+        conversion.remarks.append(f"kto   ({rows})")
     if settings.get("pref_ftx") and method != "dpo":
         note = f"no cross entropy is added under method: {method}"
         conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
@@ -769,6 +775,8 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("mxfp4", "mxfp4"): ("mxfp4", 32),
 }
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
+# torchtune's models whose head is the embedding (TiedLinear), which no quantizer replaces
+TIED_IN_TORCHTUNE = re.compile(r"gemma|llama3_2\.|qwen2(_5)?_(0_5b|1_5b|3b)|qwen3_(0_6b|1_7b|4b)")
 ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
@@ -817,7 +825,8 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    conversion.add_difference(key, settings[key], HEAD_ROUNDED)
     component = str(read_section(settings, "model").get("_component_"))
+    if not TIED_IN_TORCHTUNE.search(component):
+        conversion.add_difference(key, settings[key], HEAD_ROUNDED)
     if settings.get("adapter") or settings.get("peft") or "lora" in component:
         conversion.add_difference(key, settings[key], ADAPTER_APART)

@@ -13,7 +13,7 @@ from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
-AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\n"
+AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\nbf16: false\n"
 AXOLOTL_DATA = "datasets:\n  - {path: a/pairs, type: %s}\n"
 FACTORY = "model_name_or_path: a/model\nfinetuning_type: full\ncutoff_len: 1024\ndataset: ours\n"
 TORCHTUNE = """

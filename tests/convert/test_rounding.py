@@ -84,9 +84,10 @@ def test_the_scheme_is_converted(
     found = converted(tmp_path, theirs)
     names = ("quantization_aware_training", "qat_group_size", "fake_quant_after_n_steps")
     assert {name: found.recipe[name] for name in names if name in found.recipe} == ours
+    is_tied = "llama3_2" in str(theirs)  # in torchtune, which leaves such a head as it is
     assert any(
         "the output head is rounded there too" in line for line in found.differences
-    ) == bool(ours and "use_onebitllms" not in theirs)
+    ) == bool(ours and "use_onebitllms" not in theirs and not is_tied)
 
 
 @pytest.mark.parametrize(

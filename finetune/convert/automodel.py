@@ -1,0 +1,106 @@
+"""What NeMo Automodel's loop, its packing and its own classes of models do otherwise than a run
+here.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import guess_family, name_model
+from finetune.convert.value_conversion import Conversion, read_section
+
+# drop_last of its components/datasets/llm/loader.py, which pipeline parallelism sets
+LAST_ROWS = (
+    "epochs: the rows of a rank that fill no micro-batch are left out there; here they are a last, "
+    "short step"
+)
+# num_epochs and max_steps of its StepScheduler
+FIRST_TO_COME = (
+    "the run ends with its last epoch there (num_epochs: {}), where that comes first; here "
+    "max_steps counts on into the next one"
+)
+# its is_val_step
+MEASURED_WITH_SAVES = (
+    "eval_loss: measured at each checkpoint and at the end of each epoch too there, whatever "
+    "val_every_steps says"
+)
+HELD_OUT_ROWS_LEFT = (
+    "eval_loss: the held-out rows of a rank that fill no micro-batch are left out there"
+)
+# of its recipes/vlm/finetune.py
+UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
+# pad_to_max_length of its components/datasets/llm/hellaswag.py
+PADDED_ROWS = (
+    "each row is padded to the longest of the data before it is packed there: a packed row has "
+    "fewer rows, and an epoch more steps"
+)
+# transformers' _is_packed_sequence, which looks at one row alone
+NOT_APART = (
+    "documents in a packed row attend to those before under flash attention there, its default, "
+    "where local_batch_size is above 1; each is apart here"
+)
+APART = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
+# update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
+BIASES_MOVED = ("deepseek_v3", "glm_moe_dsa", "mistral4")
+MOVED_BIASES = (
+    "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
+    "here"
+)
+
+
+def report_loop(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how an epoch ends otherwise, and when rows are held out; measures with each save what
+    has no steps of its own.
+    """
+    recipe = conversion.recipe
+    schedule = read_section(settings, "step_scheduler")
+    stages = recipe.get("pipeline_parallel_size")
+    has_stages = isinstance(stages, int) and stages > 1
+    leaves_out = has_stages and conversion.images is None
+    if leaves_out or read_section(settings, "dataloader").get("drop_last"):
+        conversion.remarks.append(LAST_ROWS)
+    epochs = schedule.get("num_epochs")
+    steps = schedule.get("max_steps")
+    if epochs is not None and steps is not None:
+        conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
+    if not settings.get("validation_dataset"):
+        return
+    if not schedule.get("val_every_steps") and "save_steps" in recipe:
+        recipe["eval_steps"] = recipe["save_steps"]
+    if has_stages and conversion.images is not None:
+        conversion.remarks.append(UNMEASURED_IN_STAGES)
+        return
+    conversion.remarks.append(MEASURED_WITH_SAVES)
+    if leaves_out or read_section(settings, "validation_dataloader").get("drop_last"):
+        conversion.remarks.append(HELD_OUT_ROWS_LEFT)
+
+
+def report_packing(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which documents share a packed row, and which of them see each other."""
+    size = read_section(settings, "packed_sequence").get("packed_sequence_size") or 0
+    if not size:
+        return
+    dataset = read_section(settings, "dataset")
+    is_padded = str(dataset.get("_target_")).endswith("HellaSwag")
+    if is_padded and dataset.get("pad_to_max_length", True):
+        conversion.add_difference("packed_sequence.packed_sequence_size", size, PADDED_ROWS)
+    rows = read_section(settings, "step_scheduler").get("local_batch_size") or 1
+    model = read_section(settings, "model")
+    is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
+    is_batch = isinstance(rows, int) and rows > 1
+    if is_thd and is_batch and not model.get("backend") and _may_flash(model):
+        conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
+
+
+def _may_flash(model: Mapping[str, Any]) -> bool:
+    """Whether a model's attention is flash attention there, by its key or the default."""
+    return not re.fullmatch("|".join(APART), str(model.get("attn_implementation")))
+
+
+def report_routers(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a class of Automodel's own moves the biases of the routers."""
+    name = name_model(settings)
+    is_own = not read_section(settings, "model").get("force_hf")
+    if is_own and guess_family(name) in BIASES_MOVED:
+        conversion.add_difference("model", name, MOVED_BIASES)

@@ -1,0 +1,452 @@
+"""What other tools' loops, packing and classes of models do otherwise than a run here, with or without a key that says so."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.constants import ALL_LINEAR
+from finetune.convert.automodel import (
+    FIRST_TO_COME,
+    HELD_OUT_ROWS_LEFT,
+    LAST_ROWS,
+    MEASURED_WITH_SAVES,
+    MOVED_BIASES,
+    NOT_APART,
+    PADDED_ROWS,
+    UNMEASURED_IN_STAGES,
+)
+from finetune.convert.by_tool import (
+    ADAPTERS_IN_16_BITS,
+    BY_SOFTMAX,
+    CARRIED_OVER,
+    LAST_HELD_OUT,
+    LAST_UNMEASURED,
+    WHOLE_STEPS,
+    WINDOWS,
+)
+from finetune.convert.conversion import ALL_IN_FP8, convert_file
+from finetune.convert.model_names import (
+    ADAPTERS_FROZEN,
+    AUXILIARY,
+    IMAGES_UNCUT,
+    NO_SUCH_LAYER,
+    OWN_THOUGHT,
+    UNKNOWN_IMAGES,
+)
+from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY
+from finetune.convert.recognize import Refusal
+from finetune.convert.value_conversion import Conversion
+
+Convert = Callable[..., Conversion]
+MODEL = {
+    "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+    "pretrained_model_name_or_path": "Qwen/Qwen3-8B",
+}
+HELLASWAG = {
+    "_target_": "nemo_automodel.components.datasets.llm.hellaswag.HellaSwag",
+    "path_or_dataset": "rowan/hellaswag",
+}
+AUTOMODEL = {
+    "model": MODEL,
+    "dataset": HELLASWAG,
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
+    "step_scheduler": {"local_batch_size": 1, "ckpt_every_steps": 50},
+}
+AXOLOTL = {
+    "base_model": "Qwen/Qwen3-8B",
+    "datasets": [{"path": "a/rows", "type": "chat_template"}],
+    "micro_batch_size": 1,
+    "learning_rate": 1e-5,
+    "bf16": True,
+    "attn_implementation": "flash_attention_2",
+}
+TUNE = {
+    "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "meta-llama/Meta-Llama-3-8B",
+    },
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+}
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Convert:
+    """Converts a file that has these keys, a section's beside those that it has."""
+
+    def convert(file: Mapping[str, Any], **keys: Any) -> Conversion:
+        source = tmp_path / "theirs.yaml"
+        merged = {
+            key: file[key] | value if isinstance(value, dict) and key in file else value
+            for key, value in keys.items()
+        }
+        source.write_text(yaml.safe_dump({**file, **merged}))
+        return convert_file(source)
+
+    return convert
+
+
+def said(made: Conversion) -> str:
+    return "\n".join([*made.differences, *made.remarks])
+
+
+@pytest.mark.parametrize(
+    ("keys", "leaves_out"),
+    [
+        ({}, False),
+        ({"dataloader": {"drop_last": True}}, True),
+        ({"distributed": {"pp_size": 2}}, True),
+        ({"distributed": {"pp_size": 1}}, False),
+        ({"distributed": {"pp_size": {"a": 1}}}, False),
+    ],
+)
+def test_automodels_rows_that_fill_no_micro_batch_are_left_out_with_stages_too(
+    keys: dict[str, Any], leaves_out: bool, convert: Convert
+) -> None:
+    assert (LAST_ROWS in said(convert(AUTOMODEL, **keys))) == leaves_out
+
+
+def test_automodels_run_ends_with_what_comes_first(convert: Convert) -> None:
+    line = FIRST_TO_COME.format(2)
+    both = convert(AUTOMODEL, step_scheduler={"max_steps": 100, "num_epochs": 2})
+    assert line in said(both)
+    one = convert(AUTOMODEL, step_scheduler={"max_steps": 100})
+    assert line not in said(one)
+
+
+@pytest.mark.parametrize(("steps", "measured"), [({"val_every_steps": 10}, 10), ({}, 50)])
+def test_automodel_measures_with_each_save(
+    steps: dict[str, int], measured: int, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), step_scheduler=steps)
+    assert made.recipe["eval_steps"] == measured
+    assert MEASURED_WITH_SAVES in said(made)
+    assert MEASURED_WITH_SAVES not in said(convert(AUTOMODEL, step_scheduler=steps))
+
+
+@pytest.mark.parametrize(
+    ("keys", "leaves_out"),
+    [
+        ({}, False),
+        ({"validation_dataloader": {"drop_last": True}}, True),
+        ({"dataloader": {"drop_last": True}}, False),
+        ({"distributed": {"pp_size": 2}}, True),
+    ],
+)
+def test_automodels_held_out_rows_that_fill_no_micro_batch_are_left_out_too(
+    keys: dict[str, Any], leaves_out: bool, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), **keys)
+    assert (HELD_OUT_ROWS_LEFT in said(made)) == leaves_out
+    assert HELD_OUT_ROWS_LEFT not in said(convert(AUTOMODEL, **keys))
+
+
+@pytest.mark.parametrize(("stages", "line"), [(1, MEASURED_WITH_SAVES), (2, UNMEASURED_IN_STAGES)])
+def test_automodel_measures_no_images_between_stages(
+    stages: int, line: str, convert: Convert
+) -> None:
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    }
+    model = {
+        "_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained",
+        "pretrained_model_name_or_path": "google/gemma-4-31B-it",
+    }
+    keys = {"model": model, "distributed": {"pp_size": stages}}
+    made = convert(AUTOMODEL, dataset=rows, validation_dataset=dict(rows), **keys)
+    lines = {MEASURED_WITH_SAVES, UNMEASURED_IN_STAGES}
+    assert lines.intersection(made.remarks) == {line}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "*lm_head*"])
+def test_the_head_that_automodels_adapters_leave_out_gets_none_here(
+    name: str, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, peft={"exclude_modules": [name], "dim": 8})
+    assert made.recipe["lora_target_modules"] == ALL_LINEAR
+    assert "they get adapters here" not in said(made)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "is_padded"),
+    [({}, 1024, True), ({"pad_to_max_length": False}, 1024, False), ({}, 0, False)],
+)
+def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
+    dataset: dict[str, Any], size: int, is_padded: bool, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, dataset=dataset, packed_sequence={"packed_sequence_size": size})
+    assert (PADDED_ROWS in said(made)) == is_padded
+
+
+@pytest.mark.parametrize(
+    ("rows", "model", "strategy", "is_joined"),
+    [
+        (2, {}, "thd", True),
+        (1, {}, "thd", False),
+        (2, {"attn_implementation": "sdpa"}, "thd", False),
+        (2, {"backend": {"attn": "te"}}, "thd", False),
+        (2, {}, "neat", False),
+    ],
+)
+def test_documents_that_see_each_other_in_several_packed_rows_are_said(
+    rows: int, model: dict[str, Any], strategy: str, is_joined: bool, convert: Convert
+) -> None:
+    packed = {"packed_sequence_size": 1024, "packing_strategy": strategy}
+    made = convert(
+        AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
+    )
+    assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("zai-org/GLM-5.2", MOVED_BIASES),
+        ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
+        ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES),
+        ("zai-org/GLM-4.7-Flash", None),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY),
+        ("baidu/ERNIE-4.5-0.3B-PT", None),
+    ],
+)
+def test_what_automodels_own_classes_do_with_routers_is_said(
+    name: str, line: str | None, convert: Convert
+) -> None:
+    text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}))
+    assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
+    plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
+    assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+def test_sections_that_nothing_of_automodels_reads_are_no_differences(convert: Convert) -> None:
+    made = convert(AUTOMODEL, distributed_config={"_target_": "a.B"}, autopipeline={"a": 1})
+    assert "not known here" not in said(made)
+
+
+@pytest.mark.parametrize(
+    ("builder", "is_rounded"),
+    [("llama3.llama3_8b", True), ("llama3_2.llama3_2_3b", False), ("qwen3.qwen3_4b_base", False)],
+)
+def test_a_head_that_is_torchtunes_embedding_is_not_rounded(
+    builder: str, is_rounded: bool, convert: Convert
+) -> None:
+    quantizer = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}
+    model = {"_component_": f"torchtune.models.{builder}"}
+    made = convert(TUNE, model=model, quantizer=quantizer)
+    assert made.recipe["quantization_aware_training"] == "int8-int4"
+    assert (HEAD_ROUNDED in said(made)) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("epochs", "micro_batches", "line"), [(1, 8, WHOLE_STEPS), (3, 8, CARRIED_OVER), (3, 1, WHOLE_STEPS)]
+)  # fmt: skip
+def test_torchtunes_left_over_micro_batches_are_added_to_the_next_epoch(
+    epochs: int, micro_batches: int, line: str, convert: Convert
+) -> None:
+    text = said(convert(TUNE, epochs=epochs, gradient_accumulation_steps=micro_batches))
+    assert [each for each in (WHOLE_STEPS, CARRIED_OVER) if each in text] == [line]
+
+
+TRL = {"model_name_or_path": "org/model", "dataset_name": "org/rows", "max_length": 64}
+LORA = {"use_peft": True, "load_in_4bit": True}
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TRL, LORA, True),
+        (TRL, {"use_peft": True}, False),
+        (TRL, LORA | {"beta": 0.1}, True),
+        (AXOLOTL, QLORA, False),
+        (AXOLOTL, QLORA | {"rl": "dpo"}, True),
+    ],
+)
+def test_adapters_in_bfloat16_over_a_quantized_base_are_said(
+    file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    assert (ADAPTERS_IN_16_BITS in said(convert(file, **keys))) == is_said
+
+
+def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(convert: Convert) -> None:
+    keys = {"adapter": "lora", "load_in_8bit": True, "lora_r": 8, "lora_target_modules": ["q_proj"]}
+    experts = "experts are quantized here too"
+    text = said(convert(AXOLOTL, **keys, base_model="moonshotai/Kimi-Linear-48B-A3B-Instruct"))
+    assert BY_SOFTMAX in text and experts not in text
+    text = said(convert(AXOLOTL, **keys, base_model="Qwen/Qwen3-30B-A3B"))
+    assert BY_SOFTMAX not in text and experts in text
+
+
+def test_axolotls_texts_of_pretraining_overlap(convert: Convert) -> None:
+    texts = [{"path": "a/texts", "type": "pretrain"}]
+    file = {key: value for key, value in AXOLOTL.items() if key != "datasets"}
+    packed = convert(file, pretraining_dataset=texts, sample_packing=True, max_steps=10)
+    assert WINDOWS in said(packed)
+    plain = [{"path": "a/texts", "type": "completion"}]
+    assert WINDOWS not in said(convert(AXOLOTL, datasets=plain, sample_packing=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"shuffle_merged_datasets": False, "val_set_size": 0.1}, True),
+        ({"shuffle_merged_datasets": False}, False),
+        ({"curriculum_sampling": True, "val_set_size": 0.1}, True),
+        ({"shuffle_merged_datasets": True, "val_set_size": 0.1}, False),
+    ],
+)
+def test_the_last_rows_are_held_out_of_what_axolotl_does_not_shuffle(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    assert (LAST_HELD_OUT in said(convert(AXOLOTL, **keys))) == is_said
+
+
+@pytest.mark.parametrize(("packed", "is_said"), [(False, True), (True, False), (None, False)])
+def test_the_last_batch_is_not_measured_where_held_out_rows_are_not_packed(
+    packed: bool | None, is_said: bool, convert: Convert
+) -> None:
+    keys = {"sample_packing": True, "eval_sample_packing": packed}
+    assert (LAST_UNMEASURED in said(convert(AXOLOTL, **keys, val_set_size=0.1))) == is_said
+    assert LAST_UNMEASURED not in said(convert(AXOLOTL, **keys))
+
+
+def test_axolotl_computes_in_bfloat16_unasked(convert: Convert) -> None:
+    file = {key: value for key, value in AXOLOTL.items() if key != "bf16"}
+    made = convert(file)
+    assert made.recipe["dtype"] == "bfloat16"
+    assert made.recipe["accelerate_config"] == "ddp"
+    eight = convert(file, fp8=True, fsdp_version=2, fsdp_config={"reshard_after_forward": True})
+    assert "mixed_precision: fp8" in str(eight.accelerate_file)
+    assert "dtype" not in convert(AXOLOTL, bf16=False).recipe
+
+
+@pytest.mark.parametrize("keys", [{"llama4_linearized_experts": True}, {"accelerator_config": {"even_batches": True}}])  # fmt: skip
+def test_keys_of_axolotls_that_change_nothing_here_are_no_differences(
+    keys: dict[str, Any], convert: Convert
+) -> None:
+    assert "not known here" not in said(convert(AXOLOTL, **keys))
+    split = convert(AXOLOTL, accelerator_config={"split_batches": True})
+    assert "accelerator_config.split_batches: true" in said(split)
+
+
+def test_llama_factorys_kto_estimates_by_the_answer_before(convert: Convert) -> None:
+    file = {
+        "model_name_or_path": "Qwen/Qwen3-8B",
+        "stage": "kto",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "dataset": "rows",
+        "template": "qwen3",
+        "pref_beta": 0.1,
+        "bf16": True,
+    }
+    assert KTO_ROWS_OF_FACTORY in said(convert(file))
+    assert KTO_ROWS_OF_FACTORY not in said(convert(AXOLOTL, rl="kto"))
+
+
+LORA_THERE = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 8, "alpha": 16}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns", "layers", "experts"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["*"], ["all-linear", "lm_head"], EXPERTS),
+        ("Qwen/Qwen3-30B-A3B", "*_proj", "all-linear", None),
+        ("zai-org/GLM-5.2", ["*.self_attn.q_a_proj", "*.self_attn.kv_b_proj", "*.mlp.experts"], ["q_a_proj", "kv_b_proj"], EXPERTS),
+        ("Qwen/Qwen3-8B", ["*q_proj", "model.layers.*.mlp.up_proj"], ["q_proj", "up_proj"], None),
+    ],
+)  # fmt: skip
+def test_automodels_patterns_name_the_familys_layers_and_its_experts(
+    model: str, patterns: Any, layers: Any, experts: list[str] | None, convert: Convert
+) -> None:
+    peft = LORA_THERE | {"target_modules": patterns}
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": model}, peft=peft)
+    assert made.recipe["lora_target_modules"] == layers
+    assert made.recipe.get("lora_target_parameters") == experts
+    assert NO_SUCH_LAYER not in said(made)
+
+
+def test_a_pattern_of_automodels_that_names_no_layer_is_said(convert: Convert) -> None:
+    peft = LORA_THERE | {"target_modules": ["*.self_attn.output_gate_proj", "*.q_proj"]}
+    made = convert(AUTOMODEL, peft=peft)
+    assert f'"*.self_attn.output_gate_proj"   ({NO_SUCH_LAYER})' in said(made)
+    assert made.recipe["lora_target_modules"] == ["q_proj"]
+
+
+CHATS = {
+    "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+    "path_or_dataset_id": "org/chats",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "overlength"),
+    [
+        ({"seq_length": 1024, "truncation": True}, "truncate"),
+        ({"seq_length": 2048, "truncation": True}, "drop"),
+        ({"seq_length": 1024}, "drop"),
+    ],
+)
+def test_rows_that_automodel_cuts_before_it_packs_are_cut_here(
+    keys: dict[str, Any], overlength: str, convert: Convert
+) -> None:
+    made = convert(
+        AUTOMODEL | {"dataset": CHATS}, dataset=keys, packed_sequence={"packed_sequence_size": 1024}
+    )
+    assert made.recipe["overlength"] == overlength and made.recipe["max_length"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("model", "is_known"), [("meta-models/Muse-Glimmer-30B", False), ("google/gemma-3-4b-it", True)]
+)
+def test_images_of_a_family_that_the_name_does_not_say_are_said(
+    model: str, is_known: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, base_model=model, processor_type="AutoProcessor"))
+    assert (UNKNOWN_IMAGES in text) != is_known and (IMAGES_UNCUT in text) == is_known
+    assert UNKNOWN_IMAGES not in said(convert(AXOLOTL, base_model=model))
+
+
+def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
+    images = convert(AXOLOTL, base_model="nex-agi/Nex-N2.5-mini", processor_type="AutoProcessor")
+    assert IMAGES_UNCUT in said(images)
+    assert OWN_THOUGHT in said(convert(AXOLOTL, base_model="nex-agi/Nex-N2.5-mini"))
+
+
+def test_a_llava_whose_code_is_not_transformers_is_refused(convert: Convert) -> None:
+    model = MODEL | {"_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained"}
+    with pytest.raises(Refusal, match="multimodal"):
+        name = "lmms-lab/LLaVA-OneVision-1.5-8B-Instruct"
+        convert(AUTOMODEL, model=model | {"pretrained_model_name_or_path": name})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "are_frozen"),
+    [(["^model.language_model.*", "^lm_head.*"], True), (["^base_model.*lora_"], False)],
+)
+def test_adapters_that_axolotl_freezes_are_said(
+    patterns: list[str], are_frozen: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, **QLORA, unfrozen_parameters=patterns)
+    assert (ADAPTERS_FROZEN in said(made)) == are_frozen
+    assert ADAPTERS_FROZEN not in said(convert(AXOLOTL, unfrozen_parameters=patterns))
+
+
+@pytest.mark.parametrize(
+    ("filters", "layers"),
+    [(["lm_head"], "first linear layer is"), ([], "first linear layer and the output head are")],
+)
+def test_layers_that_automodel_multiplies_in_fp8_are_said(
+    filters: list[str], layers: str, convert: Convert
+) -> None:
+    line = ALL_IN_FP8.format(layers)
+    assert line in said(convert(AUTOMODEL, fp8={"enabled": True, "filter_fqns": filters}))
+    assert "in FP8 too there" not in said(convert(AUTOMODEL, fp8={"enabled": False}))
+    assert "in FP8 too there" not in said(convert(AXOLOTL, fp8=True))
