@@ -43,7 +43,7 @@ class Judging(BaseHTTPRequestHandler):
         if word == "broken" or (word == "flaky" and server.failures > 0):
             server.failures -= 1
             status = 500
-        time.sleep({"slow": 4.0, "steady": 0.2}.get(word, 0.0))
+        time.sleep({"late": 2.0, "steady": 0.2}.get(word, 0.0))
         if word == "silent":
             content = "I cannot say"
         answer = json.dumps({"choices": [{"message": {"content": content}}]})
@@ -126,7 +126,7 @@ FAULTS = {
     "broken": "answered 500",
     "html": "no answer of a chat completion: <html>not a judge</html>",
     "silent": r"no number for -?\d+(?:\.\d+)? in 'I cannot say'",
-    "slow": "no answer: timed out after 1 s",
+    "late": "no answer: timed out after 1 s",
 }
 
 
@@ -153,9 +153,9 @@ def test_a_server_that_is_not_there_and_a_key_that_is_not_set(monkeypatch: Any) 
 
 
 def test_all_together_have_the_time_of_a_reward(server: Any) -> None:
-    """Slow ones one after another; the time ends between them, and what was answered counts."""
+    """Late ones one after another; the time ends between them, and what was answered counts."""
     keys = {"on_bad_reward": "zero", "reward_timeout_seconds": 2.0}
-    scores = ask(server.url, ["good", "slow", "slow", "slow"], {"concurrency": 1}, **keys)
+    scores = ask(server.url, ["good", "late", "late", "late"], {"concurrency": 1}, **keys)
     assert scores == Scores([[4.5, 0.0, 0.0, 0.0]], 3)
 
 
