@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from benchmarks.gpu_cases import Case  # noqa: E402
 from benchmarks.gpu_ours import prepare, step_batches  # noqa: E402
 from finetune.distributed.join import leave  # noqa: E402
-from finetune.distributed.model_parts import local_part  # noqa: E402
-from finetune.rollout.embedded import _Wave  # noqa: E402
+from finetune.distributed.model_parts import local_part, unwrap  # noqa: E402
+from finetune.rollout.embedded import _PromptReader, _Wave  # noqa: E402
 from finetune.rollout.engine import Request, Sampling  # noqa: E402
 
 LAYERS = 2
@@ -127,7 +127,7 @@ def count_token_step(tokens: int = 64) -> str:
     requests = [Request(tuple(range(3, 3 + length)), (0, length)) for length in range(8, 24)]
     with torch.no_grad():
         wave = _Wave(
-            model.eval(),
+            _PromptReader(unwrap(model.eval()), None, torch.device("cpu")),
             requests,
             Sampling(max_tokens=tokens),
             torch.tensor([511]),

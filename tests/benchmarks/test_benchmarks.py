@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -126,6 +127,14 @@ def test_a_tool_that_is_not_installed_is_a_row_that_says_so() -> None:
             gpu.run_case(CASES[0], who, argparse.Namespace()).failure
             == f"not installed; pip install {package}"
         )
+
+
+@pytest.mark.slow
+def test_the_counts_of_a_tokens_step_find_no_wait_for_the_device() -> None:
+    code = "from benchmarks.counts import count_token_step; print(count_token_step(8))"
+    done = run_command(["python", "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d+ operations, 0 of them wait for the device", done.stdout)
 
 
 def test_whatever_a_row_fails_of_is_on_disk_before_the_next_row(
