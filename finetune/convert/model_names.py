@@ -377,9 +377,9 @@ def _name_automodel_layers(
     named: dict[str, None] = {}
     for pattern in patterns:
         end = pattern.rpartition(".")[2]
-        found = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
-        named |= dict.fromkeys(found)
-        if not found and end != "experts":
+        matching = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
+        named |= dict.fromkeys(matching)
+        if not matching and end != "experts":
             conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)
     conversion.recipe["lora_target_modules"] = list(named)
 
