@@ -3,9 +3,11 @@ layout.
 """
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
+from typing import ParamSpec, TypeVar
 
 from finetune.config.layout import Sharding, frozen_dtype, shard_experts
 from finetune.config.module_names import (
@@ -29,6 +31,9 @@ from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
 from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION
 from finetune.plan.architecture import Architecture, TensorShape
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 BESIDE = "beside"  # begins the units of what is beside a language model
 # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
@@ -85,10 +90,27 @@ class State:
         return self.trained + self.frozen + self.gradients + self.optimizer
 
 
-# What was listed last, and for what: a plan asks for the same tensors hundreds of times.
-_LISTED: deque[tuple[tuple[object, ...], tuple[StateTensor, ...]]] = deque(maxlen=16)
+def _keep_answers(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keeps a function's last answers: a plan asks for the same tensors hundreds of times.
+
+    Arguments are compared, for they hold mappings and have no hash.
+    """
+    answers: deque[tuple[object, _R]] = deque(maxlen=16)
+
+    @wraps(function)
+    def ask(*arguments: _P.args, **named: _P.kwargs) -> _R:
+        given = (arguments, named)
+        for known, answer in answers:
+            if known == given:
+                return answer
+        answer = function(*arguments, **named)
+        answers.append((given, answer))
+        return answer
+
+    return ask
 
 
+@_keep_answers
 def list_state_tensors(
     architecture: Architecture,
     model: Model,
@@ -101,22 +123,6 @@ def list_state_tensors(
 
     Raises `UserError` where a pattern of the recipe names nothing.
     """
-    given = (architecture, model, lora, sharding, quantization)
-    for known, listed in _LISTED:
-        if known == given:
-            return listed
-    tensors = _list_state_tensors(architecture, model, lora, sharding, quantization)
-    _LISTED.append((given, tensors))
-    return tensors
-
-
-def _list_state_tensors(
-    architecture: Architecture,
-    model: Model,
-    lora: Lora,
-    sharding: Sharding,
-    quantization: Quantization,
-) -> tuple[StateTensor, ...]:
     units = _list_units(architecture)
     names = _name_tensors(architecture)
     text = architecture.text_names
