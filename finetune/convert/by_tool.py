@@ -251,9 +251,14 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     float32 where all are in bfloat16 here.
     """
     recipe = conversion.recipe
-    is_trls = conversion.tool == "TRL" or any(map(settings.get, OF_PAIRS))
+    is_trained_by_trl = conversion.tool == "TRL" or any(map(settings.get, OF_PAIRS))
     load_key = next((key for key in LOAD_KEYS if recipe.get(key)), None)
-    if conversion.tool in ("TRL", "Axolotl") and is_trls and load_key and recipe.get("use_peft"):
+    if (
+        conversion.tool in ("TRL", "Axolotl")
+        and is_trained_by_trl
+        and load_key
+        and recipe.get("use_peft")
+    ):
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
