@@ -46,6 +46,12 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Process = tuple[str, int, float]
 """Host name, process id and creation time (seconds since the epoch)."""
+_left_groups: list[ProcessGroup] = []
+"""Those of the world that was left last, until the next is joined.
+
+A model of DDP holds its group too, and frees it with Python's lock taken. Were it the last to do
+so, it would wait for gloo's thread, which may wait for the lock to free a collective's tensor.
+"""
 
 
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
@@ -56,6 +62,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     is on where it was asked for. What this machine cannot do, the rules have refused before.
     """
     _end_with_launcher()
+    _left_groups.clear()
     before = dict(os.environ)
     device = _device(sharding)
     _use_own_cores(device, sharding)
@@ -123,6 +130,7 @@ def leave(world: World) -> None:
     if dist.is_initialized():
         world.barrier()
         world.left.set()
+        _left_groups[:] = dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()
         _forget_meshes()
     for name, value in world.environment.items():

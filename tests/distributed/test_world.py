@@ -10,7 +10,7 @@ import torch
 from finetune.config.layout import Sharding
 from finetune.distributed.join import ALONE, join, leave, use_deterministic_kernels
 from finetune.errors import UserError
-from tests.ranks import run_command, run_python
+from tests.ranks import launch_ranks, run_command, run_python
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,38 @@ def test_a_world_of_one_leaves_the_environment_as_it_found_it(
     for name in (*ALONE, "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
 
-    leave(join(Sharding(layout="single", use_cpu=True)))  # torch's compiler names its folder once
+    leave(join(Sharding(layout="fsdp2", use_cpu=True)))  # torch's compiler names its folder once
     found = dict(os.environ)
     for layout in ("fsdp2", "single", "fsdp2"):
         leave(join(Sharding(layout=layout, use_cpu=True)))  # type: ignore[arg-type]
         assert dict(os.environ) == found
+
+
+LEAVES = """
+import os, sys, torch
+from torch import nn
+from finetune.config.layout import Sharding
+from finetune.distributed.join import join, leave
+from tests.ranks import open_stores
+
+WORLDS = 20
+open_stores(WORLDS)
+sys.setswitchinterval(60)  # no other thread gets Python's lock before this one waits
+port = int(os.environ["MASTER_PORT"])
+for number in range(WORLDS):
+    os.environ["MASTER_PORT"] = str(port + number)
+    world = join(Sharding(layout="ddp", use_cpu=True))
+    model = world.accelerator.prepare(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    leave(world)
+    del model
+"""
+
+
+def test_a_model_of_ddp_that_is_freed_after_leaving_waits_for_nobody(tmp_path: Path) -> None:
+    """It hung within ten worlds while it was the last that held the process group."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    launch_ranks(tmp_path / "leaves.py", timeout=60).check()
 
 
 def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
