@@ -70,7 +70,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Every test draws the same random weights, whichever tests ran before it in its process."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps its caller's stack for CUDA
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,14 @@ from tests.ranks import ROOT
 PACKAGE = ROOT / "finetune"
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def first_line(path: Path) -> str:
     """The first paragraph of a module's docstring on one line, without its end."""
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(parse(path))
     assert docstring, f"{path.relative_to(ROOT)} does not say what it is"
     return " ".join(docstring.split("\n\n")[0].split()).rstrip(".")
 
@@ -51,7 +57,7 @@ def test_no_class_name_is_used_twice() -> None:
     for path in PACKAGE.rglob("*.py"):
         names.update(
             node.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parse(path))
             if isinstance(node, ast.ClassDef)
         )
     # peft's layer, under whose name both of its variants are known.
@@ -65,7 +71,7 @@ def test_no_function_is_a_maze() -> None:
     """Ruff's C901 counts neither conditional expressions nor comprehensions, each of which a reader follows."""
     mazes = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
                 if branches > 15:
@@ -77,7 +83,7 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
     """As in a swap: `a, b = b, a`."""
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
                 continue
             target = node.targets[0]
@@ -95,7 +101,7 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
 def test_no_conditional_expression_lies_within_another_one() -> None:
     nested = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
             if any(isinstance(part, ast.IfExp) for part in inner):
                 nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
@@ -124,7 +130,7 @@ def test_the_design_page_names_files_that_exist() -> None:
 
 def strings(path: Path) -> list[tuple[int, str]]:
     """The strings of a file, each with its line; docstrings, whose examples may name anything, are left out."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     constants = [
         node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose

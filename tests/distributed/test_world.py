@@ -86,7 +86,7 @@ from finetune.config.layout import Sharding
 from finetune.distributed.join import join, leave
 from tests.ranks import open_stores
 
-WORLDS = 20
+WORLDS = 12
 open_stores(WORLDS)
 sys.setswitchinterval(60)  # no other thread gets Python's lock before this one waits
 port = int(os.environ["MASTER_PORT"])

@@ -113,7 +113,11 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
     )
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized twice", "kept"])
+@pytest.mark.parametrize(
+    "keeps",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["dequantized twice", "kept"],
+)
 def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
     pytest.importorskip("bitsandbytes")
     from finetune.models.quantized_weights import quantize_tensor

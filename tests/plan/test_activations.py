@@ -268,7 +268,11 @@ LOSSES = ((4096, 64, 1024), (32768, 64, 1536), (1000, 128, 4096), (128_256, 64, 
     ("mixed_precision", "kind", "sizes"),
     slow_but(
         # a CPU without AVX-512 multiplies bf16 slowly
-        [*product(["no"], LORAS, LOSSES), *product(["bf16"], LORAS, LOSSES[:1])],
+        [
+            *product(["no"], ["full"], LOSSES),
+            *product(["no"], LORAS, LOSSES[:2]),
+            ("bf16", "full", LOSSES[0]),
+        ],
         product(("bf16", "no"), LORAS, LOSSES),
     ),
 )

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from finetune.plan.speed import estimate_epoch_tokens, estimate_speed
 from finetune.plan.table import format_header, format_speed
 from finetune.training.objectives.preference import PreferenceObjective
 from finetune.training.reference import without_adapters
+from tests.conftest import slow_but
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak
 
@@ -40,8 +42,10 @@ def preferences(config: dict[str, Any], *, method: str = "dpo", **keys: Any) -> 
     return replace(spec, recipe=replace(spec.recipe, method=Method(method=method)), device="cpu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mixed_precision", ["bf16", "no"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("mixed_precision", "lora"),
+    slow_but([("no", True), ("bf16", False)], product(["bf16", "no"], [False, True])),
+)
 def test_log_probabilities_allocate_what_is_planned(
     mixed_precision: MixedPrecision, lora: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.speed import estimate_speed
+from tests.conftest import slow_but
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 from tests.plan.traced import allocated_peak
 
@@ -41,7 +42,8 @@ def with_teacher(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# a CPU without AVX-512 multiplies bf16 slowly
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_the_loss_takes_what_it_allocates(
     dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from finetune.errors import UserError
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
+from tests.conftest import slow_but
 from tests.service.served import (
     Client,
     Model,
@@ -92,6 +94,9 @@ def with_targets(ids: list[int], count: int, draw: random.Random) -> dict[str, A
     return {"tokens": ids[:-1], "inputs": inputs}
 
 
+KINDS = ("cross_entropy", "several targets", "importance_sampling")
+
+
 def draw_data(kind: str, rows: list[list[int]], draw: random.Random) -> list[dict[str, Any]]:
     if kind == "cross_entropy":
         return weighted(rows, draw)
@@ -109,8 +114,13 @@ def draw_data(kind: str, rows: list[list[int]], draw: random.Random) -> list[dic
     ]
 
 
-@pytest.mark.parametrize("kind", ["cross_entropy", "several targets", "importance_sampling"])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    slow_but(
+        [(kind, True) for kind in KINDS] + [("cross_entropy", False)],
+        product(KINDS, [True, False]),
+    ),
+)
 def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(
     base: Path, rows: list[list[int]], tmp_path: Path, kind: str, packing: bool
 ) -> None:
