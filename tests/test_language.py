@@ -26,7 +26,7 @@ NOT_OURS = {
 }
 # Parts of words.
 SPELLINGS = {
-    "optimis|quantis|tokenis|normalis|initialis|materialis|recognis|synchronis|serialis|summaris|organis|realis": "-iz-",
+    "optimis|quantis|tokenis|normalis|initialis|materialis|recognis|synchronis|serialis|summaris|organis|realis": "-iz-"
 }
 QUOTED = (
     "Tell me",
@@ -74,10 +74,7 @@ def read_lines() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("pattern", "instead"),
-    [
-        *((rf"\b(?:{words})\b", instead) for words, instead in NOT_OURS.items()),
-        *SPELLINGS.items(),
-    ],
+    [*((rf"\b(?:{words})\b", instead) for words, instead in NOT_OURS.items()), *SPELLINGS.items()],
     ids=lambda text: text[:20],
 )
 def test_no_file_uses_a_word_that_is_not_ours(pattern: str, instead: str) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 from finetune.config.reader import RECIPES
@@ -34,6 +35,7 @@ def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_the_pictures_are_drawn_again(tmp_path: Path) -> None:
     """Their pixels are the same; how PNG packs them depends on the version of Pillow."""
     subprocess.run([sys.executable, str(FOLDER / "make_pictures.py"), str(tmp_path)], check=True)

@@ -55,11 +55,7 @@ def test_no_file_name_is_used_twice() -> None:
 def test_no_class_name_is_used_twice() -> None:
     names: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
-        names.update(
-            node.name
-            for node in ast.walk(parse(path))
-            if isinstance(node, ast.ClassDef)
-        )
+        names.update(node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef))
     # peft's layer, under whose name both of its variants are known.
     assert [name for name, count in names.items() if count > 1 and name != "Linear"] == []
 

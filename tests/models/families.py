@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 # Of which a commit trains: plain, with windows and capped scores, with experts and sinks.
-QUICK_FAMILIES = ("llama", "gemma2", "mixtral", "gpt_oss")
+QUICK_FAMILIES = ("llama", "gemma2", "mixtral")
 
 # Families whose layers keep documents apart by our attention, though they are built otherwise than Llama: saved buffers
 # (Apertus, Gemma 4), tensors that the files name otherwise (GPT-NeoX), two embeddings and low-rank residuals (Gemma 3n), logits that are multiplied (HyperCLOVA X).

@@ -114,9 +114,7 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    "keeps",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["dequantized twice", "kept"],
+    "keeps", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dequantized twice", "kept"]
 )
 def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
     pytest.importorskip("bitsandbytes")

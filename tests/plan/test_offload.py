@@ -88,7 +88,13 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(
             pinned.append(size)
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    spec = make_spec({**LLAMA_31_8B, "num_hidden_layers": 1, "vocab_size": 1000}, ranks=1)
+    small = {
+        "hidden_size": 512,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 1,
+        "vocab_size": 1000,
+    }
+    spec = make_spec(LLAMA_31_8B | small, ranks=1)
     with FakeTensorMode():
         saved = [
             torch.empty(t.shape, device="cuda") for t in spec.tensors for _ in range(3)

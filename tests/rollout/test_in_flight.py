@@ -204,7 +204,8 @@ def test_a_killed_run_learns_from_what_was_sampled_ahead(
                     assert line[name] == truth[name], name
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_several_updates_of_a_generation_that_was_sampled_ahead(
     kind: str, folder: Path, recipe: Path, model: Path
 ) -> None:

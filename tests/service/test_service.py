@@ -117,8 +117,7 @@ def draw_data(kind: str, rows: list[list[int]], draw: random.Random) -> list[dic
 @pytest.mark.parametrize(
     ("kind", "packing"),
     slow_but(
-        [(kind, True) for kind in KINDS] + [("cross_entropy", False)],
-        product(KINDS, [True, False]),
+        [(kind, True) for kind in KINDS] + [("cross_entropy", False)], product(KINDS, [True, False])
     ),
 )
 def test_losses_and_weights_are_those_of_a_plain_loop_in_torch_and_peft(

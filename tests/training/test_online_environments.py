@@ -188,7 +188,8 @@ def test_a_run_that_is_killed_in_a_world_ends_as_if_nobody_had(
     assert lines_of(run) == lines_of(whole)
 
 
-@pytest.mark.parametrize("staleness", slow_but([1], [0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_server_samples_in_the_same_worlds(
     staleness: int, recipe: Path, folder: Path, caller: Path
 ) -> None:

@@ -13,7 +13,7 @@ from finetune.config.reader import read_recipe, split_adapters
 from finetune.errors import UserError
 from finetune.models import load
 from finetune.session import Session
-from tests.conftest import make_chat, slow_but
+from tests.conftest import make_chat
 from tests.ranks import launch_ranks
 from tests.training.layouts import train_all, write_config
 
@@ -117,7 +117,8 @@ def make_pairs(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", slow_but({"full_shard"}, ["ddp", "full_shard"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "full_shard"])
 def test_killed_ranks_resume_to_the_bits_of_runs_alone(
     tiny_recipe: Make, tiny_llama: Make, tmp_path: Path, layout: str
 ) -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from tests.ranks import ROOT, launch_ranks
@@ -16,6 +17,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.slow
 def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leave_a_trace(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
