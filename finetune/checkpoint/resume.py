@@ -36,9 +36,9 @@ from finetune.checkpoint.shards import (
     set_optimizer_state,
 )
 from finetune.config.keys import keys_of, leaves
-from finetune.config.methods import SHIPPED_REWARDS
 from finetune.config.pretrained import find_adapter
 from finetune.config.reader import to_dict
+from finetune.config.reward_names import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, recipe_keys
 from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE

@@ -12,9 +12,9 @@ from finetune.config import exclusions, layout_rules, method_rules, model_rules,
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
-from finetune.config.methods import REWARD_PACKAGES
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
+from finetune.config.reward_names import REWARD_PACKAGES
 from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantized, is_set
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command

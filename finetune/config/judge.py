@@ -8,9 +8,6 @@ from functools import cache
 from typing import Annotated, Any
 
 from annotated_types import Gt
-from pydantic import TypeAdapter, ValidationError
-
-from finetune.config.keys import Positive
 
 NUMBER = r"-?\d+(?:\.\d+)?"
 PLACE = re.compile(r"\{(\w+)\}")
@@ -26,9 +23,9 @@ class Judge:
     regex: str = NUMBER  # its last match in the answer is the score: its group, where it has one
     name: str | None = None  # for metrics; None: the model's
     api_key_env: str | None = None  # the environment variable that holds the key
-    concurrency: Positive = 8  # requests at a time
+    concurrency: Annotated[int, Gt(0)] = 8  # requests at a time
     timeout_seconds: Annotated[float, Gt(0)] = 30.0  # of a request
-    max_tokens: Positive = 512  # of an answer
+    max_tokens: Annotated[int, Gt(0)] = 512  # of an answer
 
     @property
     def title(self) -> str:
@@ -66,6 +63,8 @@ def write_judge(given: Mapping[str, Any]) -> str:
     ValueError: a judge without prompt; it has url, model, prompt, and may have regex, name, \
 api_key_env, concurrency, timeout_seconds, max_tokens
     """
+    from pydantic import TypeAdapter, ValidationError
+
     known = [each.name for each in fields(Judge)]
     needed = [each.name for each in fields(Judge) if each.default is MISSING]
     missing = [key for key in needed if key not in given]

@@ -21,8 +21,8 @@ from finetune.config.methods import (
     RolloutKeys,
     choose_layers,
     list_addresses,
-    name_of_reward,
 )
+from finetune.config.reward_names import name_of_reward
 from finetune.config.rule import Case, Rule, all_of, is_set, no_effect, samples, samples_itself
 
 

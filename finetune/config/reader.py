@@ -19,7 +19,7 @@ from finetune.config.compatibility import find_recipe_problems
 from finetune.config.given import write_prompts
 from finetune.config.judge import is_judge, write_judge
 from finetune.config.keys import Key, keys_of
-from finetune.config.methods import DEFAULT_METHOD, METHODS, SERVED_ENVIRONMENTS, SHIPPED_REWARDS
+from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.module_names import find_problem
 from finetune.config.other_names import (
     ACCELERATE_KEYS,
@@ -29,6 +29,7 @@ from finetune.config.other_names import (
     OTHER_VALUES,
     REFUSED_VALUES,
 )
+from finetune.config.reward_names import SERVED_ENVIRONMENTS, SHIPPED_REWARDS
 from finetune.config.schema import (
     NESTED,
     SECTIONS,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.methods import SERVED_ENVIRONMENTS
+from finetune.config.reward_names import SERVED_ENVIRONMENTS
 from finetune.config.user_code import explained, load, place_of
 from finetune.data.messages import BadRow, Tool, describe_tool, describe_value
 from finetune.data.openenv import OpenEnv, call_served, connect

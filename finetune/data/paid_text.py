@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.judge import fill_prompt
-from finetune.config.methods import name_of_reward
+from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Data, Model, Recipe
 from finetune.data.formats import Completion
 from finetune.data.messages import BadRow, Message

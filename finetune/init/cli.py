@@ -21,12 +21,11 @@ from finetune.config.methods import (
     PAIRED,
     RATED,
     REWARDED,
-    SHIPPED_REWARDS,
     TAUGHT,
     RowKind,
-    is_reward_model,
 )
 from finetune.config.reader import read_recipe
+from finetune.config.reward_names import SHIPPED_REWARDS, is_reward_model
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
 from finetune.data.formats import (

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.config.methods import name_of_reward
+from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Examples, make_generator

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from finetune.config.layout import compute_dtype
-from finetune.config.methods import name_of_reward
 from finetune.config.pretrained import load_config
+from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Model, Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Example

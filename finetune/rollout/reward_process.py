@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from finetune.config.judge import is_judge, read_judge
-from finetune.config.methods import name_of_reward
+from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
 from finetune.rollout.environment_processes import EnvironmentProcesses, thaw

@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from finetune.config.methods import RolloutKeys, name_of_reward
+from finetune.config.methods import RolloutKeys
+from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
 from finetune.rollout.user_calls import SECONDS_TO_STOP, limit_of_one

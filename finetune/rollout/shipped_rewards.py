@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from finetune.config.judge import text_of
-from finetune.config.methods import REWARD_PACKAGES
+from finetune.config.reward_names import REWARD_PACKAGES
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FORMAT = re.compile(

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.config.methods import SHIPPED_REWARDS, RolloutKeys
+from finetune.config.methods import RolloutKeys
+from finetune.config.reward_names import SHIPPED_REWARDS
 from finetune.errors import UserError
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.shipped_rewards import FUNCTIONS
