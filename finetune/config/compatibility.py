@@ -6,7 +6,7 @@ Imports no torch.
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from finetune.config import exclusions, layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.export_formats import EXPORT_FORMATS
@@ -15,7 +15,7 @@ from finetune.config.layout import Sharding
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reward_names import REWARD_PACKAGES
-from finetune.config.rule import BF16, Case, Problem, Rule, has_fp8, is_quantized, is_set
+from finetune.config.rule import BF16, Case, Need, Problem, Rule, has_fp8, is_quantized, is_set
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
 
@@ -98,10 +98,11 @@ def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Prob
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
     """Applies the rules that need no more than is known of the case."""
-    known = (rule for rule in rules if all(getattr(case, need) is not None for need in rule.needs))
+    known = {need for need in get_args(Need) if getattr(case, need) is not None}
     problems: list[Problem] = []
-    for rule in known:
-        problems += rule.check(case)
+    for rule in rules:
+        if known.issuperset(rule.needs):
+            problems += rule.check(case)
     return problems
 
 

@@ -35,7 +35,10 @@ def evaluation(planned: Plan) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "keys",
-    ["eval_split_size=3000", "eval_datasets=[{path: ROWS, max_samples: 3000}]"],
+    [
+        "eval_split_size=3000",
+        pytest.param("eval_datasets=[{path: ROWS, max_samples: 3000}]", marks=pytest.mark.slow),
+    ],
     ids=["split", "samples"],
 )
 def test_held_out_vectors_are_counted(keys: str, tmp_path: Path) -> None:

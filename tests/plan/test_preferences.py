@@ -44,7 +44,7 @@ def preferences(config: dict[str, Any], *, method: str = "dpo", **keys: Any) -> 
 
 @pytest.mark.parametrize(
     ("mixed_precision", "lora"),
-    slow_but([("no", True), ("bf16", False)], product(["bf16", "no"], [False, True])),
+    slow_but([("no", True), ("no", False)], product(["bf16", "no"], [False, True])),
 )
 def test_log_probabilities_allocate_what_is_planned(
     mixed_precision: MixedPrecision, lora: bool, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import name_layout
+from tests.conftest import slow_but
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
@@ -92,7 +93,7 @@ def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any)
     assert planned == pytest.approx(measured, rel=0.12 if family == "phi3" else TOLERANCE)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("precision", slow_but(["no"], ["bf16", "no"]))
 def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any) -> None:
     vocabulary, hidden, tokens = 32768, 64, 1536
     spec = plan_of("llama", lora=False, max_length=tokens, vocab_size=vocabulary)
