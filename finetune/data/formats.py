@@ -101,8 +101,8 @@ class TokenRow:
     ids: tuple[int, ...]
     trained: tuple[bool, ...]  # [ids]
 
-    def runs(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yields (whether it is trained on, its ids) of each stretch that is so alike."""
+    def stretches(self) -> Iterator[tuple[bool, list[int]]]:
+        """Yields (whether they are trained on, ids that follow one another and are alike in it)."""
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 

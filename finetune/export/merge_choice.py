@@ -205,7 +205,7 @@ def measure(
     labels = rows.labels.flatten()[is_token]
     sums = _Sums(count)
     with stream(model, variants, round_inputs):
-        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
+        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.input_scale
         hidden = hidden.reshape(count, is_token.numel(), -1)[:, is_token]
         vocabulary = plain.config.get_text_config().vocab_size
         chunk = max(1, loss_chunk_tokens(vocabulary, "cpu") // count)

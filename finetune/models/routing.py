@@ -214,20 +214,21 @@ class Routing:
         return total
 
     def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
-        """The last forward's part of the step's auxiliary loss, not yet multiplied by the
-        coefficient; 0-dim.
+        """Computes the last forward's part of the step's auxiliary loss, 0-dim; the caller
+        multiplies it by the coefficient.
 
-        selected: float32[experts], tokens for each expert over the whole step and all layers;
-        tokens: of the whole step.
+        Args:
+            selected: float32[experts], tokens for each expert over the whole step and all layers.
+            tokens: Of the whole step.
         """
         total = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
             probabilities = logits.float().softmax(-1)
-            total = total + (
-                probabilities if self._mask is None else probabilities * self._mask[:, None]
-            ).sum(0)
-        rows = max(1, tokens * self.layers)
-        loss = self.experts * (selected / rows * total / rows).sum()
+            if self._mask is not None:
+                probabilities = probabilities * self._mask[:, None]
+            total = total + probabilities.sum(0)
+        routed = max(1, tokens * self.layers)  # tokens, once for each layer
+        loss = self.experts * (selected / routed * total / routed).sum()
         if self._auxiliary is None:
             self._auxiliary = loss.detach()
         else:

@@ -203,7 +203,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
 
 def _list_layouts(spec: RunSpec) -> Iterator[Change]:
-    """Lists the changes that make a layout gather, or keep, less."""
+    """Lists the changes by which a layout gathers less, or keeps less."""
     sharding = spec.sharding
     architecture = spec.architecture
     if not sharding.activation_checkpointing:
@@ -222,12 +222,12 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
     if architecture.mixture is not None:
         size = gcd(architecture.mixture.experts, spec.shards, spec.ranks_per_node)
         if size > sharding.expert_parallel_size:
+            in_recipe = _set_keys("model", expert_parallel_size=size)
+            in_layout = _set_sharding(expert_parallel_size=size)
             yield Change(
                 f"expert_parallel_size={size}",
                 f"{size} ranks exchange tokens, instead of gathering all experts of a layer",
-                lambda spec: _set_sharding(expert_parallel_size=size)(
-                    _set_keys("model", expert_parallel_size=size)(spec)
-                ),
+                lambda spec: in_layout(in_recipe(spec)),
             )
 
 

@@ -177,9 +177,7 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
 
 
 def _check_events(callback: Any) -> None:
-    """Raises `UserError` where a callback is a class, has no event, or has one that there is
-    not.
-    """
+    """Raises `UserError` where a callback is a class, or has no event or an unknown one."""
     if isinstance(callback, type):
         raise UserError(
             f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()"
