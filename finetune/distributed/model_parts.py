@@ -199,6 +199,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(local, "_tensor", local)
 
 
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, or of a sum, whose parts may be on several ranks.
+
+    All ranks of its mesh call it.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor of this rank's `part`, sharded as `like` is."""
     if not isinstance(like, DTensor):

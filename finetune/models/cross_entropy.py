@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
-from finetune.distributed.model_parts import head_of, trunk_of
+from finetune.distributed.model_parts import gather_whole, head_of, trunk_of
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.models.head_factors import measure_head_factors
@@ -185,7 +185,7 @@ class CrossEntropyHead(LossHead, nn.Linear):
     """A plain linear layer as a `LossHead`."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return gather_logits(F.linear(replicate(hidden, self.weight), self.weight, self.bias))
+        return gather_whole(F.linear(replicate(hidden, self.weight), self.weight, self.bias))
 
 
 def replicate(states: Tensor, weight: Tensor) -> Tensor:
@@ -193,11 +193,6 @@ def replicate(states: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return states
     return DTensor.from_local(states, weight.device_mesh, [Replicate()], run_check=False)
-
-
-def gather_logits(logits: Tensor) -> Tensor:
-    """The logits of the whole vocabulary."""
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def install_loss(

@@ -23,6 +23,7 @@ from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.model_parts import head_modules, text_modules
 from finetune.errors import UserError
+from finetune.models.loss_chunks import product_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +239,14 @@ class FakeQuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.is_rounded:
             return super().forward(input)
-        return self.multiply(input.to(_compute_dtype(input)), 1.0, self.weight)
+        return self.multiply(input.to(product_dtype(input)), 1.0, self.weight)
 
     def multiply(self, inputs: Tensor, scale: float, *weights: Tensor) -> Tensor:
         """The rounded product.
 
         `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`.
         """
-        dtype = _compute_dtype(inputs)
+        dtype = product_dtype(inputs)
         if torch.compiler.is_compiling():  # which decides itself what is kept
             rounded = self.rounding.weight(_merge(weights, scale, dtype))
             product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded)
@@ -271,13 +272,6 @@ def _adapted_class() -> type[nn.Module]:
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
     return RoundedLinear
-
-
-def _compute_dtype(inputs: Tensor) -> torch.dtype:
-    device = inputs.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return inputs.dtype
 
 
 def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:

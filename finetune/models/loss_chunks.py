@@ -341,12 +341,12 @@ def widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def product_dtype(weight: Tensor) -> torch.dtype:
-    """In which the head's products run: autocast's, where it is on."""
-    device = weight.device.type
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a product of `tensor` runs: autocast's, where that is on."""
+    device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    return weight.dtype
+    return tensor.dtype
 
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
