@@ -102,7 +102,9 @@ class TokenRow:
     trained: tuple[bool, ...]  # [ids]
 
     def stretches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yields (whether they are trained on, ids that follow one another and are alike in it)."""
+        """Yields the ids in stretches that are trained on throughout or not at all: (which of both,
+        ids).
+        """
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 

@@ -248,7 +248,9 @@ def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
 
 
 def _placement() -> dict[str, Any]:
-    """In the dtype of the files, over all GPUs of this machine or on its CPU."""
+    """Returns the arguments that load a model in the dtype of its files, over all GPUs of this
+    machine or on its CPU.
+    """
     return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
 
 

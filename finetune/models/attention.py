@@ -55,8 +55,8 @@ UNSUPPORTED = ("position_bias",)
 def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """From a training forward's arguments to those that `packed_attention` reads; generation's stay
-    as they are.
+    """Turns the arguments of a training forward into those that `packed_attention` reads;
+    generation's stay as they are.
     """
     kwargs, given = split_boundaries(kwargs)
     boundaries, longest, lengths, _, images, places, visible = given

@@ -141,7 +141,7 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
+    """Adds a mask of all pairs of tokens, for attention that has no other way to know documents."""
     kwargs, (boundaries, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs

@@ -216,7 +216,7 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
 
 @contextmanager
 def unrounded(model: nn.Module) -> Iterator[None]:
-    """Within it, nothing is rounded: a difference in the last bit can move a number to the next
+    """In this block nothing is rounded: a difference in the last bit can move a number to the next
     step of its scale.
     """
     layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]

@@ -183,8 +183,8 @@ def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies in its compute dtype: FP8's common scale makes tokens depend on
-    each other.
+    """In this block `model` multiplies in its compute dtype: FP8's common scale makes tokens depend
+    on each other.
     """
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:

@@ -502,10 +502,11 @@ def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Compu
 
 
 def _experts(architecture: Architecture, mixture: Mixture, computation: Computation) -> int:
-    """For each expert of a token: its input, gathered; what its gating saves, and the product; its
-    output, which the router weighs; and where it belongs.
+    """Counts the bytes that each expert of a token saves: its input, gathered; what its gating
+    saves, and the product; its output, which the router weighs; and where it belongs.
 
-    A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32.
+    A frozen expert does not save what it multiplies. The router saves logits, and probabilities in
+    fp32.
     """
     inputs, products = _read_by_trained_experts(computation)
     states = (inputs + 1) * architecture.hidden + (

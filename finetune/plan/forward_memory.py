@@ -77,7 +77,9 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
-    """While a reward model scores as many completions as fill the rows of a micro-batch."""
+    """The points at which each reward model scores as many completions as fill the rows of a
+    micro-batch.
+    """
     computation = replace(
         spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False
     )

@@ -167,7 +167,7 @@ def _padded(tensor: StateTensor, shards: int) -> int:
 
 
 def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
-    """DDP reduces gradients once a step, in buckets."""
+    """Lists the all-reduces of DDP, which reduces gradients once a step, in buckets."""
     if spec.sharding.layout != "ddp":
         return
     calls = 0
@@ -195,9 +195,11 @@ def _count_passes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
-    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs;
-    where transformers' plan gathers products, these in the forward and the gradients of the next
-    layer's input in the backward; at the ends the embedding's output, the softmax's numbers and the
+    """Lists the collectives of tensor parallelism.
+
+    In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where
+    transformers' plan gathers products, these in the forward and the gradients of the next layer's
+    input in the backward. At the ends: the embedding's output, the softmax's numbers and the
     gradient of what enters the head.
     """
     ranks = spec.tensor_ranks

@@ -62,8 +62,8 @@ CPU_PRODUCT = (18, 12, 18)
 
 
 def fp8_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the layer with the most holds for `tokens` tokens; 0 where nothing is multiplied
-    in FP8.
+    """The most bytes that a linear layer holds while it multiplies `tokens` tokens in FP8; 0 where
+    none does.
     """
     return max(_list_fp8_bytes(spec, tokens), default=0)
 
@@ -353,9 +353,10 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
 
 
 def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
-    """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward
-    ends, or until its backward has used it; DDP has a bucket beside every gradient
-    (torch.nn.parallel.distributed).
+    """Plans the memory of each unit under DDP and single, which shard nothing.
+
+    Autocast caches a cast copy of every weight until the forward ends, or until its backward has
+    used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed).
     """
     computation = spec.computation
     architecture = spec.architecture

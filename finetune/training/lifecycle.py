@@ -321,10 +321,10 @@ def start_run(
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the
-    description of the run; a silent log on the others.
+    """Opens, on the main rank, metrics.jsonl with the display and the trackers, data_report.json
+    and the description of the run; the other ranks have a silent log.
 
-    With it, on every rank, what an earlier start has logged of evaluations at this step.
+    Returns it and, on every rank, what an earlier start has logged of evaluations at this step.
     """
     step = progress.step
     trackers: list[Tracker] = []

@@ -109,8 +109,8 @@ class UpdateInBackward:
 
     @contextmanager
     def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """Within it the optimizer has this parameter alone, so that its step does not look through
-        all of them.
+        """In this block the optimizer has this parameter alone, so that its step does not look
+        through all of them.
         """
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]
