@@ -185,7 +185,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
 
 
 def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int) -> str:
-    """`lengths`: [documents], in tokens."""
+    """Says which documents are too long, and what to do. `lengths`: [documents], in tokens."""
     overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
     rows = np.unique(places, axis=1).shape[1]  # several documents may come of one

@@ -121,7 +121,7 @@ class Question:
 
     @property
     def images(self) -> tuple[Any, ...]:
-        """As the row names them."""
+        """The images of the prompt, as the row names them."""
         return () if isinstance(self.asked, str) else self.asked.images
 
 

@@ -468,9 +468,10 @@ def make_renderer(
     turns: Turns = "auto",
     train_on_reasoning: bool = True,
 ) -> Renderer:
-    """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
+    """Makes the renderer of a tokenizer and its chat template.
 
-    Raises `UserError` if the tokenizer's chat template is not valid Jinja.
+    `date`: the day, as 2026-01-31, for a template that asks for today's; None: today. Raises
+    `UserError` if the chat template is not valid Jinja.
     """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name

@@ -237,7 +237,9 @@ class _Sums:
         self.divergences = torch.zeros(variants, dtype=torch.float64)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """`logits`: fp32[variants, tokens, vocabulary]; `labels`: int64[tokens]."""
+        """Adds a chunk of tokens. `logits`: fp32[variants, tokens, vocabulary]; `labels`:
+        int64[tokens].
+        """
         is_labeled = labels != IGNORE_INDEX
         log_probabilities = logits[:, is_labeled].log_softmax(-1)
         wanted = labels[is_labeled].expand(len(logits), -1)

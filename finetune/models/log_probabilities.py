@@ -492,7 +492,7 @@ def measure_divergence(
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """fp32 or wider."""
+    """Computes the log-probabilities in fp32 or wider."""
     wide = widen(logits.dtype)
     return torch.log_softmax(
         logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide

@@ -303,7 +303,9 @@ class HeadLoss(torch.autograd.Function):
         needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """`compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
+        """Computes the loss and its gradients, which the backward only scales.
+
+        `compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
         products run, to the loss (0-dim), or to sums of which the first is the loss, and the loss's
         gradients.
         """

@@ -543,7 +543,7 @@ class Fp8Blocks:
         return values[..., own_rows, own_columns]
 
     def _read_numbers(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """These blocks, the short ones filled with zeros."""
+        """Reads these blocks of numbers, the short ones filled with zeros."""
         rows, columns = self.weight.shape[-2:]
         height = (down.stop - down.start) * self.height
         width = (across.stop - across.start) * self.width

@@ -90,9 +90,9 @@ class Routing:
         self._replayed: Tensor | None = None
         self._choices: list[list[Tensor]] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+        model.register_forward_hook(self._count_forward)
         for router, _ in routers:
-            router.register_forward_hook(self._see)
+            router.register_forward_hook(self._keep_output)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._is_open = model.training and "labels" in kwargs
@@ -147,13 +147,13 @@ class Routing:
         self._choices = [[] for _ in self._routers]
         return taken
 
-    def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
+    def _keep_output(self, router: nn.Module, _inputs: Any, output: Any) -> None:
         # A compiled layer is one graph, in the forward and where it is recomputed; that one ends
         # before it leaves this.
         if self._is_open or torch.compiler.is_compiling():
             setattr(router, SEEN, output)
 
-    def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
+    def _count_forward(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
         if not self._is_open:
             return
         self._is_open = False

@@ -313,7 +313,7 @@ def _trace_row(
     tokens: int,
     how: Forward,
 ) -> _Row:
-    """One row of a single document.
+    """Traces one row of a single document.
 
     Each layer at `places` goes forward, backward, and forward without a graph.
     """

@@ -69,6 +69,7 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
+    """The bytes of each linear layer that multiplies in FP8."""
     multiplied = spec.fp8_weights
     gathered = spec.fp8_gathered
     for linear in spec.architecture.linears():
