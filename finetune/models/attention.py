@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.config.layout import divides_heads
+from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.sequence_parallel import (
     gather_keys,
     take_heads,
@@ -144,11 +145,8 @@ def packed_attention(
         return attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one
     # type.
+    dtype = product_dtype(value)
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = value.dtype
     if device == "cpu":
         compute_dtype = torch.promote_types(dtype, torch.float32)
     else:

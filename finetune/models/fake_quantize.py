@@ -21,9 +21,8 @@ from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import head_modules, text_modules
+from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
 from finetune.errors import UserError
-from finetune.models.loss_chunks import product_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from finetune.distributed.model_parts import (
     has_scores,
     head_of,
     is_experts,
+    product_dtype,
     text_modules,
     text_names,
     trunk_of,
@@ -667,11 +668,7 @@ LAYER_TENSORS = 5
 
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     """The outputs [..., out] of fused layers for one input [..., in]."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = x.dtype
+    dtype = product_dtype(x)
     forms: list[_LayerForm] = []
     tensors: list[Tensor | None] = []
     for layer in layers:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.tensor_parallel import VocabularyShard
 
 
@@ -341,14 +342,6 @@ def widen(dtype: torch.dtype) -> torch.dtype:
     in.
     """
     return torch.promote_types(dtype, torch.float32)
-
-
-def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a product of `tensor` runs: autocast's, where that is on."""
-    device = tensor.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
 
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

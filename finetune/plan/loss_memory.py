@@ -47,8 +47,7 @@ def loss_bytes(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        # pooled states, their fp64 cast, their gradient
-        return (2 * computation.itemsize + FP64) * architecture.hidden * spec.tokens
+        return _pooled_bytes(spec)
     if computation.autocast:
         cast_head = computation.itemsize * architecture.head_rows * architecture.hidden
     else:
@@ -71,6 +70,11 @@ def loss_bytes(spec: RunSpec) -> int:
     else:
         product = 0
     return head_gradient + cast_head + hidden + max(chunk_bytes(spec, scored), product)
+
+
+def _pooled_bytes(spec: RunSpec) -> int:
+    """The states that an embedding is pooled of, their fp64 cast, and their gradient."""
+    return (2 * spec.computation.itemsize + FP64) * spec.computed.hidden * spec.tokens
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
@@ -121,7 +125,7 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        return (2 * computation.itemsize + FP64) * architecture.hidden * spec.tokens
+        return _pooled_bytes(spec)
     if spec.weighs_documents:
         return log_probability_backward_bytes(
             architecture, spec.tokens, computation, _head_gradient(spec)
