@@ -130,7 +130,7 @@ class RunResult:
 
     @property
     def adapters(self) -> dict[str, "RunResult"]:
-        """Of a recipe that names `adapters`, the run of each, by its name."""
+        """The run of each adapter, by its name, of a recipe that names `adapters`."""
         return {each.name: RunResult(each) for each in list_runs(self.folder)}
 
     def _existing(self, name: str) -> Path | None:

@@ -137,7 +137,7 @@ def format_compact(value: float) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of a thing.
+    """Writes a number of things, in the plural unless it is 1.
 
     >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch")
     ('1 rank', '1,024 ranks', '2 micro-batches')

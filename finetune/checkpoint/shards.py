@@ -488,7 +488,7 @@ def weighted_sum(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def optimizer_state_without_pickles() -> Iterator[None]:
-    """Within it, `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and
+    """In this block `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and
     scalars as JSON.
 
     torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into

@@ -393,7 +393,7 @@ def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
     (True, False)
     """
     family = find_family(model_type)
-    is_known = family.recurrence is not None or family.masks_documents is not None
+    is_known = family.recurrence is not None or family.document_mask is not None
     return not is_known and not PACKED_LAYER_TYPES.issuperset(layer_types)
 
 
@@ -411,7 +411,7 @@ def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
     family = find_family(model_type)
     has_own = has_own_attention(model_type) and family.recurrence is None
     return (
-        family.masks_documents is not None or has_own or has_unknown_layers(model_type, layer_types)
+        family.document_mask is not None or has_own or has_unknown_layers(model_type, layer_types)
     )
 
 

@@ -82,9 +82,9 @@ class Family:
     tensor_parallel: Literal["heads", "products"] | None = None
     # linear layers that return more, or are read without being called
     unadaptable: tuple[str, ...] = ()
-    # Attention that knows documents by a mask alone: one that transformers makes from position ids,
-    # or one made here.
-    masks_documents: Literal["by_transformers", "here"] | None = None
+    # who makes the mask, where attention knows documents by a mask alone: transformers, from
+    # position ids, or models/documents.py
+    document_mask: Literal["transformers", "here"] | None = None
     # whether its layers do not hand attention the arguments of the model's forward
     drops_arguments: bool = False
     # None: no layer carries a state from token to token, or none that is known
@@ -237,8 +237,8 @@ GGUF_GEMMA = LlamaCpp(
     has_own_head=False,
     stretches_rope=("linear",),
 )
-BY_MASK = Family(masks_documents="by_transformers")
-BY_OUR_MASK = Family(masks_documents="here")
+BY_MASK = Family(document_mask="transformers")
+BY_OUR_MASK = Family(document_mask="here")
 DELTA_NET = Family(
     recurrence=Recurrence(
         modules=("GatedDeltaNet",),

@@ -283,7 +283,7 @@ def _has_unfit_attention(case: Case) -> bool:
     family = case.model.model_type
     keys = case.recipe.model
     traits = case.model.family
-    by_mask = traits.masks_documents is not None
+    by_mask = traits.document_mask is not None
     is_other = not by_mask and (traits.recurrence is not None or not has_own_attention(family))
     if keys.trust_remote_code or is_other:
         return False

@@ -68,7 +68,7 @@ class OptimizerFacts:
 
 
 def _adam(shape: Shape, itemsize: int) -> int:
-    """Two moments and a counter."""
+    """Bytes of two moments and a counter."""
     return 2 * itemsize * prod(shape) + FP32
 
 

@@ -107,7 +107,7 @@ def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
 def _keep_unlimited_length(
     settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]
 ) -> None:
-    """Where the tool cuts no example, keeps it so, and says it in a remark."""
+    """Cuts no example where the tool cuts none, and says so in a remark."""
     tool = conversion.tool
     is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (
         tool == "TRL" and settings.get("max_length", 0) is None

@@ -14,7 +14,10 @@ class WrongValue(UserError):
 
     @classmethod
     def of_key(cls, key: str, value: Any, expected: str, example: str) -> "WrongValue":
-        """`expected` is a noun phrase in the singular; `example` is a value to write instead."""
+        """Makes the error of a key whose value is something else.
+
+        `expected` is a noun phrase in the singular; `example` is a value to write instead.
+        """
         return cls(
             f"{key}: {expected} is expected, found {shorten(value)}; write one, such as {key}: "
             f"{example}"

@@ -185,7 +185,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
 
 
 def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int) -> str:
-    """`lengths`: [documents], in tokens."""
+    """Says which documents are too long, and what to do. `lengths`: [documents], in tokens."""
     overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
     rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
@@ -299,7 +299,7 @@ def number_rows(store: TokenStore) -> NDArray[np.int64]:
 
 
 def _drop_repeats(examples: Examples) -> Examples:
-    """Without the repetitions that a weight above 1 made."""
+    """Drops the repetitions that a weight above 1 made."""
     _, first = np.unique(_number(examples.store, examples.start), return_index=True)
     return examples.take(np.sort(first))
 
@@ -334,7 +334,9 @@ def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
 
 
 def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
-    """None for an example that asks nothing, such as plain text."""
+    """Cuts an example before the last stretch that it trains on; returns None for one that asks
+    nothing, such as plain text.
+    """
     trained = np.flatnonzero(example.labels != IGNORE_INDEX)
     if len(trained) == 0:
         return None

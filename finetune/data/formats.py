@@ -101,8 +101,10 @@ class TokenRow:
     ids: tuple[int, ...]
     trained: tuple[bool, ...]  # [ids]
 
-    def runs(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yields (whether it is trained on, its ids) of each stretch that is so alike."""
+    def stretches(self) -> Iterator[tuple[bool, list[int]]]:
+        """Yields the ids in stretches that are trained on throughout or not at all: (which of both,
+        ids).
+        """
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 
@@ -119,7 +121,7 @@ class Question:
 
     @property
     def images(self) -> tuple[Any, ...]:
-        """As the row names them."""
+        """The images of the prompt, as the row names them."""
         return () if isinstance(self.asked, str) else self.asked.images
 
 

@@ -53,7 +53,11 @@ def read_columns(
 
 
 def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> NDArray[np.float32]:
-    """`trained`: how many tokens a list is for; 0: a list is for none."""
+    """Reads a row's number, or its list of them: fp32[1 or trained].
+
+    `trained`: how many tokens a list is for; 0: a list is for none. Raises `UserError` for anything
+    else.
+    """
     if name not in row:
         raise UserError(f"{place}: has no column {name}")
     value = row[name]

@@ -66,7 +66,7 @@ class GroupReader:
         return read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
-        """With the second document of rated answers: the next answer, in these rows, to another
+        """Adds the second document of rated answers: the next answer, in these rows, to another
         prompt.
         """
         documents = [

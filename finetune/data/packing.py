@@ -297,7 +297,7 @@ class StoredBatches:
         )
 
     def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """As `deal_rows`, to a rank of this run."""
+        """Deals rows to a rank of this run, as `deal_rows`."""
         return deal_rows(rows, rank, self.world.size, self.per_device_batch_size)
 
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:

@@ -492,10 +492,8 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 def find_mismatched(
     documents: Sequence[Document], earlier: Document | None
 ) -> list[Document | None]:
-    """For each of `documents` the next, in a circle, with another prompt; else `earlier`, which was
-    read before.
-
-    None where there is none.
+    """Finds for each of `documents` the next, in a circle, with another prompt; else `earlier`,
+    which was read before; None where there is none.
     """
     count = len(documents)
     mismatched: list[Document | None] = []
@@ -517,7 +515,7 @@ def _can_mismatch(other: Document, document: Document) -> bool:
 
 
 def _train_last(conversation: Conversation) -> Conversation:
-    """Only the last answer is rated; what comes before it is its prompt."""
+    """Trains on the last answer alone, which is rated; what comes before it is its prompt."""
     last = max(
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
     )

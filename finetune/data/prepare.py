@@ -103,7 +103,7 @@ class StreamedBatches:
 
     @property
     def steps_per_epoch(self) -> None:
-        """Not known of a stream."""
+        """Returns None: the epochs of a stream have no known length."""
 
     @property
     def fingerprint(self) -> str | None:

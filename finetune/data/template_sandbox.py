@@ -191,6 +191,7 @@ class _Charges(NodeTransformer):
     """Puts filters that charge for a value where a template compares, joins, slices or iterates."""
 
     def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
+        """Returns `node` with filters around the operands whose size costs time."""
         self.generic_visit(node)
         match node:
             case nodes.For():

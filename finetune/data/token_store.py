@@ -92,17 +92,18 @@ class TokenStore:
         )
 
     def count_images(self, document: int) -> int:
-        """The images of a document."""
+        """The number of a document's images."""
+        return len(self._number_images(document))
+
+    def _number_images(self, document: int) -> range:
+        """The places of a document's images among all."""
         if self.first_images is None:
-            return 0
-        return int(self.first_images[document + 1] - self.first_images[document])
+            return range(0)
+        return range(int(self.first_images[document]), int(self.first_images[document + 1]))
 
     def read_images(self, document: int) -> list[EncodedImage]:
-        """The images of a document. Raises `UserError` where one is no longer what it was."""
-        if self.first_images is None:
-            return []
-        numbers = range(int(self.first_images[document]), int(self.first_images[document + 1]))
-        return [self._read_image(number, document) for number in numbers]
+        """Reads a document's images. Raises `UserError` where one is no longer what it was."""
+        return [self._read_image(number, document) for number in self._number_images(document)]
 
     def _read_image(self, number: int, document: int) -> EncodedImage:
         try:

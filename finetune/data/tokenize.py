@@ -36,17 +36,17 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     exactly as in the prompt at inference. A piece that follows a special token is encoded as it
     would be within the whole text.
     """
-    runs: list[Run] = []
+    stretches: list[Stretch] = []
     lengths = np.zeros(len(documents), np.int32)
-    for i, own_runs in enumerate(_encode_documents(documents, encoder)):
-        runs += own_runs
-        lengths[i] = sum(len(ids) for _, ids in own_runs)
+    for i, own_stretches in enumerate(_encode_documents(documents, encoder)):
+        stretches += own_stretches
+        lengths[i] = sum(len(ids) for _, ids in own_stretches)
     ends = np.cumsum(lengths, dtype=np.int64)
     input_ids = np.fromiter(
-        chain.from_iterable(ids for _, ids in runs), np.int32, int(lengths.sum(dtype=np.int64))
+        chain.from_iterable(ids for _, ids in stretches), np.int32, int(lengths.sum(dtype=np.int64))
     )
-    run_lengths = np.array([len(ids) for _, ids in runs], np.int64)
-    is_trained = np.repeat([trained for trained, _ in runs], run_lengths)
+    stretch_lengths = np.array([len(ids) for _, ids in stretches], np.int64)
+    is_trained = np.repeat([trained for trained, _ in stretches], stretch_lengths)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
     for document, start, end in zip(documents, ends - lengths, ends, strict=True):
         own = slice(start, end)
@@ -68,24 +68,26 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     )
 
 
-Run = tuple[bool, list[int]]
+Stretch = tuple[bool, list[int]]
 """Ids that follow one another, and whether all of them are trained on or none."""
 
 
-def _encode_documents(documents: Sequence[RenderedText], encoder: Encoder) -> Iterator[list[Run]]:
-    """The ids of each document in runs: the tokenizer's BOS before plain text, its pieces, and ids
-    that a row has.
+def _encode_documents(
+    documents: Sequence[RenderedText], encoder: Encoder
+) -> Iterator[list[Stretch]]:
+    """Yields each document's stretches: the tokenizer's BOS before plain text, its pieces, and the
+    ids that a row has.
     """
     pieces = [_cut_document(document, encoder) for document in documents]
     encoded = _encode(list(chain.from_iterable(pieces)), encoder)
     for document, own_pieces in zip(documents, pieces, strict=True):
         if document.is_plain:
-            runs: list[Run] = [(False, encoder.bos_ids)]
+            stretches: list[Stretch] = [(False, encoder.bos_ids)]
         else:
-            runs = []
-        runs += [(piece.trained, next(encoded)) for piece in own_pieces]
-        runs += document.tokens.runs() if document.tokens else ()
-        yield runs
+            stretches = []
+        stretches += [(piece.trained, next(encoded)) for piece in own_pieces]
+        stretches += document.tokens.stretches() if document.tokens else ()
+        yield stretches
 
 
 def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) -> list[int]:
@@ -101,8 +103,8 @@ def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) 
         row.get("variables") or {},
     )
     text = render(Question(asked, json.dumps(row, default=str)), renderer)
-    [runs] = _encode_documents([text], encoder)
-    return [token for _, ids in runs for token in ids]
+    [stretches] = _encode_documents([text], encoder)
+    return [token for _, ids in stretches for token in ids]
 
 
 def _make_labels(

@@ -240,17 +240,18 @@ def find_mask_id(tokenizer: Any, mask_token: str | int | None) -> int:
 
 
 def encode_bos(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer writes before plain text."""
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    wrapped = tokenizer.encode("a", add_special_tokens=True)
-    return wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
+    """Returns the ids that a tokenizer writes before plain text."""
+    return _encode_around(tokenizer)[0]
 
 
-def encode_end(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer writes after plain text."""
+def _encode_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the ids that a tokenizer writes (before plain text, after it)."""
     bare = tokenizer.encode("a", add_special_tokens=False)
     wrapped = tokenizer.encode("a", add_special_tokens=True)
-    return wrapped[wrapped.index(bare[0]) + len(bare) :] if bare and bare[0] in wrapped else []
+    if not bare or bare[0] not in wrapped:
+        return [], []
+    start = wrapped.index(bare[0])
+    return wrapped[:start], wrapped[start + len(bare) :]
 
 
 def _load_own(model: Model) -> Any:
@@ -467,9 +468,10 @@ def make_renderer(
     turns: Turns = "auto",
     train_on_reasoning: bool = True,
 ) -> Renderer:
-    """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
+    """Makes the renderer of a tokenizer and its chat template.
 
-    Raises `UserError` if the tokenizer's chat template is not valid Jinja.
+    `date`: the day, as 2026-01-31, for a template that asks for today's; None: today. Raises
+    `UserError` if the chat template is not valid Jinja.
     """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name
@@ -479,14 +481,15 @@ def make_renderer(
     stop = _match_any(set(find_stop_tokens(tokenizer)))
     compiled = compile_template(template)
     _fix_date(compiled, date)
+    bos, end = _encode_around(tokenizer)
     renderer = Renderer(
         template=template,
         compiled=compiled,
         variables=dict(tokenizer.special_tokens_map),
         special_tokens=re.compile(special),
         up_to_stop=re.compile(f"(?:(?!{stop})(?:{special}))*(?:{stop})"),
-        bos=tokenizer.decode(encode_bos(tokenizer)),
-        end=tokenizer.decode(encode_end(tokenizer)),
+        bos=tokenizer.decode(bos),
+        end=tokenizer.decode(end),
         eos=tokenizer.eos_token or "",
         has_template=bool(tokenizer.chat_template),
         has_markers=bool(GENERATION_MARKER.search(template)),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.distributed.model_parts import local_part
+from finetune.distributed.model_parts import gather_whole, local_part
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -78,7 +78,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     gradients = [p.grad for parameters in by_mesh for p in parameters if p.grad is not None]
     pipeline = find_pipeline(model)
     if len(by_mesh) == 1 and pipeline is None:
-        norm = whole_norm(_total_norm(gradients))
+        norm = gather_whole(_total_norm(gradients))
     else:
         if pipeline:
             copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
@@ -88,11 +88,6 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
-
-
-def whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Reduces a norm over the shards of its mesh to one number on every rank. All ranks call it."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _norm_over_meshes(

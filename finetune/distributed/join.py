@@ -189,7 +189,7 @@ def set_timeouts(timeout: timedelta) -> None:
 
 @contextmanager
 def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """Within it, torch runs only kernels whose results are the same bits each time.
+    """In this block torch runs only kernels whose results are the same bits each time.
 
     Not `on`: any kernel.
 

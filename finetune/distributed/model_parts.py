@@ -199,6 +199,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(local, "_tensor", local)
 
 
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, or of a sum, whose parts may be on several ranks.
+
+    All ranks of its mesh call it.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def product_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which a product of `tensor` runs: autocast's, where that is on."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
 def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor of this rank's `part`, sharded as `like` is."""
     if not isinstance(like, DTensor):

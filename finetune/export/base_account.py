@@ -196,7 +196,7 @@ def _account(
     quantized: Mapping[str, StoredQuantized],
     drop_vision: bool,
 ) -> BaseAccount:
-    """For each tensor of the base's files the tensors of the export that hold its values."""
+    """Finds for each tensor of the base's files the tensors of the export that hold its values."""
     own = take_language_model(stored) if drop_vision else stored
     boxes = boxes_of_parameters(
         target.model, {name: tensor.shape for name, tensor in own.items()}, where

@@ -3,13 +3,11 @@ verify, publish.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
@@ -49,6 +47,7 @@ from finetune.files.json_files import read_json_object
 from finetune.files.network import check_push, push_folder
 from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
+from finetune.models.quantized_weights import one_torch_thread
 from finetune.units import disk_size
 
 
@@ -171,7 +170,9 @@ def export_source(
         refuse_idle(source.adapter, str(source.path))
     # with all cores: it computes more than it reads
     merge = choose_merge(source, target, options, log)
-    with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
+    # An export works in several threads and a process: torch's own for each of them would outnumber
+    # the cores and wait for each other, and on busy cores a cast takes eight times its CPU time.
+    with one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
         if options.model:
             account = account_for_base(source, target, options.formats)
         else:
@@ -337,22 +338,6 @@ def _describe(source: Source, weights: Weights) -> str:
     else:
         tokenizer = ", without a tokenizer, since the source has none"
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """In this block torch computes in the calling thread and starts none of its own.
-
-    An export already works in several threads and a process. Several torch threads for each of them
-    would outnumber the cores and wait for each other: on busy cores a cast then takes eight times
-    its CPU time. And the order of sums would depend on the machine.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # for this thread, and for those that it starts
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 QUESTION = "What can you do?"

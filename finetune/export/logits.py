@@ -183,6 +183,18 @@ def _linear(
     round_inputs: Sequence[RoundInputs | None],
     inputs: torch.Tensor,
 ) -> torch.Tensor:
+    """Computes a linear layer in each of `variants` of its weight, which is read in blocks of rows.
+
+    Args:
+        module: The layer, whose weight is on meta.
+        name: Its name in the files.
+        variants: Each reads rows of the weight.
+        round_inputs: For each variant; None: it leaves them as they are.
+        inputs: [variants x rows, ..., in_features]: the inputs of one variant after another.
+
+    Returns:
+        [variants x rows, ..., out_features].
+    """
     if any(round_inputs):
         pairs = zip(inputs.chunk(len(variants)), round_inputs, strict=True)
         inputs = torch.cat([own if rounds is None else rounds(name, own) for own, rounds in pairs])

@@ -205,7 +205,7 @@ def measure(
     labels = rows.labels.flatten()[is_token]
     sums = _Sums(count)
     with stream(model, variants, round_inputs):
-        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.before
+        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.input_scale
         hidden = hidden.reshape(count, is_token.numel(), -1)[:, is_token]
         vocabulary = plain.config.get_text_config().vocab_size
         chunk = max(1, loss_chunk_tokens(vocabulary, "cpu") // count)
@@ -237,7 +237,9 @@ class _Sums:
         self.divergences = torch.zeros(variants, dtype=torch.float64)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """`logits`: fp32[variants, tokens, vocabulary]; `labels`: int64[tokens]."""
+        """Adds a chunk of tokens. `logits`: fp32[variants, tokens, vocabulary]; `labels`:
+        int64[tokens].
+        """
         is_labeled = labels != IGNORE_INDEX
         log_probabilities = logits[:, is_labeled].log_softmax(-1)
         wanted = labels[is_labeled].expand(len(logits), -1)

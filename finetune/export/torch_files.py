@@ -290,12 +290,11 @@ def main(paths: list[Path]) -> None:
 
 
 def find_places(paths: list[Path]) -> dict[str, Any]:
-    """`tensors`: a `Place` for each part of each tensor.
+    """Finds where the tensors of `paths` lie.
 
-    `sizes`: the shapes in a DCP folder's metadata, by name.
-
-    Raises `UserError` for what torch's weights-only loader refuses, and for values that do not lie
-    there as they are.
+    Returns `tensors`, a `Place` for each part of each tensor, and `sizes`, the shapes in a DCP
+    folder's metadata, by name. Raises `UserError` for what torch's weights-only loader refuses, and
+    for values that do not lie there as they are.
     """
     if paths[0].is_dir():
         return _dcp_folder(paths[0])

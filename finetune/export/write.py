@@ -170,7 +170,7 @@ Digests = Mapping[str, str]
 
 
 def ignore(_file: str, _end: int) -> None:
-    """Nothing waits for the files."""
+    """Does nothing: no reader waits for the files."""
 
 
 def plan_weights(

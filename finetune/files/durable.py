@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -201,6 +202,16 @@ def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) 
     except BaseException:
         remove_tree(staging, ignore_errors=True)
         raise
+
+
+def try_writing(folder: Path) -> Path:
+    """Writes a file where `folder` is or would be made, and leaves nothing; returns the folder that
+    exists there. Raises `OSError` where it cannot.
+    """
+    path = folder.absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    with tempfile.TemporaryFile(dir=existing):
+        return existing
 
 
 def publish_folder(target: Path, staging: Path, replaced: Path | None = None) -> None:

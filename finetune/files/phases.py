@@ -68,8 +68,8 @@ class Phases:
             self._unwritten.append({"step": step, PHASE: phase, "seconds": seconds})
 
     def write_to(self, write: Callable[[dict[str, Any]], object], step: int) -> None:
-        """From now on lines go to `write`; those of the phases before belong to `step`, where the
-        run starts.
+        """Sends lines to `write` from now on; those of the phases before belong to `step`, where
+        the run starts.
         """
         self.step = step
         self._write = write

@@ -305,8 +305,10 @@ def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> Store
 
 
 def _check_disjoint(name: str, parts: list[StoredPart]) -> None:
-    """`parts` are sorted by where they begin; those that a later one can still meet along dimension
-    0 are kept.
+    """Raises `UserError` where two parts of a tensor overlap.
+
+    `parts` are sorted by where they begin; only those that a later one can still meet along
+    dimension 0 are compared with it.
     """
     live: list[StoredPart] = []
     for part in parts:

@@ -27,7 +27,7 @@ from finetune.files.run_files import (
     write_benchmarks,
 )
 from finetune.inference.inputs import (
-    ModelReference,
+    ModelLocation,
     check_utf8,
     find_model,
     locate_base,
@@ -51,20 +51,20 @@ def chat_command(options: argparse.Namespace) -> int:
     Returns 0, or 130 if Ctrl-C ended it.
     """
     _check_numbers(options)
-    reference = find_model(options.source)
-    other = _find_other(options, reference)
+    location = find_model(options.source)
+    compared = _find_compared(options, location)
     prompts = _read_prompts(options)  # before torch is imported: a mistake is reported at once
     if not prompts and options.json:
         raise UserError("--json: for scripts; give prompts with --prompt, --prompts or a pipe")
     if options.rank is not None:
-        return _rank(options, reference, prompts)
+        return _rank(options, location, prompts)
 
     from finetune.inference.conversation import AnswerOptions
 
     sampling = AnswerOptions(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
     )
-    speakers = _load_speakers(options, reference, other)
+    speakers = _load_speakers(options, location, compared)
     if prompts:
         return _answer_all(speakers, prompts, sampling, as_json=options.json)
     from finetune.inference.conversation import converse
@@ -75,7 +75,7 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def _rank(
-    options: argparse.Namespace, reference: ModelReference, prompts: Sequence[Conversation]
+    options: argparse.Namespace, location: ModelLocation, prompts: Sequence[Conversation]
 ) -> int:
     """Ranks the lines of a file for each prompt, or for what is typed. Returns 0."""
     given = [flag for flag in UNRANKED if getattr(options, flag) not in (None, False, [])]
@@ -95,7 +95,7 @@ def _rank(
     )
 
     lines = read_lines(options.rank)
-    embedder = load_embedder(reference, LoadOptions(trust_remote_code=options.trust_remote_code))
+    embedder = load_embedder(location, LoadOptions(trust_remote_code=options.trust_remote_code))
     vectors = embedder.embed([line.text for line in lines], "document")
     ranking = Ranking(embedder, lines, vectors, options.nearest)
     if prompts:
@@ -129,8 +129,8 @@ def evaluate_command(options: argparse.Namespace) -> int:
         )
     if options.output is not None:
         _check_output(Path(options.output))
-    reference = find_model(options.source)
-    other = _find_base(options, reference)
+    location = find_model(options.source)
+    base = _find_base(options, location)
     if (spec := find_spec("lm_eval")) is None or spec.origin is None:
         raise UserError(f"finetune evaluate needs lm-eval; {install_command('evaluate')}")
     _refuse_unknown_tasks(tasks, [options.include_path, Path(spec.origin).parent / "tasks"])
@@ -152,10 +152,10 @@ def evaluate_command(options: argparse.Namespace) -> int:
         base_model=options.base_model,
         trust_remote_code=options.trust_remote_code,
     )
-    results = evaluate_models(reference, other, load_options, benchmark, _log)
+    results = evaluate_models(location, base, load_options, benchmark, _log)
     head, rows = benchmark_table(results)
     print(align_columns([head, *rows], left=(0, 1)))
-    for path in keep_results(results, reference, options.output):
+    for path in keep_results(results, location, options.output):
         print(path)
     return 0
 
@@ -178,7 +178,7 @@ def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | N
         )
 
 
-def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
+def _find_base(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
     """The base to measure beside the model; None where it is not wanted, or not known, which is
     reported.
     """
@@ -187,7 +187,7 @@ def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelR
     if options.base_model is not None:
         return find_model(options.base_model)
     try:
-        return locate_base(reference)
+        return locate_base(location)
     except UserError as error:
         _log(str(error).replace("--compare-with", "--base-model"))
         return None
@@ -208,7 +208,7 @@ def _check_output(path: Path) -> None:
 
 
 def keep_results(
-    results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None
+    results: Sequence[BenchmarkResult], location: ModelLocation, output: str | None
 ) -> Iterator[Path]:
     """Writes the results to benchmarks.json, `output` and the exports' cards; yields what was
     written.
@@ -219,18 +219,18 @@ def keep_results(
 
     path: Path | None = None
     try:
-        if reference.run is not None:
-            path = reference.run / BENCHMARKS
-            write_benchmarks(path, merge_results(read_benchmarks(reference.run), results))
+        if location.run is not None:
+            path = location.run / BENCHMARKS
+            write_benchmarks(path, merge_results(read_benchmarks(location.run), results))
             yield path
         if output is not None:
             path = Path(output)
             write_benchmarks(path, results)
             yield path
-        if reference.run is None:
+        if location.run is None:
             return
-        exports = [reference.run / name for name in (EXPORT, ADAPTER)]
-        if Path(reference.name).resolve() not in [folder.resolve() for folder in exports]:
+        exports = [location.run / name for name in (EXPORT, ADAPTER)]
+        if Path(location.name).resolve() not in [folder.resolve() for folder in exports]:
             return  # another checkpoint than the exported one was measured
         for folder in exports:
             path = folder / CARD_FILE
@@ -281,11 +281,11 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
     return variables
 
 
-def _find_other(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
+def _find_compared(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
     named = options.compare_with or (options.compare and options.base_model)
     if named:
         return find_model(named)
-    return locate_base(reference) if options.compare else None
+    return locate_base(location) if options.compare else None
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
@@ -321,7 +321,7 @@ def _is_terminal(stream: object) -> bool:
 
 
 def _load_speakers(
-    options: argparse.Namespace, reference: ModelReference, other: ModelReference | None
+    options: argparse.Namespace, location: ModelLocation, compared: ModelLocation | None
 ) -> "list[Speaker]":
     """The model, after the one that it is compared with."""
     import torch
@@ -343,17 +343,17 @@ def _load_speakers(
         base_model=options.base_model,
         trust_remote_code=options.trust_remote_code,
     )
-    for notice in reference.notices:
+    for notice in location.notices:
         _log(notice)
-    model = load_inference_model(reference, load_options, _log)
-    _log(f"model   {model.name} on {model.model.device}{describe_base(model, reference)}")
-    if other is None:
+    model = load_inference_model(location, load_options, _log)
+    _log(f"model   {model.name} on {model.model.device}{describe_base(model, location)}")
+    if compared is None:
         return [Speaker("", Chat(model))]
     if options.compare_with is not None:
-        before = load_inference_model(other, load_options, _log, default_template=model.template)
+        before = load_inference_model(compared, load_options, _log, default_template=model.template)
         speakers = [Speaker(before.name, Chat(before)), Speaker(model.name, Chat(model))]
     else:
-        before = load_base(model, other, load_options, _log)
+        before = load_base(model, compared, load_options, _log)
         speakers = [Speaker("base", Chat(before)), Speaker("trained", Chat(model))]
     _log(f"beside  {before.name}")
     return speakers

@@ -19,7 +19,7 @@ from finetune.inference.inference_model import (
     load_base,
     load_inference_model,
 )
-from finetune.inference.inputs import ModelReference
+from finetune.inference.inputs import ModelLocation
 from finetune.models.documents import depends_on_length
 
 
@@ -36,15 +36,15 @@ class BenchmarkOptions:
 
 
 def evaluate_models(
-    reference: ModelReference,
-    base: ModelReference | None,
+    location: ModelLocation,
+    base: ModelLocation | None,
     load_options: LoadOptions,
     options: BenchmarkOptions,
     log: Callable[[str], object],
 ) -> list[BenchmarkResult]:
     """Loads and measures the model, then its base. Raises `UserError` where either cannot be."""
     manager = make_task_manager(options)
-    model = load_inference_model(reference, load_options, log)
+    model = load_inference_model(location, load_options, log)
     log(f"model   {model.name} on {model.model.device}")
     trained = measure(model, options, manager)
     before = None
@@ -53,7 +53,7 @@ def evaluate_models(
         log(f"beside  {other.name}")
         before = measure(other, options, manager)
     return collect_results(
-        trained, before, (reference.name, base.name if base is not None else None), options
+        trained, before, (location.name, base.name if base is not None else None), options
     )
 
 

@@ -34,7 +34,7 @@ from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
 from finetune.files.tensors import read_folder, read_header
 from finetune.inference.inputs import (
-    ModelReference,
+    ModelLocation,
     refuse_other_use,
     trained_formats,
     trained_quantization,
@@ -81,7 +81,7 @@ class LoadOptions:
 
 
 def load_inference_model(
-    reference: ModelReference,
+    location: ModelLocation,
     options: LoadOptions,
     log: Callable[[str], object],
     default_template: str | None = None,
@@ -91,14 +91,14 @@ def load_inference_model(
 
     Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
     """
-    refuse_other_use(reference)
+    refuse_other_use(location)
     if not sys.stderr.isatty():
         disable_progress_bar()
     with TemporaryDirectory(prefix="finetune-") as temporary:
-        folder: str | Path = reference.name
-        has_adapter = reference.kind == "adapter"
-        if reference.kind == "checkpoint":
-            source = open_source(Path(reference.name), base_model=options.base_model, log=log)
+        folder: str | Path = location.name
+        has_adapter = location.kind == "adapter"
+        if location.kind == "checkpoint":
+            source = open_source(Path(location.name), base_model=options.base_model, log=log)
             has_adapter = source.adapter is not None
             folder = Path(temporary) / "model"
             if has_adapter:
@@ -106,32 +106,32 @@ def load_inference_model(
             else:
                 model = _load_source(source, folder, options)
         elif has_adapter:
-            model = _load_adapter(Path(reference.name), options)
+            model = _load_adapter(Path(location.name), options)
         else:
-            model = _load_pretrained(reference.name, reference.revision, options)
-        tokenizer = _load_tokenizer(folder, reference, options)
+            model = _load_pretrained(location.name, location.revision, options)
+        tokenizer = _load_tokenizer(folder, location, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     with suppress(UserError):  # a model's own code keeps its own rotary embedding
         # else dynamic RoPE remembers
         install_document_rotary(model.get_base_model() if has_adapter else model)
-    is_whole = reference.kind == "checkpoint" and not has_adapter
+    is_whole = location.kind == "checkpoint" and not has_adapter
     if is_whole:
         described = str(source.description)
     else:
         described = model.config.name_or_path
-    keys = Model(model_name_or_path=described, model_revision=reference.revision)
+    keys = Model(model_name_or_path=described, model_revision=location.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
     is_scoring = has_scores(model)
     template = choose_template(
-        tokenizer, reference, options, default_template, log, is_scoring=is_scoring
+        tokenizer, location, options, default_template, log, is_scoring=is_scoring
     )
     if template is not None:
         tokenizer.chat_template = template
     variables = options.chat_template_kwargs
-    return InferenceModel(reference.name, model.eval(), tokenizer, template, variables, has_adapter)
+    return InferenceModel(location.name, model.eval(), tokenizer, template, variables, has_adapter)
 
 
-def load_trunk(reference: ModelReference, options: LoadOptions) -> tuple[Any, Any]:
+def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]:
     """Returns (the model of a folder without its head, its tokenizer), to compute states with.
 
     Raises `UserError` where it cannot be loaded.
@@ -139,14 +139,14 @@ def load_trunk(reference: ModelReference, options: LoadOptions) -> tuple[Any, An
     from transformers import AutoModel
 
     keys = {"trust_remote_code": options.trust_remote_code, **_placement()}
-    with _one_sentence(reference.name, "its weights"):
-        model: Any = AutoModel.from_pretrained(reference.name, **keys)
+    with _one_sentence(location.name, "its weights"):
+        model: Any = AutoModel.from_pretrained(location.name, **keys)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
-    return model.eval(), _load_tokenizer(reference.name, reference, options)
+    return model.eval(), _load_tokenizer(location.name, location, options)
 
 
 def load_base(
-    model: InferenceModel, base: ModelReference, options: LoadOptions, log: Callable[[str], object]
+    model: InferenceModel, base: ModelLocation, options: LoadOptions, log: Callable[[str], object]
 ) -> InferenceModel:
     """The base model of `model`. Under an adapter it is in memory already."""
     if model.has_adapter:
@@ -154,11 +154,11 @@ def load_base(
     return load_inference_model(base, options, log, default_template=model.template)
 
 
-def describe_base(model: InferenceModel, reference: ModelReference) -> str:
+def describe_base(model: InferenceModel, location: ModelLocation) -> str:
     """The form in which the base under an adapter is loaded, where the training quantized it; empty
     otherwise.
     """
-    quantization = trained_quantization(reference.run)
+    quantization = trained_quantization(location.run)
     if not model.has_adapter or quantization.bits is None:
         return ""
     trained = describe_quantization(quantization)
@@ -171,7 +171,7 @@ def describe_base(model: InferenceModel, reference: ModelReference) -> str:
 
 def choose_template(
     tokenizer: Any,
-    reference: ModelReference,
+    location: ModelLocation,
     options: LoadOptions,
     default: str | None,
     log: Callable[[str], object],
@@ -187,7 +187,7 @@ def choose_template(
         return None
     if options.chat_template is not None:
         return read_template(options.chat_template)
-    formats = trained_formats(reference.run)
+    formats = trained_formats(location.run)
     are_rendered = any(name in RENDERINGS and RENDERINGS[name].is_chat for name in formats)
     rows = f"rows of {' and '.join(sorted(formats))}"
     if is_scoring and formats and not are_rendered:
@@ -195,7 +195,7 @@ def choose_template(
     if tokenizer.chat_template:
         if formats and not are_rendered:
             log(
-                f"{reference.name}: was trained on {rows}, without its chat template; "
+                f"{location.name}: was trained on {rows}, without its chat template; "
                 "--no-chat-template asks in that form"
             )
         own = tokenizer.chat_template
@@ -206,12 +206,12 @@ def choose_template(
         return PLAIN  # training rendered the conversations with it, for want of another
     if formats:
         log(
-            f"{reference.name}: has no chat template and was trained on {rows}; prompts are "
+            f"{location.name}: has no chat template and was trained on {rows}; prompts are "
             "continued as they are"
         )
         return None
     raise UserError(
-        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a "
+        f"{location.name}: has no chat template; name one with --chat-template (chatml, llama3, a "
         "file, ...), or have prompts continued as they are with --no-chat-template"
     )
 
@@ -248,7 +248,9 @@ def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
 
 
 def _placement() -> dict[str, Any]:
-    """In the dtype of the files, over all GPUs of this machine or on its CPU."""
+    """Returns the arguments that load a model in the dtype of its files, over all GPUs of this
+    machine or on its CPU.
+    """
     return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
 
 
@@ -336,18 +338,18 @@ def _read_value(value: Value) -> torch.Tensor:
     return tensor
 
 
-def _load_tokenizer(folder: str | Path, reference: ModelReference, options: LoadOptions) -> Any:
+def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOptions) -> Any:
     from transformers import AutoTokenizer
 
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
         raise UserError(
-            f"{reference.name}: has no tokenizer; copy the base model's tokenizer files into it"
+            f"{location.name}: has no tokenizer; copy the base model's tokenizer files into it"
         )
-    with _one_sentence(reference.name, "its tokenizer", reference.revision):
+    with _one_sentence(location.name, "its tokenizer", location.revision):
         return AutoTokenizer.from_pretrained(
             folder,
             trust_remote_code=options.trust_remote_code,
-            **({"revision": reference.revision} if reference.revision else {}),
+            **({"revision": location.revision} if location.revision else {}),
         )
 
 

@@ -40,8 +40,8 @@ RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelReference:
-    """A model to load. Returned by `find_model`."""
+class ModelLocation:
+    """Where a model to load lies, and what it was made from. Returned by `find_model`."""
 
     name: str  # a folder or a hub name, as it is shown
     kind: Kind  # a Hugging Face folder or hub name, a PEFT folder, or weights to export
@@ -52,8 +52,8 @@ class ModelReference:
     notices: tuple[str, ...] = ()  # what a person should know about the choice
 
 
-def find_model(name: str, revision: str | None = None) -> ModelReference:
-    """The model that `name` stands for.
+def find_model(name: str, revision: str | None = None) -> ModelLocation:
+    """Finds the model that `name` stands for.
 
     A run's folder stands for what it has exported (the adapter, where it trained one), else for its
     newest checkpoint.
@@ -74,7 +74,7 @@ def find_model(name: str, revision: str | None = None) -> ModelReference:
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):
             _find_on_hub(name, revision)
-            return ModelReference(name=name, kind="model", revision=revision)
+            return ModelLocation(name=name, kind="model", revision=revision)
         raise UserError(
             f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a "
             "hub name"
@@ -98,8 +98,8 @@ def _find_on_hub(name: str, revision: str | None) -> None:
     download_file(name, CONFIG_FILE, revision)
 
 
-def locate_base(model: ModelReference) -> ModelReference:
-    """The model that `model` was trained from.
+def locate_base(model: ModelLocation) -> ModelLocation:
+    """Locates the model that `model` was trained from.
 
     Raises `UserError` where it has none, or none that is known.
     """
@@ -115,7 +115,7 @@ def locate_base(model: ModelReference) -> ModelReference:
     )
 
 
-def refuse_other_use(model: ModelReference) -> None:
+def refuse_other_use(model: ModelLocation) -> None:
     """Raises `UserError` where `model` embeds texts, or fills in masked tokens."""
     if fills_masks(_read_recipe(model.run)):
         raise UserError(
@@ -150,7 +150,7 @@ def trained_quantization(run: Path | None) -> Quantization:
     return read_recipe_quantization(_read_recipe(run))
 
 
-def _find_model_of_run(run: Path) -> ModelReference:
+def _find_model_of_run(run: Path) -> ModelLocation:
     checkpoints = sorted(
         (int(match[1]), path.parent)
         for path in run.glob(f"checkpoints/*/{MANIFEST}")
@@ -179,13 +179,13 @@ def _find_model_of_run(run: Path) -> ModelReference:
 
 def _describe(
     path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()
-) -> ModelReference:
-    """`path` with its base model, which the adapter itself or the run's recipe names."""
+) -> ModelLocation:
+    """The location `path` with its base model, which the adapter or the run's recipe names."""
     recipe = _read_recipe(run)
     adapter = read_json_object(path / ADAPTER_CONFIG)
     base = adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path")
     revision = adapter.get("revision") or recipe.get("model_revision")
-    return ModelReference(
+    return ModelLocation(
         name=str(path),
         kind=kind,
         run=run,

@@ -17,7 +17,7 @@ from finetune.export.sentence_transformer import LIMITS, MODULES, POOLING, SETTI
 from finetune.files.json_files import load_json, write_json_line
 from finetune.inference.conversation import read_turn
 from finetune.inference.inference_model import LoadOptions, load_trunk
-from finetune.inference.inputs import ModelReference
+from finetune.inference.inputs import ModelLocation
 
 BATCH = 16  # texts in a forward
 COLUMNS = ("text", *POSITIVE)
@@ -82,18 +82,18 @@ class Ranking:
         return [(self.lines[place], cosine) for place, cosine in places]
 
 
-def load_embedder(reference: ModelReference, options: LoadOptions) -> Embedder:
+def load_embedder(location: ModelLocation, options: LoadOptions) -> Embedder:
     """Loads the export of a run that embeds, on a GPU of this machine or its CPU.
 
     Raises `UserError` where it is another model, or cannot be loaded.
     """
-    folder = Path(reference.name)
+    folder = Path(location.name)
     if not (folder / MODULES).is_file():
         raise UserError(
-            f"{reference.name}: no export of embeddings (it has no {MODULES}); --rank takes "
+            f"{location.name}: no export of embeddings (it has no {MODULES}); --rank takes "
             "what method: embed exports"
         )
-    model, tokenizer = load_trunk(reference, options)
+    model, tokenizer = load_trunk(location, options)
     tokenizer.padding_side = "right"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     limit = load_json(folder / LIMITS).get("max_seq_length")

@@ -31,7 +31,7 @@ from finetune.files.json_files import read_json_object
 from finetune.files.network import send
 from finetune.inference.conversation import encode_prompt, end_ids
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
-from finetune.inference.inputs import ModelReference, find_model, read_prompts
+from finetune.inference.inputs import ModelLocation, find_model, read_prompts
 
 START_SECONDS = 600  # vLLM compiles
 ANSWER_SECONDS = 300
@@ -92,7 +92,7 @@ class Server:
 @contextmanager
 def open_server(
     name: str,
-    reference: ModelReference,
+    location: ModelLocation,
     file: Path | None,
     served: str | None,
     log: Callable[[str], object],
@@ -101,7 +101,7 @@ def open_server(
     already.
 
     Args:
-        reference: The export or adapter.
+        location: The export or adapter.
         file: Of `find_file`.
         served: What a running server calls the model; None: the only one that it has.
 
@@ -124,16 +124,16 @@ def open_server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ExitStack() as beside:
-        if name == "vllm" and reference.kind == "adapter":
+        if name == "vllm" and location.kind == "adapter":
             temporary = beside.enter_context(TemporaryDirectory(prefix="finetune-"))
-            folder = Path(reference.name)
+            folder = Path(location.name)
             folder = export_for_vllm(folder, Path(temporary) / folder.name)
-            command = _serve_adapter(folder, reference.base, port)
+            command = _serve_adapter(folder, location.base, port)
             served = served or folder.name
         else:
             start = EXPORT_FORMATS[STARTED[name]].start
             assert start is not None
-            command = start(Path(reference.name), file, port)
+            command = start(Path(location.name), file, port)
         log(f"server  {' '.join(command)}")
         said = beside.enter_context(TemporaryFile())
         process = beside.enter_context(
@@ -282,19 +282,19 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
             f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
             "bf16"
         )
-    reference = find_model(arguments.source)
-    prompts = list(islice(_read_prompts(reference, arguments.prompts), arguments.count))
+    location = find_model(arguments.source)
+    prompts = list(islice(_read_prompts(location, arguments.prompts), arguments.count))
     if not prompts:
         raise UserError(
-            f"{arguments.prompts or reference.name}: holds no prompt; give some by --prompts FILE"
+            f"{arguments.prompts or location.name}: holds no prompt; give some by --prompts FILE"
         )
-    folder = Path(reference.name)
+    folder = Path(location.name)
     file = find_file(arguments, folder)
-    with open_server(arguments.server, reference, file, arguments.served_model, print) as server:
+    with open_server(arguments.server, location, file, arguments.served_model, print) as server:
         options = LoadOptions(
             base_model=arguments.base_model, trust_remote_code=arguments.trust_remote_code
         )
-        model = load_inference_model(reference, options, print)
+        model = load_inference_model(location, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
     same = sum(each.is_same for each in compared)
     largest = _find_largest(each.difference for each in compared)
@@ -323,14 +323,14 @@ def _find_largest(differences: Iterable[float]) -> float | None:
     return max((each for each in differences if not math.isnan(each)), default=None)
 
 
-def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conversation]:
+def _read_prompts(location: ModelLocation, given: str | None) -> Iterator[Conversation]:
     """The prompts of a file, or of the run's held-out rows; of those it trained on where it held
     out no file.
     """
     if given is not None:
         return read_prompts(given, None)
-    if reference.run is not None:
-        recipe = find_yaml(reference.run / "recipe.yaml")
+    if location.run is not None:
+        recipe = find_yaml(location.run / "recipe.yaml")
     else:
         recipe = {}
     entries = [*(recipe.get("eval_datasets") or []), *(recipe.get("datasets") or [])]
@@ -341,7 +341,7 @@ def _read_prompts(reference: ModelReference, given: str | None) -> Iterator[Conv
     ]
     if not paths:
         raise UserError(
-            f"{reference.name}: its run's rows are not in a file here; give prompts with --prompts "
+            f"{location.name}: its run's rows are not in a file here; give prompts with --prompts "
             "FILE"
         )
     print(f"prompts {paths[0]}{'' if recipe.get('eval_datasets') else ', which was trained on'}")

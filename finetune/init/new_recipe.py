@@ -321,7 +321,7 @@ class Hardware:
 
     @property
     def flags(self) -> str:
-        """For `finetune plan`."""
+        """The flags that give `finetune plan` these sizes."""
         sizes = {
             "--gpu-memory": self.memory,
             "--host-memory": self.host_memory,

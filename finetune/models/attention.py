@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.config.layout import divides_heads
+from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.sequence_parallel import (
     gather_keys,
     take_heads,
@@ -55,8 +56,8 @@ UNSUPPORTED = ("position_bias",)
 def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """From a training forward's arguments to those that `packed_attention` reads; generation's stay
-    as they are.
+    """Turns the arguments of a training forward into those that `packed_attention` reads;
+    generation's stay as they are.
     """
     kwargs, given = split_boundaries(kwargs)
     boundaries, longest, lengths, _, images, places, visible = given
@@ -144,11 +145,8 @@ def packed_attention(
         return attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one
     # type.
+    dtype = product_dtype(value)
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = value.dtype
     if device == "cpu":
         compute_dtype = torch.promote_types(dtype, torch.float32)
     else:

@@ -72,7 +72,9 @@ class Continued:
     def find(
         cls, places: tuple[int | None, ...], own: tuple[int, ...], device: torch.device
     ) -> Self:
-        """From the places, and the tokens of each document in the row."""
+        """Finds the lengths and boundaries from the places, and the tokens of each document in the
+        row.
+        """
         lengths = tuple(
             length + (0 if at is None else own[at]) for at, length in zip(places, own, strict=True)
         )
@@ -220,8 +222,8 @@ def attend_in_blocks(
 
 @cache
 def _compile_attention(backend: str = "inductor") -> Callable[..., Tensor]:
-    """flex_attention is a kernel only where it is compiled: within a compiled layer, or by
-    itself.
+    """Compiles `_attend`: flex_attention is a kernel only where it is compiled, within a compiled
+    layer or by itself.
     """
     configure_compiler()
     # Where the check before the first step runs eagerly, over a few tokens.

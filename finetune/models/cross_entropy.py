@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
-from finetune.distributed.model_parts import head_of, trunk_of
+from finetune.distributed.model_parts import gather_whole, head_of, trunk_of
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.models.head_factors import measure_head_factors
@@ -127,7 +127,7 @@ class LossHead(nn.Module):
 
     weight: Any  # [vocabulary, hidden]
     bias: Any  # [vocabulary] or None
-    before: float  # by which its class multiplies what it reads
+    input_scale: float  # by which the model's class multiplies `hidden` before the head
     logits: LogitTransform
     label_smoothing: float  # while training
     token_weights: TokenWeights | None = None  # while training
@@ -159,19 +159,17 @@ class LossHead(nn.Module):
         )
 
     def prepare(self, hidden: Tensor) -> HeadProduct:
-        """What this rank multiplies for `hidden` [tokens, hidden]."""
+        """The product of the head with `hidden` [tokens, hidden], as this rank computes it."""
         weight, bias, shard = find_local_head(self.weight, self.bias)
         return HeadProduct(hidden, weight, bias, shard=shard)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., hidden] -> logits [..., vocabulary]; where ranks divide the vocabulary
-        between them, those of all of it.
-        """
+        """hidden [..., hidden] -> logits [..., vocabulary]: all of them, on every rank."""
         raise NotImplementedError
 
     def scale(self, hidden: Tensor) -> Tensor:
-        """Returns the trunk's output times the factor before the head."""
-        return hidden if self.before == 1.0 else hidden * self.before
+        """Multiplies the trunk's output by `input_scale`."""
+        return hidden if self.input_scale == 1.0 else hidden * self.input_scale
 
     def chunk_options(self) -> ChunkOptions:
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
@@ -187,7 +185,7 @@ class CrossEntropyHead(LossHead, nn.Linear):
     """A plain linear layer as a `LossHead`."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return gather_logits(F.linear(replicate(hidden, self.weight), self.weight, self.bias))
+        return gather_whole(F.linear(replicate(hidden, self.weight), self.weight, self.bias))
 
 
 def replicate(states: Tensor, weight: Tensor) -> Tensor:
@@ -195,11 +193,6 @@ def replicate(states: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return states
     return DTensor.from_local(states, weight.device_mesh, [Replicate()], run_check=False)
-
-
-def gather_logits(logits: Tensor) -> Tensor:
-    """The logits of the whole vocabulary."""
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def install_loss(
@@ -224,7 +217,7 @@ def install_loss(
         )
     factors = measure_head_factors(model)
     head.__class__ = CrossEntropyHead
-    head.before, head.logits = factors  # type: ignore[assignment]
+    head.input_scale, head.logits = factors  # type: ignore[assignment]
     head.label_smoothing = label_smoothing  # type: ignore[assignment]
     head.token_weights = token_weights  # type: ignore[assignment]
     plain = type(model).forward

@@ -80,7 +80,7 @@ def install_attention(
     trunk = trunk_of(model)
     family = find_family(trunk.config.model_type)
     if implementation == "auto" and _attends_by_mask(trunk):
-        if trunk._supports_sdpa and family.masks_documents != "here":
+        if trunk._supports_sdpa and family.document_mask != "here":
             implementation = "sdpa"
         else:
             implementation = "eager"
@@ -111,7 +111,7 @@ def install_attention(
         "flash_attention_2": _prepare_for_flash,
         "flash_attention_3": _prepare_for_flash,
     }
-    if family.masks_documents == "here":
+    if family.document_mask == "here":
         rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
     # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     trunk.register_forward_pre_hook(
@@ -122,7 +122,7 @@ def install_attention(
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
     elif (
-        family.masks_documents == "here"
+        family.document_mask == "here"
     ):  # BART's embedding of positions would count the tokens of the row
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
 
@@ -141,7 +141,7 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With a mask of all pairs of tokens, for attention that has no other way to know documents."""
+    """Adds a mask of all pairs of tokens, for attention that has no other way to know documents."""
     kwargs, (boundaries, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs

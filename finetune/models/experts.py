@@ -32,6 +32,7 @@ from finetune.distributed.model_parts import (
     is_experts,
     language_model_of,
     local_part,
+    product_dtype,
 )
 from finetune.distributed.world import EXPERT, EXPERT_SHARD, REPLICATE, World, all_to_all
 from finetune.models.quantized_layers import (
@@ -223,19 +224,14 @@ def compute_in_groups(
     def multiply(name: str, rows: Tensor) -> Tensor:
         """Multiplies rows [n, in] by their expert's matrix of parameter `name`: [n, out]."""
         weight = get(name)
-        device = rows.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        else:
-            dtype = weight.dtype
-        rows = rows.to(dtype)
+        rows = rows.to(product_dtype(weight))
         is_transposed = getattr(module, "is_transposed", False)  # [experts, in, out]
         matrices = weight if is_transposed else weight.mT
         product = multiply_grouped(rows, matrices, ends)
         if factors and name in factors:
             product = _add_adapter(product, rows, factors[name], is_transposed, ends)
         if module.has_bias:
-            bias = get(f"{name}_bias").to(dtype)
+            bias = get(f"{name}_bias").to(rows.dtype)
             product = product + _IndexedBias.apply(bias, expert_of_row)  # type: ignore[no-untyped-call]
         return product
 

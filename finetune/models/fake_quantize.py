@@ -21,7 +21,7 @@ from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import head_modules, text_modules
+from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
 from finetune.errors import UserError
 
 
@@ -215,7 +215,7 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
 
 @contextmanager
 def unrounded(model: nn.Module) -> Iterator[None]:
-    """Within it, nothing is rounded: a difference in the last bit can move a number to the next
+    """In this block nothing is rounded: a difference in the last bit can move a number to the next
     step of its scale.
     """
     layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
@@ -238,14 +238,14 @@ class FakeQuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.is_rounded:
             return super().forward(input)
-        return self.multiply(input.to(_compute_dtype(input)), 1.0, self.weight)
+        return self.multiply(input.to(product_dtype(input)), 1.0, self.weight)
 
     def multiply(self, inputs: Tensor, scale: float, *weights: Tensor) -> Tensor:
         """The rounded product.
 
         `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`.
         """
-        dtype = _compute_dtype(inputs)
+        dtype = product_dtype(inputs)
         if torch.compiler.is_compiling():  # which decides itself what is kept
             rounded = self.rounding.weight(_merge(weights, scale, dtype))
             product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded)
@@ -271,13 +271,6 @@ def _adapted_class() -> type[nn.Module]:
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
     return RoundedLinear
-
-
-def _compute_dtype(inputs: Tensor) -> torch.dtype:
-    device = inputs.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return inputs.dtype
 
 
 def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
 from finetune.config.module_names import is_adapter
-from finetune.distributed.model_parts import head_modules, text_modules
+from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
@@ -36,9 +36,7 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
     is_exact = False  # multiplies in the input's dtype instead, by the weight as it is gathered
 
     def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        if torch.is_autocast_enabled(device):  # torchao asks for CUDA's only
-            inputs = inputs.to(torch.get_autocast_dtype(device))
+        inputs = inputs.to(product_dtype(inputs))  # torchao asks for CUDA's autocast only
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         weight = self.weight
         if self.is_exact:
@@ -183,8 +181,8 @@ def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies in its compute dtype: FP8's common scale makes tokens depend on
-    each other.
+    """In this block `model` multiplies in its compute dtype: FP8's common scale makes tokens depend
+    on each other.
     """
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:

@@ -37,11 +37,9 @@ class _TrunkOutputs:
 
 
 class HeadFactors(NamedTuple):
-    """The factors of a class around its head: `logits` of the head's scores of `before` times what
-    its trunk returns.
-    """
+    """The factors of a class around its head: logits = `logits`(head(`input_scale` * hidden))."""
 
-    before: float = 1.0
+    input_scale: float = 1.0
     logits: LogitTransform = UNCHANGED
 
 
@@ -75,14 +73,16 @@ def measure_head_factors(model: Any) -> HeadFactors:
     logits = _run(model, {**stubs, head: answer}, len(SCORES))
     if logits is None or len(read) != 1 or read[0].shape != hidden.shape:
         return HeadFactors()
-    before = (read[0] / hidden).flatten()
-    if not torch.allclose(before, before[:1].expand_as(before), rtol=ROUNDING, atol=0.0):
+    input_scale = (read[0] / hidden).flatten()
+    if not torch.allclose(
+        input_scale, input_scale[:1].expand_as(input_scale), rtol=ROUNDING, atol=0.0
+    ):
         return HeadFactors()
     probed = logits.double()
     if probed.shape == scores.shape and bool((probed == probed[..., :1]).all()):
         transform = _fit(probed[0, :, 0])
         if transform is not None:
-            return HeadFactors(_plain(float(before[0])), transform)
+            return HeadFactors(_plain(float(input_scale[0])), transform)
     raise UserError(
         f"{type(model).__name__}: its logits are something else than the scores of its output "
         "head, scaled or capped, and cannot be trained here; name another model"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
+from finetune.distributed.model_parts import product_dtype
 from finetune.models.cross_entropy import HeadFunction, LossHead
 from finetune.models.loss_chunks import (
     PLAIN,
@@ -34,7 +35,6 @@ from finetune.models.loss_chunks import (
     cross_entropy_gradient,
     label_log_probabilities,
     multiply_by_head,
-    product_dtype,
     scatter_rows,
     widen,
 )
@@ -492,7 +492,7 @@ def measure_divergence(
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """fp32 or wider."""
+    """Computes the log-probabilities in fp32 or wider."""
     wide = widen(logits.dtype)
     return torch.log_softmax(
         logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide

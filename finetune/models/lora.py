@@ -45,10 +45,12 @@ from finetune.distributed.model_parts import (
     Slices,
     Values,
     expert_modules,
+    gather_whole,
     has_other_parts,
     has_scores,
     head_of,
     is_experts,
+    product_dtype,
     text_modules,
     text_names,
     trunk_of,
@@ -56,7 +58,7 @@ from finetune.distributed.model_parts import (
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
-from finetune.models.cross_entropy import LossHead, gather_logits, replicate
+from finetune.models.cross_entropy import LossHead, replicate
 from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
@@ -129,7 +131,7 @@ def adapt_head(model: Any) -> None:
     layer.__class__ = _head_class()
     if type(base) is nn.Linear:  # no loss is asked for
         return
-    for name in ("before", "logits", "label_smoothing", "token_weights"):
+    for name in ("input_scale", "logits", "label_smoothing", "token_weights"):
         setattr(layer, name, base.__dict__.pop(name))
     base.__class__ = nn.Linear
     for name, parameter in list(base.named_parameters()):  # a critic's
@@ -631,7 +633,7 @@ def _head_class() -> type[nn.Module]:
             if not self.disable_adapters:
                 inner = replicate(self._multiply_by_a(hidden), base.weight)
                 logits = logits + F.linear(inner, self._scaled_b(hidden.device).to(inner.dtype))
-            return gather_logits(logits)
+            return gather_whole(logits)
 
         def _multiply_by_a(self, hidden: Tensor) -> Tensor:
             """hidden [..., hidden] -> [..., rank], in its type."""
@@ -666,11 +668,7 @@ LAYER_TENSORS = 5
 
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     """The outputs [..., out] of fused layers for one input [..., in]."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = x.dtype
+    dtype = product_dtype(x)
     forms: list[_LayerForm] = []
     tensors: list[Tensor | None] = []
     for layer in layers:

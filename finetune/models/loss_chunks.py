@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.tensor_parallel import VocabularyShard
 
 
@@ -303,7 +304,9 @@ class HeadLoss(torch.autograd.Function):
         needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """`compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
+        """Computes the loss and its gradients, which the backward only scales.
+
+        `compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
         products run, to the loss (0-dim), or to sums of which the first is the loss, and the loss's
         gradients.
         """
@@ -339,14 +342,6 @@ def widen(dtype: torch.dtype) -> torch.dtype:
     in.
     """
     return torch.promote_types(dtype, torch.float32)
-
-
-def product_dtype(weight: Tensor) -> torch.dtype:
-    """In which the head's products run: autocast's, where it is on."""
-    device = weight.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
 
 
 def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

@@ -251,7 +251,7 @@ def _difference(values: Tensor, truth: Tensor) -> float:
 
 
 def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
-    """Within it, linear layers that multiply in FP8, or round for quantization, do neither."""
+    """In this block linear layers that multiply in FP8, or round for quantization, do neither."""
     if world.sharding.fp8 is None:
         return unrounded(model)
     from finetune.models.fp8 import without_fp8  # imports torchao
@@ -261,7 +261,9 @@ def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
 
 @contextmanager
 def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
-    """Without dropout and gradients, and eager: graphs for these sizes would be of no use."""
+    """In this block the model has no dropout and no gradients, and runs eagerly: graphs for these
+    sizes would be of no use.
+    """
     training = model.training
     model.eval()
     for module in recurrent_modules(unwrap(model)):

@@ -32,6 +32,7 @@ from finetune.distributed.model_parts import (
     find_local_slices,
     head_modules,
     is_experts,
+    product_dtype,
     text_modules,
 )
 from finetune.distributed.world import World
@@ -271,9 +272,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        if torch.is_autocast_enabled(device):
-            inputs = inputs.to(torch.get_autocast_dtype(device))
+        inputs = inputs.to(product_dtype(inputs))
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         if self.keeps_dequantized or not (inputs.requires_grad and torch.is_grad_enabled()):
             return F.linear(inputs, self.dequantize(inputs.dtype), bias)

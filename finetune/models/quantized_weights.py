@@ -127,7 +127,7 @@ def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
 
     if quantization.bits == 8 or not quantization.bnb_4bit_use_double_quant:
         return magnitudes.contiguous().view(torch.uint8)
-    with _one_thread():
+    with one_torch_thread():
         mean = magnitudes.mean()
     codes, state = functional.quantize_blockwise(magnitudes - mean, blocksize=NESTED_BLOCK)
     return join_nested_scales(codes, state.absmax, mean)
@@ -188,13 +188,12 @@ def _bitsandbytes_ops() -> Any:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """A CPU's sum depends on the number of threads; the scales of a run must not.
-
-    On a GPU this changes nothing.
+def one_torch_thread() -> Iterator[None]:
+    """In this block torch computes on a CPU in the calling thread alone: the order of a sum, and so
+    the scales of a run, must not depend on the machine.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # for this thread, and for those that it starts
     try:
         yield
     finally:
@@ -544,7 +543,7 @@ class Fp8Blocks:
         return values[..., own_rows, own_columns]
 
     def _read_numbers(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """These blocks, the short ones filled with zeros."""
+        """Reads these blocks of numbers, the short ones filled with zeros."""
         rows, columns = self.weight.shape[-2:]
         height = (down.stop - down.start) * self.height
         width = (across.stop - across.start) * self.width

@@ -90,9 +90,9 @@ class Routing:
         self._replayed: Tensor | None = None
         self._choices: list[list[Tensor]] | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+        model.register_forward_hook(self._count_forward)
         for router, _ in routers:
-            router.register_forward_hook(self._see)
+            router.register_forward_hook(self._keep_output)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._is_open = model.training and "labels" in kwargs
@@ -147,13 +147,13 @@ class Routing:
         self._choices = [[] for _ in self._routers]
         return taken
 
-    def _see(self, router: nn.Module, _inputs: Any, output: Any) -> None:
+    def _keep_output(self, router: nn.Module, _inputs: Any, output: Any) -> None:
         # A compiled layer is one graph, in the forward and where it is recomputed; that one ends
         # before it leaves this.
         if self._is_open or torch.compiler.is_compiling():
             setattr(router, SEEN, output)
 
-    def _end(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
+    def _count_forward(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -214,20 +214,21 @@ class Routing:
         return total
 
     def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
-        """The last forward's part of the step's auxiliary loss, not yet multiplied by the
-        coefficient; 0-dim.
+        """Computes the last forward's part of the step's auxiliary loss, 0-dim; the caller
+        multiplies it by the coefficient.
 
-        selected: float32[experts], tokens for each expert over the whole step and all layers;
-        tokens: of the whole step.
+        Args:
+            selected: float32[experts], tokens for each expert over the whole step and all layers.
+            tokens: Of the whole step.
         """
         total = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
             probabilities = logits.float().softmax(-1)
-            total = total + (
-                probabilities if self._mask is None else probabilities * self._mask[:, None]
-            ).sum(0)
-        rows = max(1, tokens * self.layers)
-        loss = self.experts * (selected / rows * total / rows).sum()
+            if self._mask is not None:
+                probabilities = probabilities * self._mask[:, None]
+            total = total + probabilities.sum(0)
+        routed = max(1, tokens * self.layers)  # tokens, once for each layer
+        loss = self.experts * (selected / routed * total / routed).sum()
         if self._auxiliary is None:
             self._auxiliary = loss.detach()
         else:

@@ -243,7 +243,7 @@ class _Kernel(torch.autograd.Function):
 def _attend_as_a_kernel(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **_options: Any
 ) -> tuple[Tensor, None]:
-    """In place of attention: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
+    """Stands in for attention: [rows, heads, tokens, size] -> [rows, tokens, heads, size]."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
     else:
@@ -313,7 +313,7 @@ def _trace_row(
     tokens: int,
     how: Forward,
 ) -> _Row:
-    """One row of a single document.
+    """Traces one row of a single document.
 
     Each layer at `places` goes forward, backward, and forward without a graph.
     """

@@ -93,7 +93,7 @@ def _embed_images(base: Any, ids: Tensor, is_image: Tensor, features: Any) -> Te
 
 
 def _gradients_of_tower(model: Any) -> Any:
-    """Within it, gradients are kept where anything beside the language model is trained: else
+    """In this block gradients are kept where anything beside the language model is trained: else
     checkpointing would keep its layers' inputs.
     """
     is_trained = any(
@@ -215,7 +215,7 @@ def record_outputs(model: nn.Module) -> None:
 
 @contextmanager
 def _arguments_of(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, `trunk` is called with the arguments `held` too."""
+    """In this block `trunk` is called with the arguments `held` too."""
     hook = trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, **held}), with_kwargs=True, prepend=True
     )

@@ -37,6 +37,7 @@ from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
 from finetune.distributed.parallelize import take_master_weights
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
+from finetune.files.durable import try_writing
 from finetune.units import counted, disk_size
 
 T = TypeVar("T")
@@ -90,12 +91,8 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
             f"offload_dir: {folder}: no such folder, nor one to make it in; make {folder.parent}, "
             "or correct the path"
         )
-    existing = next(
-        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
-    )
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        existing = try_writing(folder)
     except OSError as error:
         raise _unwritable(folder, error) from None
     kind = _find_filesystem(existing)

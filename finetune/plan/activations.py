@@ -20,44 +20,44 @@ INT32 = 4
 KINDS = 2  # of layers that need masks: with a sliding window, and without
 
 
-def attends_by_document(run: "Computation") -> bool:
+def attends_by_document(computation: "Computation") -> bool:
     """Whether each document is attended to by itself, and their outputs are concatenated: no kernel
     has dropout.
     """
-    return run.cpu or run.drops_attention
+    return computation.cpu or computation.drops_attention
 
 
-def materializes_scores(architecture: Architecture, run: "Computation") -> bool:
+def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
     """Whether attention of capped scores or with sinks is written out."""
-    return attends_by_document(run) and (
+    return attends_by_document(computation) and (
         architecture.family.caps_scores or architecture.family.sinks
     )
 
 
-def needs_masks(architecture: Architecture, run: "Computation") -> bool:
+def needs_masks(architecture: Architecture, computation: "Computation") -> bool:
     """Whether masks of blocks are made: while training with dropout too, which evaluation has
     not.
     """
-    return not run.cpu and (
+    return not computation.cpu and (
         architecture.family.caps_scores
         or architecture.family.sinks
         or architecture.head_size > LARGEST_FLASH_HEAD
     )
 
 
-def attends_in_blocks(architecture: Architecture, run: "Computation") -> bool:
+def attends_in_blocks(architecture: Architecture, computation: "Computation") -> bool:
     """Whether flex_attention computes it, which keeps what flash attention does."""
-    return needs_masks(architecture, run) and not run.drops_attention
+    return needs_masks(architecture, computation) and not computation.drops_attention
 
 
-def mask_bytes(architecture: Architecture, run: "Computation", tokens: int) -> int:
+def mask_bytes(architecture: Architecture, computation: "Computation", tokens: int) -> int:
     """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of
     queries sees, and which, and the same for keys, of blocks seen whole and in part; and the first
     token that each token sees.
     """
-    if not needs_masks(architecture, run):
+    if not needs_masks(architecture, computation):
         return 0
-    tokens *= run.sequence_ranks
+    tokens *= computation.sequence_ranks
     blocks = max(2, -(-tokens // BLOCK_TOKENS))
     return KINDS * INT32 * (4 * blocks * (blocks + 1) + tokens)
 
@@ -123,20 +123,20 @@ class Computation:
 
 
 def layer_bytes(
-    architecture: Architecture, run: Computation, *, is_dense: bool = False
+    architecture: Architecture, computation: Computation, *, is_dense: bool = False
 ) -> dict[str, int]:
     """Counts the activations that one decoder layer saves for its backward.
 
     Args:
         architecture: The model. Of a traced one, the layer that saves the most is counted.
-        run: The settings of the forward.
+        computation: The settings of the forward.
         is_dense: Counts a layer without experts, of a mixture that has both kinds.
 
     Returns:
         Part of the layer -> bytes per token on one rank.
     """
-    if (trace := architecture.trace(run)) is not None:
-        return {"layer": trace.largest("saved", run.document_length), "mlp": 0}
+    if (trace := architecture.trace(computation)) is not None:
+        return {"layer": trace.largest("saved", computation.document_length), "mlp": 0}
     if is_dense:
         mixture = None
         adapted_layer = architecture.dense_layer
@@ -144,27 +144,27 @@ def layer_bytes(
         mixture = architecture.mixture
         adapted_layer = architecture.widest_layer
     return {
-        "norms": _norms(architecture, mixture, run),
-        "attention": _attention(architecture, run),
-        "mlp": _mlp(architecture, mixture, run),
-        "adapters": _adapters(architecture, adapted_layer, run),
+        "norms": _norms(architecture, mixture, computation),
+        "attention": _attention(architecture, computation),
+        "mlp": _mlp(architecture, mixture, computation),
+        "adapters": _adapters(architecture, adapted_layer, computation),
     }
 
 
-def kept_bytes(architecture: Architecture, run: Computation) -> dict[str, int]:
+def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str, int]:
     """Counts the bytes per token that the model without its head saves between forward and
     backward, by part.
     """
-    every = run.checkpoint_every
+    every = computation.checkpoint_every
     kept = [index for index in range(architecture.layers) if every is None or index % every]
-    if (trace := architecture.trace(run)) is not None:
+    if (trace := architecture.trace(computation)) is not None:
         saved = [
-            trace.layer_bytes("saved", run.document_length)[index]
+            trace.layer_bytes("saved", computation.document_length)[index]
             for index in kept
             if trace.failure is None
         ]
-        rest = round(trace.rest.per_token(run.document_length))
-        checkpoints = _checkpoints(architecture, run, architecture.layers - len(kept))
+        rest = round(trace.rest.per_token(computation.document_length))
+        checkpoints = _checkpoints(architecture, computation, architecture.layers - len(kept))
         return {
             "layers": sum(saved),
             "checkpoints": checkpoints,
@@ -174,141 +174,148 @@ def kept_bytes(architecture: Architecture, run: Computation) -> dict[str, int]:
     dense = sum(
         architecture.mixture is not None and not architecture.has_experts(index) for index in kept
     )
-    layers = (len(kept) - dense) * sum(layer_bytes(architecture, run).values())
-    layers += dense * sum(layer_bytes(architecture, run, is_dense=True).values())
-    rotary = 2 * architecture.rotated_size * run.residual_itemsize
+    layers = (len(kept) - dense) * sum(layer_bytes(architecture, computation).values())
+    layers += dense * sum(layer_bytes(architecture, computation, is_dense=True).values())
+    rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     return {
         "layers": layers,
-        "checkpoints": _checkpoints(architecture, run, architecture.layers - len(kept)),
+        "checkpoints": _checkpoints(architecture, computation, architecture.layers - len(kept)),
         "ids and rotary": TOKEN_ID + rotary,
-        "final norm": final_norm_bytes(architecture, run),
+        "final norm": final_norm_bytes(architecture, computation),
     }
 
 
-def final_norm_bytes(architecture: Architecture, run: Computation) -> int:
+def final_norm_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token that the norm before the head saves, and its output."""
-    norm = _norm(architecture.hidden, architecture, run)
-    return norm + architecture.hidden * run.residual_itemsize
+    norm = _norm(architecture.hidden, architecture, computation)
+    return norm + architecture.hidden * computation.residual_itemsize
 
 
-def _checkpoints(architecture: Architecture, run: Computation, layers: int) -> int:
-    tensors = checkpointed_tensors(architecture, run)
-    if not run.offloads:
+def _checkpoints(architecture: Architecture, computation: Computation, layers: int) -> int:
+    tensors = checkpointed_tensors(architecture, computation)
+    if not computation.offloads:
         return layers * sum(tensors)
     # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its
     # graph keeps.
-    return sum(tensors) + (tensors[0] if run.lora is not None else 0)
+    return sum(tensors) + (tensors[0] if computation.lora is not None else 0)
 
 
-def checkpointed_tensors(architecture: Architecture, run: Computation) -> list[int]:
+def checkpointed_tensors(architecture: Architecture, computation: Computation) -> list[int]:
     """Lists the bytes per token of each tensor that a checkpointed layer keeps: first its input,
     then those that `Computation.keeps` selects.
     """
-    return [architecture.hidden * run.residual_itemsize, *_selected_tensors(architecture, run)]
+    return [
+        architecture.hidden * computation.residual_itemsize,
+        *_selected_tensors(architecture, computation),
+    ]
 
 
-def _selected_tensors(architecture: Architecture, run: Computation) -> list[int]:
-    if run.keeps == "nothing":
+def _selected_tensors(architecture: Architecture, computation: Computation) -> list[int]:
+    if computation.keeps == "nothing":
         return []
     attended = [
-        (max(run.itemsize, FP32) if run.cpu else run.itemsize) * architecture.query_width,
+        (max(computation.itemsize, FP32) if computation.cpu else computation.itemsize)
+        * architecture.query_width,
         FP32 * architecture.heads,
     ]
     is_hidden = (
-        materializes_scores(architecture, run)
-        or attends_in_blocks(architecture, run)
-        or (architecture.latent is not None and run.cpu)
+        materializes_scores(architecture, computation)
+        or attends_in_blocks(architecture, computation)
+        or (architecture.latent is not None and computation.cpu)
     )
     # written out, or in what torch.compile makes of flex_attention: no operator of its own
     if is_hidden:
         attended = []
-    if run.keeps == "attention":
+    if computation.keeps == "attention":
         return attended
     width = max(architecture.hidden, architecture.query_width)
     features = []
     for linear in architecture.linears():
         wide, narrow = linear.shape
         features += [wide] if max(wide, narrow) <= width else []
-        if run.lora is not None and is_adapted(linear, run.lora):
+        if computation.lora is not None and is_adapted(linear, computation.lora):
             features += (
-                [_largest_rank(linear.name, architecture, run.lora)] if narrow <= width else []
+                [_largest_rank(linear.name, architecture, computation.lora)]
+                if narrow <= width
+                else []
             )
             features += [wide] if wide <= width else []
-    return attended + [run.itemsize * each for each in features]
+    return attended + [computation.itemsize * each for each in features]
 
 
-def prefetched_bytes(architecture: Architecture, run: Computation) -> int:
+def prefetched_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0
     without offload.
     """
-    if run.offloads and architecture.layers > 1:
-        return sum(checkpointed_tensors(architecture, run))
+    if computation.offloads and architecture.layers > 1:
+        return sum(checkpointed_tensors(architecture, computation))
     return 0
 
 
-def offloaded_bytes(architecture: Architecture, run: Computation, tokens: int) -> int:
+def offloaded_bytes(architecture: Architecture, computation: Computation, tokens: int) -> int:
     """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a
     power of two.
     """
-    if not run.offloads or run.checkpoint_every is None:
+    if not computation.offloads or computation.checkpoint_every is None:
         return 0
-    layers = -(-architecture.layers // run.checkpoint_every)
+    layers = -(-architecture.layers // computation.checkpoint_every)
     return layers * sum(
-        1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(architecture, run)
+        1 << (tokens * each - 1).bit_length()
+        for each in checkpointed_tensors(architecture, computation)
     )
 
 
-def recomputed_bytes(architecture: Architecture, run: Computation) -> int:
+def recomputed_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    if run.checkpoint_every is not None:
-        return sum(layer_bytes(architecture, run).values()) - sum(
-            _selected_tensors(architecture, run)
+    if computation.checkpoint_every is not None:
+        return sum(layer_bytes(architecture, computation).values()) - sum(
+            _selected_tensors(architecture, computation)
         )
     return 0
 
 
-def working_bytes(architecture: Architecture, run: Computation) -> int:
+def working_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate
     and up, their product where it is made again, and the gradient of the residual stream twice
     (before and after the norm).
     """
-    if (trace := architecture.trace(run)) is not None:
-        return trace.largest("working", run.document_length)
+    if (trace := architecture.trace(computation)) is not None:
+        return trace.largest("working", computation.document_length)
     return (
-        (3 if run.remakes else 2) * architecture.mlp_width * run.itemsize
-        + 2 * architecture.hidden * run.residual_itemsize
-        + exchanged_bytes(architecture, run)
+        (3 if computation.remakes else 2) * architecture.mlp_width * computation.itemsize
+        + 2 * architecture.hidden * computation.residual_itemsize
+        + exchanged_bytes(architecture, computation)
     )
 
 
-def exchanged_bytes(architecture: Architecture, run: Computation) -> int:
+def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and
     what comes, both once for each expert of a token.
 
     Where the router prefers the experts of one rank, more come to it, up to all.
     """
-    if architecture.mixture is None or run.expert_ranks == 1:
+    if architecture.mixture is None or computation.expert_ranks == 1:
         return 0
-    return 2 * architecture.mixture.chosen * architecture.hidden * run.itemsize
+    return 2 * architecture.mixture.chosen * architecture.hidden * computation.itemsize
 
 
-def evaluation_bytes(architecture: Architecture, run: Computation) -> int:
+def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual
     stream.
     """
-    if (trace := architecture.trace(run)) is not None:
-        return trace.largest("forward", run.document_length)
+    if (trace := architecture.trace(computation)) is not None:
+        return trace.largest("forward", computation.document_length)
     return (
-        3 * architecture.mlp_width * run.itemsize
-        + 3 * architecture.hidden * run.residual_itemsize
-        + exchanged_bytes(architecture, run)
+        3 * architecture.mlp_width * computation.itemsize
+        + 3 * architecture.hidden * computation.residual_itemsize
+        + exchanged_bytes(architecture, computation)
     )
 
 
 def _norm(
     width: int,
     architecture: Architecture,
-    run: Computation,
+    computation: Computation,
     *,
     itemsize: int | None = None,
     heads: int = 1,
@@ -317,34 +324,34 @@ def _norm(
     the reciprocal root, and the normalized input if the weight is trained (in fp32 if the weight is
     multiplied in fp32, as in Gemma).
     """
-    if run.remakes:  # its input as it came
-        return (itemsize or run.residual_itemsize) * width + FP32 * heads
+    if computation.remakes:  # its input as it came
+        return (itemsize or computation.residual_itemsize) * width + FP32 * heads
     if architecture.family.norm_keeps_fp32:
         normalized = FP32
     else:
-        normalized = itemsize or run.residual_itemsize
-    return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
+        normalized = itemsize or computation.residual_itemsize
+    return FP32 * width + FP32 * heads + (normalized * width if computation.lora is None else 0)
 
 
-def _norms(architecture: Architecture, mixture: Mixture | None, run: Computation) -> int:
+def _norms(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual
     # stream. Autocast casts an fp32 input separately for each layer that reads it.
-    inputs = 0 if run.drops_inputs else 2
-    if run.remakes:
+    inputs = 0 if computation.drops_inputs else 2
+    if computation.remakes:
         inputs = 2 if architecture.family.norm_after else 0
-    elif run.fuses_adapters:
-        inputs = 2 * run.residual_itemsize // run.itemsize
-    elif run.autocast and not architecture.family.fused and not run.drops_inputs:
+    elif computation.fuses_adapters:
+        inputs = 2 * computation.residual_itemsize // computation.itemsize
+    elif computation.autocast and not architecture.family.fused and not computation.drops_inputs:
         inputs = (3 if architecture.latent is None else 2) + _count_readers(mixture)
     total = (
-        len(architecture.family.norms) * _norm(architecture.hidden, architecture, run)
-        + inputs * architecture.hidden * run.itemsize
+        len(architecture.family.norms) * _norm(architecture.hidden, architecture, computation)
+        + inputs * architecture.hidden * computation.itemsize
     )
     if (
         mixture is not None
         and mixture.keys.routes_in_fp32
-        and run.lora is None
-        and run.residual_itemsize < FP32
+        and computation.lora is None
+        and computation.residual_itemsize < FP32
     ):
         total += FP32 * architecture.hidden  # the router's own copy of its input
     return total
@@ -361,91 +368,99 @@ def _count_readers(mixture: Mixture | None) -> int:
     return 3 if mixture.keys.shared is None else 4
 
 
-def _attention(architecture: Architecture, run: Computation) -> int:
+def _attention(architecture: Architecture, computation: Computation) -> int:
     """Bytes a token that attention saves between its projections."""
-    total = _attention_kernel(architecture, run)
+    total = _attention_kernel(architecture, computation)
     # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output
     # projection.
-    if (attends_by_document(run) or run.sequence_ranks > 1) and not run.drops_inputs:
-        total += run.itemsize * (
+    if (
+        attends_by_document(computation) or computation.sequence_ranks > 1
+    ) and not computation.drops_inputs:
+        total += computation.itemsize * (
             architecture.query_width
             if architecture.latent is None
             else architecture.heads * architecture.latent.value
         )
     if architecture.latent is not None:
-        total += _latents(architecture, architecture.latent, run)
+        total += _latents(architecture, architecture.latent, computation)
     if architecture.query_key_norm:
-        total += _query_key_norms(architecture, run)
-    if architecture.family.fused and _kernel_itemsize(run) == run.itemsize:
+        total += _query_key_norms(architecture, computation)
+    if architecture.family.fused and _kernel_itemsize(computation) == computation.itemsize:
         # Value is a view of the whole fused output, which no cast frees.
-        total += run.itemsize * (architecture.query_width + architecture.key_value_width)
+        total += computation.itemsize * (architecture.query_width + architecture.key_value_width)
     return total
 
 
-def _attention_kernel(architecture: Architecture, run: Computation) -> int:
+def _attention_kernel(architecture: Architecture, computation: Computation) -> int:
     """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a
     kernel the scores.
     """
-    itemsize = _kernel_itemsize(run)
+    itemsize = _kernel_itemsize(computation)
     output = architecture.query_width
-    if architecture.latent is not None and run.cpu:
+    if architecture.latent is not None and computation.cpu:
         output = architecture.heads * architecture.latent.value
-    total = itemsize * (architecture.query_width + _keys_and_values_width(architecture, run))
+    total = itemsize * (
+        architecture.query_width + _keys_and_values_width(architecture, computation)
+    )
     # torch's kernel for a CPU wants one head size.
-    if materializes_scores(architecture, run) or output != architecture.query_width:
-        total += architecture.heads * run.document_length * _score_bytes(architecture, itemsize)
+    if materializes_scores(architecture, computation) or output != architecture.query_width:
+        total += (
+            architecture.heads * computation.document_length * _score_bytes(architecture, itemsize)
+        )
     else:
         total += itemsize * output + FP32 * architecture.heads
     # their part of the sum, and the output that is left
-    if architecture.family.sinks and attends_in_blocks(architecture, run):
-        total += FP32 * architecture.heads + run.itemsize * architecture.query_width
-    if run.masks_images:  # which the kernel adds to the scores
-        total += itemsize * run.document_length
+    if architecture.family.sinks and attends_in_blocks(architecture, computation):
+        total += FP32 * architecture.heads + computation.itemsize * architecture.query_width
+    if computation.masks_images:  # which the kernel adds to the scores
+        total += itemsize * computation.document_length
     return total
 
 
-def _kernel_itemsize(run: Computation) -> int:
+def _kernel_itemsize(computation: Computation) -> int:
     """Bytes of a number in attention: on a CPU the kernel works in fp32."""
-    return max(run.itemsize, FP32) if run.cpu else run.itemsize
+    return max(computation.itemsize, FP32) if computation.cpu else computation.itemsize
 
 
-def _keys_and_values_width(architecture: Architecture, run: Computation) -> int:
+def _keys_and_values_width(architecture: Architecture, computation: Computation) -> int:
     """Features of a token's keys and values together, as the kernel reads them on one rank."""
     # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not
     # what the projections made.
-    heads = math.lcm(architecture.key_value_heads, run.sequence_ranks)
+    heads = math.lcm(architecture.key_value_heads, computation.sequence_ranks)
     width = 2 * architecture.query_width
     # a key for each head, and narrower values, which the GPU's kernel takes padded
     if architecture.latent is not None:
         heads = architecture.key_value_heads
         width = architecture.query_width + (
-            architecture.heads * architecture.latent.value if run.cpu else architecture.query_width
+            architecture.heads * architecture.latent.value
+            if computation.cpu
+            else architecture.query_width
         )
     elif (
-        run.grouped_attention or attends_in_blocks(architecture, run)
-    ) and not materializes_scores(architecture, run):
+        computation.grouped_attention or attends_in_blocks(architecture, computation)
+    ) and not materializes_scores(architecture, computation):
         width = 2 * (architecture.key_value_width // architecture.key_value_heads * heads)
-    if divides_heads(architecture.heads, run.sequence_ranks):
+    if divides_heads(architecture.heads, computation.sequence_ranks):
         return width
     return (
-        width // (heads // architecture.key_value_heads) * run.sequence_ranks
+        width // (heads // architecture.key_value_heads) * computation.sequence_ranks
     )  # those of the whole row
 
 
-def _query_key_norms(architecture: Architecture, run: Computation) -> int:
+def _query_key_norms(architecture: Architecture, computation: Computation) -> int:
     by_head = architecture.family.query_key_norm == "head"
     query = _norm(
         architecture.query_width,
         architecture,
-        run,
-        itemsize=run.itemsize,
+        computation,
+        itemsize=computation.itemsize,
         heads=architecture.heads if by_head else 1,
     )
     return query + _norm(
         architecture.key_value_width,
         architecture,
-        run,
-        itemsize=run.itemsize,
+        computation,
+        itemsize=computation.itemsize,
         heads=architecture.key_value_heads if by_head else 1,
     )
 
@@ -459,87 +474,96 @@ def _score_bytes(architecture: Architecture, inside: int) -> int:
     )
 
 
-def _latents(architecture: Architecture, latent: LatentAttention, run: Computation) -> int:
+def _latents(architecture: Architecture, latent: LatentAttention, computation: Computation) -> int:
     """The norms of the latents, and what reads these."""
     ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
-    read = 0 if run.drops_inputs else run.itemsize * sum(ranks)
-    total = read + sum(_norm(rank, architecture, run, itemsize=run.itemsize) for rank in ranks)
-    if run.cpu and run.itemsize == FP32:
+    read = 0 if computation.drops_inputs else computation.itemsize * sum(ranks)
+    total = read + sum(
+        _norm(rank, architecture, computation, itemsize=computation.itemsize) for rank in ranks
+    )
+    if computation.cpu and computation.itemsize == FP32:
         # value is a view of the keys' and values' common product
         total += FP32 * architecture.heads * latent.plain
     return total
 
 
-def _mlp(architecture: Architecture, mixture: Mixture | None, run: Computation) -> int:
+def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
     """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others
     are made again.
     """
-    saved = 3 if run.drops_inputs else 4
-    if run.remakes:
+    saved = 3 if computation.drops_inputs else 4
+    if computation.remakes:
         saved = 2
     if mixture is None:
-        return saved * architecture.intermediate * run.itemsize
-    return saved * mixture.shared * run.itemsize + _experts(architecture, mixture, run)
+        return saved * architecture.intermediate * computation.itemsize
+    return saved * mixture.shared * computation.itemsize + _experts(
+        architecture, mixture, computation
+    )
 
 
-def _experts(architecture: Architecture, mixture: Mixture, run: Computation) -> int:
-    """For each expert of a token: its input, gathered; what its gating saves, and the product; its
-    output, which the router weighs; and where it belongs.
+def _experts(architecture: Architecture, mixture: Mixture, computation: Computation) -> int:
+    """Counts the bytes that each expert of a token saves: its input, gathered; what its gating
+    saves, and the product; its output, which the router weighs; and where it belongs.
 
-    A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32.
+    A frozen expert does not save what it multiplies. The router saves logits, and probabilities in
+    fp32.
     """
-    inputs, products = _read_by_trained_experts(run)
+    inputs, products = _read_by_trained_experts(computation)
     states = (inputs + 1) * architecture.hidden + (
         products + mixture.keys.gate_tensors
     ) * mixture.intermediate
     states += sum(
-        expert_adapter_rank(tensor.name, run)[1]
+        expert_adapter_rank(tensor.name, computation)[1]
         for tensor in architecture.experts(architecture.widest_layer)
     )
-    return mixture.chosen * (run.itemsize * states + PLACES) + mixture.experts * (
-        run.itemsize + FP32
+    return mixture.chosen * (computation.itemsize * states + PLACES) + mixture.experts * (
+        computation.itemsize + FP32
     )
 
 
-def expert_adapter_rank(name: str, run: Computation) -> tuple[int, int]:
+def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
     """The rank of the adapter of an expert's parameter, and that of the products, which is padded;
     0 without one.
     """
-    if run.lora is None or not is_parameter_named(name, run.lora.lora_target_parameters):
+    if computation.lora is None or not is_parameter_named(
+        name, computation.lora.lora_target_parameters
+    ):
         return 0, 0
-    rank = find_value(name, run.lora.rank_pattern, run.lora.lora_r)
+    rank = find_value(name, computation.lora.rank_pattern, computation.lora.lora_r)
     return rank, -(-rank // EXPERT_RANK_MULTIPLE) * EXPERT_RANK_MULTIPLE
 
 
-def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
+def _read_by_trained_experts(computation: Computation) -> tuple[int, int]:
     """Whether the inputs of gate, up and down are saved (1), for gradients of weights or
     adapters.
     """
-    if run.lora is None:
+    if computation.lora is None:
         return 1, 1
-    targets = run.lora.lora_target_parameters
+    targets = computation.lora.lora_target_parameters
     gate_up, down = (
         any(t.endswith(name) for t in targets) for name in ("gate_up_proj", "down_proj")
     )
     return int(gate_up), int(down)
 
 
-def _adapters(architecture: Architecture, layer: int, run: Computation) -> int:
+def _adapters(architecture: Architecture, layer: int, computation: Computation) -> int:
     """Lists the tensors between A and B of each adapted layer; with dropout also the dropped input
     and its mask.
     """
-    if run.lora is None:
+    if computation.lora is None:
         return 0
-    adapted = [linear for linear in architecture.linears(layer) if is_adapted(linear, run.lora)]
-    if run.lora.oft_block_size is not None:  # what is rotated, in the type of the rotations
-        itemsize = FP32 if run.autocast else run.itemsize
+    adapted = [
+        linear for linear in architecture.linears(layer) if is_adapted(linear, computation.lora)
+    ]
+    if computation.lora.oft_block_size is not None:  # what is rotated, in the type of the rotations
+        itemsize = FP32 if computation.autocast else computation.itemsize
         return sum(linear.shape[1] * itemsize for linear in adapted)
     dropped = 0
-    if run.drops_inputs:
-        mask = run.itemsize if run.cpu else 1
-        dropped = run.itemsize + mask
+    if computation.drops_inputs:
+        mask = computation.itemsize if computation.cpu else 1
+        dropped = computation.itemsize + mask
     return sum(
-        _largest_rank(linear.name, architecture, run.lora) * run.itemsize
+        _largest_rank(linear.name, architecture, computation.lora) * computation.itemsize
         + linear.shape[1] * dropped
         for linear in adapted
     )

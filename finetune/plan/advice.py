@@ -203,9 +203,9 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
 
 def _list_layouts(spec: RunSpec) -> Iterator[Change]:
-    """Lists the changes that make a layout gather, or keep, less."""
+    """Lists the changes by which a layout gathers less, or keeps less."""
     sharding = spec.sharding
-    a = spec.architecture
+    architecture = spec.architecture
     if not sharding.activation_checkpointing:
         yield Change(
             "fsdp_activation_checkpointing: true"
@@ -219,15 +219,15 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
         spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"
     ):
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
-    if a.mixture is not None:
-        size = gcd(a.mixture.experts, spec.shards, spec.ranks_per_node)
+    if architecture.mixture is not None:
+        size = gcd(architecture.mixture.experts, spec.shards, spec.ranks_per_node)
         if size > sharding.expert_parallel_size:
+            in_recipe = _set_keys("model", expert_parallel_size=size)
+            in_layout = _set_sharding(expert_parallel_size=size)
             yield Change(
                 f"expert_parallel_size={size}",
                 f"{size} ranks exchange tokens, instead of gathering all experts of a layer",
-                lambda spec: _set_sharding(expert_parallel_size=size)(
-                    _set_keys("model", expert_parallel_size=size)(spec)
-                ),
+                lambda spec: in_layout(in_recipe(spec)),
             )
 
 

@@ -257,7 +257,7 @@ class Architecture:
         """The decoder layers in which tokens are compared with each other."""
         return self.layers
 
-    def trace(self, run: "Computation") -> "Trace | None":
+    def trace(self, computation: "Computation") -> "Trace | None":
         """The tensors of the decoder layers, traced in their own code; None where the formulas of
         activations.py know them.
         """

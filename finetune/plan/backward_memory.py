@@ -28,14 +28,14 @@ from finetune.plan.temporary_memory import (
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
     architecture = spec.computed
-    run = spec.computation
-    masks = mask_bytes(architecture, run, spec.tokens)
+    computation = spec.computation
+    masks = mask_bytes(architecture, computation, spec.tokens)
     kept = _kept_per_token(spec)
     # then made again
     if spec.recipe.quantization.bits is not None:
         factors = 0
     else:
-        factors = expert_factor_bytes(architecture, run).kept
+        factors = expert_factor_bytes(architecture, computation).kept
     vectors = vector_bytes(spec, spec.rows_per_step)
     return spec.tokens * sum(kept.values()) + factors + masks + vectors
 
@@ -133,13 +133,13 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
         gathered=staying + memory.layer.gathered,
         temporaries=backward.layer_temporaries,
     )
-    for moment in _within_layer(spec, done):
+    for moment in _moments_of_layer(spec, done):
         unreduced = spec.computation.itemsize * moment.gradient_elements
         communication = backward.reducing_before + backward.waiting_gradient + unreduced
         yield replace(point, communication=communication, activations=moment.activations)
     passed = spec.part.layers if is_last else done + 1
     yield from _reduction_points(
-        backward, "layer", name, memory.layer, _after_layers(spec, passed), staying
+        backward, "layer", name, memory.layer, _activations_after_layers(spec, passed), staying
     )
 
 
@@ -150,7 +150,7 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_waits else memory.embedding
-    activations = _after_layers(spec, spec.part.layers)
+    activations = _activations_after_layers(spec, spec.part.layers)
     yield replace(
         backward.before,
         name="backward of the embedding",
@@ -202,12 +202,13 @@ def _reduction_points(
     )
 
 
-def whole_points(
+def unsharded_points(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, layer_temporaries: int
 ) -> Iterator[Snapshot]:
-    """The points of a backward on one rank or under DDP, where gradients are whole.
+    """The points of a backward on one rank or under DDP, where gradients are not sharded.
 
-    They stay until the step, or are freed once used under `optim_in_backward`.
+    They stay until the step; under `optim_in_backward` each is freed once it has updated its
+    parameter.
 
     Args:
         spec: The run.
@@ -216,16 +217,16 @@ def whole_points(
         full: With the gradients of the whole step.
         layer_temporaries: Bytes of temporaries of a layer's backward.
     """
-    is_updated = spec.recipe.optimization.optim_in_backward
-    updates = plan_updates_in_backward(spec) if is_updated else {}
+    updates_in_backward = spec.recipe.optimization.optim_in_backward
+    updates = plan_updates_in_backward(spec) if updates_in_backward else {}
     at_embedding = replace(
         before,
         name="backward of the embedding",
         gradients=full.gradients + memory.waiting_gradient,
-        activations=_after_layers(spec, memory.layers),
+        activations=_activations_after_layers(spec, memory.layers),
         communication=memory.buckets,
     )
-    if is_updated:
+    if updates_in_backward:
         yield from _updated_head(spec, memory, before, updates["head"])
         at_embedding = replace(
             at_embedding,
@@ -243,10 +244,10 @@ def whole_points(
             communication=memory.buckets,
             temporaries=layer_temporaries,
         )
-        if is_updated:
+        if updates_in_backward:
             yield from _updated_layer(spec, done, point, updates["layer"])
         else:
-            yield from _whole_layer(spec, memory, done, point)
+            yield from _unsharded_layer(spec, memory, done, point)
     yield at_embedding
 
 
@@ -266,13 +267,13 @@ def _updated_head(
         )
 
 
-def _whole_layer(
+def _unsharded_layer(
     spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
 ) -> Iterator[Snapshot]:
     """The backward of the layer after `done` others, whose gradients stay."""
     itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
     earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
-    for moment in _within_layer(spec, done):
+    for moment in _moments_of_layer(spec, done):
         own = earlier + itemsize * moment.gradient_elements
         # a micro-batch before this one has left room for all of them
         gradients = max(point.gradients, own)
@@ -285,7 +286,7 @@ def _updated_layer(
     """The backward of the layer after `done` others, whose weights it updates."""
     # the gradients of what gate and up have made, which are not there yet at the update
     missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
-    for moment in _within_layer(spec, done):
+    for moment in _moments_of_layer(spec, done):
         yield replace(point, gradients=0, activations=moment.activations)
         yield replace(
             point,
@@ -311,16 +312,18 @@ def _name_layer(done: int, layers: int) -> str:
     return named.get(done, "")
 
 
-def _after_layers(spec: RunSpec, done: int) -> int:
+def _activations_after_layers(spec: RunSpec, done: int) -> int:
     """Bytes of activations once the backward has passed the head and so many layers, with its
     gradient.
     """
     architecture = spec.computed
-    run = spec.computation
+    computation = spec.computation
     kept = _kept_per_token(spec)
     # Offloaded, all layers together keep what one of them does.
-    of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
-    gradients = spec.scored_outputs * architecture.hidden * run.residual_itemsize
+    of_one = (
+        0 if computation.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
+    )
+    gradients = spec.scored_outputs * architecture.hidden * computation.residual_itemsize
     handed_on = gradients - kept["final norm"] - done * of_one
     return kept_for_backward(spec) + int(spec.tokens * handed_on)
 
@@ -333,21 +336,20 @@ class LayerMoment:
     gradient_elements: int  # of the layer's weights, not yet reduced
 
 
-def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
-    """The beginning of the backward of a layer's MLP, and its end; `done` layers are done before
-    it.
-    """
+def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
+    """The beginning and the end of the backward of a layer's MLP, after that of `done` layers."""
     architecture = spec.computed
-    run = spec.computation
-    activations = _at_layer(spec, done)
+    computation = spec.computation
+    activations = _activations_at_layer(spec, done)
     unit = f"layer {architecture.widest_layer}"
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
-    if architecture.trace(run) is not None:  # where its MLP is, is not known
+    if architecture.trace(computation) is not None:  # which does not say what is of the MLP
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
     freed = spec.tokens * (
-        layer_bytes(architecture, run)["mlp"] + architecture.mlp_width * run.itemsize
+        layer_bytes(architecture, computation)["mlp"]
+        + architecture.mlp_width * computation.itemsize
     )
     return [
         LayerMoment(activations, _count_elements(down)),
@@ -355,24 +357,26 @@ def _within_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
     ]
 
 
-def _at_layer(spec: RunSpec, done: int) -> int:
+def _activations_at_layer(spec: RunSpec, done: int) -> int:
     """Bytes of activations where the backward of the layer after `done` others begins, with what it
     computes again.
     """
     architecture = spec.computed
-    run = spec.computation
-    computes_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
+    computation = spec.computation
+    computes_again = (
+        computation.checkpoint_every is not None or spec.recipe.quantization.bits is not None
+    )
     if computes_again:
-        factors = expert_factor_bytes(architecture, run).layer
+        factors = expert_factor_bytes(architecture, computation).layer
     else:
         factors = 0
     per_token = (
-        recomputed_bytes(architecture, run)
-        + working_bytes(architecture, run)
-        + prefetched_bytes(architecture, run)
+        recomputed_bytes(architecture, computation)
+        + working_bytes(architecture, computation)
+        + prefetched_bytes(architecture, computation)
     )
-    handed_on = architecture.hidden * run.residual_itemsize
-    return _after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
+    handed_on = architecture.hidden * computation.residual_itemsize
+    return _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
 
 
 def _count_elements(tensors: Iterable[StateTensor]) -> int:

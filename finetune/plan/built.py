@@ -133,10 +133,15 @@ class BuiltArchitecture(Architecture):
     def idle_parameters(self) -> int:
         return self.outline.idle
 
-    def trace(self, run: "Computation") -> "Trace":
+    def trace(self, computation: "Computation") -> "Trace":
         from finetune.models.trace import Forward, trace_model
 
-        how = Forward(itemsize=run.itemsize, autocast=run.autocast, lora=run.lora, cpu=run.cpu)
+        how = Forward(
+            itemsize=computation.itemsize,
+            autocast=computation.autocast,
+            lora=computation.lora,
+            cpu=computation.cpu,
+        )
         key = f"{how}\n{self.config}"
         if key not in _TRACES:
             _TRACES[key] = trace_model(json.loads(self.config), how)

@@ -7,6 +7,7 @@ from finetune.constants import FP32, PROMPTS_AT_ONCE
 from finetune.plan.activations import evaluation_bytes, mask_bytes
 from finetune.plan.loss_memory import chunk_bytes, compared_bytes, vector_bytes
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
     Snapshot,
     dequantized_at_once,
@@ -14,8 +15,6 @@ from finetune.plan.temporary_memory import (
     fp8_bytes,
     plan_layout_memory,
     rounded_bytes,
-    teacher_forward,
-    teachers_tail,
 )
 
 # of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
@@ -23,62 +22,71 @@ SAMPLED_BYTES = 28
 INT16 = 2  # bytes of an expert's index
 
 
-def plan_rollout(spec: RunSpec, at_rest: Snapshot) -> Snapshot | None:
-    """While completions are sampled, with all parameters gathered; None where none are, or a server
-    samples them.
-
-    Of its moments the largest: a token is drawn, or computed, prompts move into the last layer's
-    cache, or are read.
+def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """The points of a rollout, with all parameters gathered; none where nothing is sampled, or a
+    server samples.
     """
     if not spec.recipe.samples_itself:
-        return None
+        return
     architecture = spec.computed
-    run = spec.computation
+    computation = spec.computation
     keys = spec.recipe.rollout
     length = spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
     prompts = -(-rows // keys.num_generations)
-    tokens = length - keys.max_completion_length
+    tokens = length - keys.max_completion_length  # of a prompt
     # a turn reads all before it as a prompt of its own, of any length beside that of the others
     if keys.takes_turns:
         prompts = rows
         tokens = length
         length = length + keys.max_completion_length
-    some = min(prompts, PROMPTS_AT_ONCE)
-    forward = plan_forward(spec, at_rest, "completions sampled", some * tokens)
-    # Which tokens see each other, and as numbers that are added; none where prompts are packed.
-    if spec.recipe.model.attn_implementation == "auto":
-        masks = 0
+    prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
+    forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * tokens)
+    if spec.sharding.is_fsdp:
+        gathered = sum(
+            tensor.numel // tensor.divided * min(tensor.itemsize, computation.itemsize)
+            for tensor in spec.part_tensors
+        )
+        point = replace(forward, gathered=gathered)
     else:
-        masks = some * tokens**2 * (1 + run.itemsize)
-    scores = 2 * FP32 * rows * architecture.heads * length
+        point = forward
     cache = kv_cache_bytes(spec, rows * length)
     if keys.routing_replay and architecture.mixture is not None:
-        of_token = architecture.layers * architecture.mixture.chosen
-        cache += rows * length * of_token * INT16
-    logits = rows * architecture.vocabulary * FP32
-    moments = (
-        (cache, rows * architecture.vocabulary * SAMPLED_BYTES),
-        (cache + rows * evaluation_bytes(architecture, run) + scores, logits),
-        (cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers, logits),
-        (
-            kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
-            some * architecture.vocabulary * FP32,
-        ),
+        experts_of_token = architecture.layers * architecture.mixture.chosen
+        cache += rows * length * experts_of_token * INT16
+    numbers = rows * architecture.vocabulary
+    # a token of each row is drawn
+    yield replace(point, activations=cache, loss=numbers * SAMPLED_BYTES)
+    # the next one is computed
+    scores = 2 * FP32 * rows * architecture.heads * length
+    computed = cache + rows * evaluation_bytes(architecture, computation) + scores
+    yield replace(point, activations=computed, loss=numbers * FP32)
+    # prompts move into the last layer's cache
+    moved = cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers
+    yield replace(point, activations=moved, loss=numbers * FP32)
+    # prompts are read; masks say which tokens see each other, and as numbers that are added
+    if spec.recipe.model.attn_implementation == "auto":
+        masks = 0  # prompts are packed
+    else:
+        masks = prompts_at_once * tokens**2 * (1 + computation.itemsize)
+    yield replace(
+        point,
+        activations=kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
+        loss=prompts_at_once * architecture.vocabulary * FP32,
     )
-    activations, loss = max(moments, key=sum)
-    gathered = sum(t.numel // t.divided * min(t.itemsize, run.itemsize) for t in spec.part_tensors)
-    gathered = gathered if spec.sharding.is_fsdp else forward.gathered
-    return replace(forward, gathered=gathered, activations=activations, loss=loss)
 
 
-def score_completions(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
-    """While a reward model scores as many completions as fill the rows of a micro-batch."""
-    run = replace(spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False)
+def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """The points at which each reward model scores as many completions as fill the rows of a
+    micro-batch.
+    """
+    computation = replace(
+        spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False
+    )
     tokens = spec.rows * spec.recipe.data.max_length
     for architecture in spec.reward_models:
-        activations = tokens * evaluation_bytes(architecture, run) + mask_bytes(
-            architecture, run, tokens
+        activations = tokens * evaluation_bytes(architecture, computation) + mask_bytes(
+            architecture, computation, tokens
         )
         yield replace(at_rest, name="completions scored", activations=activations)
 
@@ -98,7 +106,7 @@ def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
     )
 
 
-def compare_vectors(
+def vector_points(
     spec: RunSpec, before: Snapshot, forward: Snapshot, groups: int
 ) -> Iterator[Snapshot]:
     """The forwards of `groups` queries with their documents without gradients, and the loss of
@@ -111,10 +119,47 @@ def compare_vectors(
     yield replace(before, name="vectors compared", loss=compared_bytes(spec, groups))
 
 
-def teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
-    forward = teacher_forward(spec, tokens)
-    if forward is not None:
-        yield replace(before, name="forward of the teacher", **forward)
+def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
+    """The forward of the teacher, which keeps only the head's input; nothing without a teacher."""
+    if spec.teacher is None:
+        return
+    architecture = spec.teacher.architecture
+    computation = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
+    rotary = 2 * architecture.rotated_size * computation.itemsize
+    activations = tokens * (evaluation_bytes(architecture, computation) + rotary)
+    if spec.teacher.quantization.bits is not None:
+        dequantized = computation.itemsize * dequantized_at_once(architecture)
+    else:
+        dequantized = 0
+    layer, tail = _teacher_units(spec)
+    yield replace(
+        before,
+        name="forward of the teacher",
+        activations=activations + mask_bytes(architecture, computation, tokens),
+        gathered=max(layer, tail),
+        temporaries=dequantized,
+    )
+
+
+def teacher_tail_bytes(spec: RunSpec) -> int:
+    """Bytes of the teacher's tail as FSDP gathers it for the divergence; 0 without a teacher."""
+    return _teacher_units(spec)[1]
+
+
+def _teacher_units(spec: RunSpec) -> tuple[int, int]:
+    """Bytes of what FSDP gathers of the teacher: (a layer beside what stays gathered, the tail).
+
+    A tied tail holds the embedding, and stays gathered.
+    """
+    if spec.teacher is None or not spec.sharding.is_fsdp:
+        return 0, 0
+    architecture = spec.teacher.architecture
+    units = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
+    itemsize = spec.computation.itemsize
+    buffers = 2 if spec.shards > 1 else 1
+    tail = itemsize * units.tail.numel
+    layer = itemsize * units.layer.numel * buffers
+    return layer + (tail if architecture.tied else 0), tail * buffers
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
@@ -143,14 +188,14 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 def plan_forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
     architecture = spec.computed
-    run = spec.computation
-    rotary = 2 * architecture.rotated_size * run.residual_itemsize
-    factors = expert_factor_bytes(architecture, run).layer
+    computation = spec.computation
+    rotary = 2 * architecture.rotated_size * computation.residual_itemsize
+    factors = expert_factor_bytes(architecture, computation).layer
     return replace(
         at_rest,
         name=name,
-        activations=tokens * (evaluation_bytes(architecture, run) + rotary)
-        + mask_bytes(architecture, run, tokens),
+        activations=tokens * (evaluation_bytes(architecture, computation) + rotary)
+        + mask_bytes(architecture, computation, tokens),
         loss=chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
@@ -171,5 +216,5 @@ def _gathered_in_forward(spec: RunSpec) -> int:
     else:
         layer = layout.layer.gathered + 2 * layout.layer.arriving
     waiting = layout.tail.gathered if layout.tail_waits else 0
-    tail = layout.tail.gathered + layout.tail.arriving + teachers_tail(spec)
+    tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
     return max(layer, tail) + waiting + layout.kept_in_forward

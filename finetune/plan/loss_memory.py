@@ -45,12 +45,11 @@ def loss_bytes(spec: RunSpec) -> int:
     hidden states.
     """
     architecture = spec.computed
-    run = spec.computation
+    computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        # pooled states, their fp64 cast, their gradient
-        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
-    if run.autocast:
-        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
+        return _pooled_bytes(spec)
+    if computation.autocast:
+        cast_head = computation.itemsize * architecture.head_rows * architecture.hidden
     else:
         cast_head = 0
     # else it is computed in the backward
@@ -60,15 +59,22 @@ def loss_bytes(spec: RunSpec) -> int:
         head_gradient = _head_gradient(spec)
     # a copy of the trained positions, and its gradient
     scored = spec.scored_outputs * spec.tokens
-    hidden = 2 * run.itemsize * architecture.hidden * scored
+    hidden = 2 * computation.itemsize * architecture.hidden * scored
     # those of early exits before they are joined
-    hidden += run.residual_itemsize * architecture.hidden * (scored - spec.tokens)
+    hidden += computation.residual_itemsize * architecture.hidden * (scored - spec.tokens)
     hidden += critic_bytes(spec) + head_adapter_bytes(spec)
     if head_gradient:
-        product = weight_product_bytes(spec.part.head_rows, architecture.hidden, scored, run)
+        product = weight_product_bytes(
+            spec.part.head_rows, architecture.hidden, scored, computation
+        )
     else:
         product = 0
     return head_gradient + cast_head + hidden + max(chunk_bytes(spec, scored), product)
+
+
+def _pooled_bytes(spec: RunSpec) -> int:
+    """The states that an embedding is pooled of, their fp64 cast, and their gradient."""
+    return (2 * spec.computation.itemsize + FP64) * spec.computed.hidden * spec.tokens
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
@@ -79,9 +85,9 @@ def head_adapter_bytes(spec: RunSpec) -> int:
     rank = _head_rank(spec)
     if not rank:
         return 0
-    run = spec.computation
-    joined = run.itemsize * spec.tokens * (spec.computed.hidden + 4 * rank)
-    scaled = run.itemsize + (FP32 if run.autocast else 0)
+    computation = spec.computation
+    joined = computation.itemsize * spec.tokens * (spec.computed.hidden + 4 * rank)
+    scaled = computation.itemsize + (FP32 if computation.autocast else 0)
     return joined + (scaled + FP32) * rank * spec.part.head_rows
 
 
@@ -103,7 +109,7 @@ def critic_bytes(spec: RunSpec) -> int:
 def chunk_bytes(spec: RunSpec, tokens: int) -> int:
     method = spec.recipe.method
     if spec.teacher is not None:
-        return meeting_bytes(spec, tokens)
+        return teacher_divergence_bytes(spec, tokens)
     if method.distill_top_k is not None:
         vocabulary = spec.architecture.vocabulary
         return divergence_chunk_bytes(
@@ -117,17 +123,21 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     between.
     """
     architecture = spec.computed
-    run = spec.computation
+    computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        return (2 * run.itemsize + FP64) * architecture.hidden * spec.tokens
+        return _pooled_bytes(spec)
     if spec.weighs_documents:
-        return log_probability_backward_bytes(architecture, spec.tokens, run, _head_gradient(spec))
-    if run.itemsize < FP32 and not run.autocast:
-        cast_back = run.itemsize
+        return log_probability_backward_bytes(
+            architecture, spec.tokens, computation, _head_gradient(spec)
+        )
+    if computation.itemsize < FP32 and not computation.autocast:
+        cast_back = computation.itemsize
     else:
         cast_back = 0
     scored = spec.scored_outputs * spec.tokens
-    hidden = architecture.hidden * scored * (run.itemsize + FP32 + run.residual_itemsize)
+    hidden = (
+        architecture.hidden * scored * (computation.itemsize + FP32 + computation.residual_itemsize)
+    )
     return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
 
 
@@ -140,35 +150,39 @@ def _head_gradient(spec: RunSpec) -> int:
     return 0
 
 
-def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
+def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> int:
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
     gradient cast back; compiled, the scores and their gradient.
     """
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-    if run.compiled:
-        return chunk * vocabulary * 2 * run.itemsize
-    if run.itemsize == FP32:
+    chunk = _balanced_chunk(
+        tokens, loss_chunk_tokens(vocabulary, "cpu" if computation.cpu else "cuda")
+    )
+    if computation.compiled:
+        return chunk * vocabulary * 2 * computation.itemsize
+    if computation.itemsize == FP32:
         casts = 0
-    elif run.cpu or run.divides_vocabulary:
+    elif computation.cpu or computation.divides_vocabulary:
         casts = FP32  # both cast the input of their softmax first
     else:
-        casts = run.itemsize
-    return chunk * vocabulary * (run.itemsize + FP32 + casts)
+        casts = computation.itemsize
+    return chunk * vocabulary * (computation.itemsize + FP32 + casts)
 
 
-def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
+def weight_product_bytes(
+    vocabulary: int, hidden: int, tokens: int, computation: Computation
+) -> int:
     """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on
     a CPU of the fp32 copy that torch adds up; a GPU's kernel adds the product itself, and so does a
     CPU's in fp32.
     """
-    if not run.cpu or run.itemsize == FP32:
+    if not computation.cpu or computation.itemsize == FP32:
         return 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
-    return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
+    return vocabulary * (2 * chunk * computation.itemsize + hidden * (computation.itemsize + FP32))
 
 
 def divergence_chunk_bytes(
-    vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float
+    vocabulary: int, tokens: int, computation: Computation, beta: float, temperature: float
 ) -> int:
     """Bytes of the chunk of logits that a distillation loss works on: scores, both models'
     log-probabilities, three more tensors of their size for the divergence and its gradient (two for
@@ -176,9 +190,9 @@ def divergence_chunk_bytes(
     """
     tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
     chunk = _balanced_chunk(
-        tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")
+        tokens, divergence_chunk_tokens(vocabulary, "cpu" if computation.cpu else "cuda")
     )
-    return chunk * vocabulary * (run.itemsize + tensors * FP32)
+    return chunk * vocabulary * (computation.itemsize + tensors * FP32)
 
 
 def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
@@ -187,7 +201,7 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
 
 
 def log_probability_backward_bytes(
-    architecture: Architecture, tokens: int, run: Computation, head_gradient: int
+    architecture: Architecture, tokens: int, computation: Computation, head_gradient: int
 ) -> int:
     """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
     first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
@@ -196,31 +210,33 @@ def log_probability_backward_bytes(
     head_gradient: bytes of the latter; 0 where the head is frozen.
     """
     hidden = architecture.hidden * tokens
-    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
-    scaled = run.residual_itemsize * hidden
-    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
+    prepared = computation.itemsize * hidden  # the hidden states' gradient, from the forward
+    scaled = computation.residual_itemsize * hidden
+    product = FP32 * hidden * (1 if computation.itemsize == FP32 else 2)
     if not head_gradient:
         return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
-    trained = run.itemsize * hidden  # the hidden states at the trained positions
-    if run.autocast:
-        cast_head = run.itemsize * architecture.head_rows * architecture.hidden
+    trained = computation.itemsize * hidden  # the hidden states at the trained positions
+    if computation.autocast:
+        cast_head = computation.itemsize * architecture.head_rows * architecture.hidden
     else:
         cast_head = 0
-    if run.itemsize < FP32 and not run.autocast:
-        cast_back = run.itemsize
+    if computation.itemsize < FP32 and not computation.autocast:
+        cast_back = computation.itemsize
     else:
         cast_back = 0
-    chunk = loss_chunk_bytes(architecture.head_rows, tokens, run) + cast_head
+    chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation) + cast_head
     again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 
-def meeting_bytes(spec: RunSpec, tokens: int) -> int:
-    """Returns the bytes of the head's inputs, and of the chunk in which the logits meet."""
+def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes of the inputs of the teacher's head, and of a chunk of the divergence from it."""
     assert spec.teacher is not None
     teacher = spec.teacher.architecture
-    run = spec.computation
+    computation = spec.computation
     method = spec.recipe.method
     widest = max(spec.architecture.vocabulary, teacher.vocabulary)
-    chunk = divergence_chunk_bytes(widest, tokens, run, method.distill_beta, method.temperature)
-    return run.itemsize * teacher.hidden * tokens + chunk
+    chunk = divergence_chunk_bytes(
+        widest, tokens, computation, method.distill_beta, method.temperature
+    )
+    return computation.itemsize * teacher.hidden * tokens + chunk

@@ -8,20 +8,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from finetune.constants import FP32
-from finetune.plan.backward_memory import kept_for_backward, sharded_points, whole_points
+from finetune.plan.backward_memory import kept_for_backward, sharded_points, unsharded_points
 from finetune.plan.forward_memory import (
-    compare_vectors,
     dequantized_bytes,
     plan_forward,
-    plan_rollout,
-    score_completions,
-    teacher_first,
+    rollout_points,
+    scoring_points,
+    teacher_points,
+    teacher_tail_bytes,
+    vector_points,
 )
 from finetune.plan.loss_memory import (
     held_out_groups,
     loss_backward_bytes,
     loss_bytes,
-    meeting_bytes,
+    teacher_divergence_bytes,
 )
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import State
@@ -31,7 +32,6 @@ from finetune.plan.temporary_memory import (
     fp8_bytes,
     plan_layout_memory,
     rounded_bytes,
-    teachers_tail,
     update_temporaries,
 )
 
@@ -53,7 +53,7 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     """Every phase of the run with its peak, on the rank that holds the most."""
     if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
         loading, *training = plan_phases(replace(spec, teacher=None))
-        return (loading, _plan_asking(spec), *training)
+        return (loading, _plan_teacher(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
     return tuple(
         max(phases, key=lambda phase: phase.peak.total) for phases in zip(*by_stage, strict=True)
@@ -62,15 +62,11 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     """The phases of a pipeline stage, or of a run without one, each at its highest point."""
-    state = spec.state()
-    on_cpu = spec.sharding.cpu_offload
-    on_device = State(0, 0, 0, 0) if on_cpu else state
-    # The first update makes the optimizer's state, but for the buffers of its files.
+    on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
+    # Kept in files, it needs its buffers from the start; else the first update makes it.
     keeps_state_in_files = spec.files() is not None
-    loaded = Snapshot(
-        "weights in place",
-        parameters=on_device.trained + on_device.frozen,
-        teacher=0 if on_cpu else spec.teacher_bytes,
+    loaded = replace(
+        _hold_weights(spec),
         rewards=spec.reward_bytes,
         optimizer=on_device.optimizer if keeps_state_in_files else 0,
     )
@@ -82,18 +78,25 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points = {"load": [_load(spec, loaded)]}  # by phase, in the order of a run
     if spec.reference == "stored":
         points["reference"] = [plan_forward(spec, loaded, "a batch", spec.tokens)]
-    rollout = plan_rollout(spec, at_rest)
-    sampling = [] if rollout is None else [rollout]
-    sampling += score_completions(spec, at_rest)
-    if sampling:
-        points["rollout"] = sampling
+    sampling = list(rollout_points(spec, at_rest))
+    if rollout := [*sampling, *scoring_points(spec, at_rest)]:
+        points["rollout"] = rollout
     points["first step"] = step if keeps_state_in_files else _first_step(spec, step)
     points["steady step"] = step
-    points["evaluation"] = _evaluate(spec, at_rest, rollout)
+    points["evaluation"] = _evaluate(spec, at_rest, sampling)
     points["save"] = [at_rest]
     points["resume"] = [_read_optimizer(spec, at_rest)]
     points["export"] = [at_rest]
     return tuple(Phase(name, _find_highest(spec, of_phase)) for name, of_phase in points.items())
+
+
+def _hold_weights(spec: RunSpec) -> Snapshot:
+    """The weights of the model and of its teacher on the device; none where the host holds them."""
+    weights = Snapshot("weights in place")
+    if spec.sharding.cpu_offload:
+        return weights
+    state = spec.state()
+    return replace(weights, parameters=state.trained + state.frozen, teacher=spec.teacher_bytes)
 
 
 def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
@@ -114,33 +117,30 @@ def _read_optimizer(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     return replace(at_rest, name="optimizer state read", temporaries=temporaries)
 
 
-def _evaluate(spec: RunSpec, at_rest: Snapshot, rollout: Snapshot | None) -> list[Snapshot]:
-    """An evaluation; of a method that samples, it is a rollout of held-out prompts."""
+def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
+    """The points of an evaluation; where the model samples, those of `sampling`."""
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
-    held_out = rollout or plan_forward(spec, at_rest, "a held-out batch", tokens)
-    return [
-        *teacher_first(spec, at_rest, tokens),
-        held_out,
-        *compare_vectors(spec, at_rest, held_out, held_out_groups(spec) or 0),
-    ]
+    teacher = teacher_points(spec, at_rest, tokens)
+    if sampling:
+        return [*teacher, *sampling]
+    held_out = plan_forward(spec, at_rest, "a held-out batch", tokens)
+    vectors = vector_points(spec, at_rest, held_out, held_out_groups(spec) or 0)
+    return [*teacher, held_out, *vectors]
 
 
-def _plan_asking(spec: RunSpec) -> Phase:
-    """The teacher, asked before training: beside the model, and freed before the first step."""
-    if spec.sharding.cpu_offload:
-        state = State(0, 0, 0, 0)
-    else:
-        state = spec.state()
-    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
-    weights = Snapshot("", parameters=state.trained + state.frozen, teacher=teacher)
+def _plan_teacher(spec: RunSpec) -> Phase:
+    """The phase before training in which the teacher scores the data, beside the model; it is freed
+    before the first step.
+    """
+    loaded = _hold_weights(spec)
     scores = replace(
-        weights,
+        loaded,
         name="its likeliest tokens",
-        loss=meeting_bytes(spec, spec.tokens),
-        gathered=teachers_tail(spec),
+        loss=teacher_divergence_bytes(spec, spec.tokens),
+        gathered=teacher_tail_bytes(spec),
     )
-    points = [*teacher_first(spec, weights, spec.tokens), scores]
+    points = [*teacher_points(spec, loaded, spec.tokens), scores]
     return Phase("teacher", _find_highest(spec, points))
 
 
@@ -189,9 +189,9 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     before = full if spec.accumulation > 1 else replace(full, gradients=0)
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
-    yield from teacher_first(spec, before, spec.tokens)
+    yield from teacher_points(spec, before, spec.tokens)
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
-    yield from compare_vectors(spec, before, whole_step, spec.rows_per_step)
+    yield from vector_points(spec, before, whole_step, spec.rows_per_step)
     yield from _head_points(spec, layout, before)
     layer_temporaries = dequantized_bytes(
         spec, recomputes_layer=spec.computation.checkpoint_every is not None
@@ -200,7 +200,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, layer_temporaries)
     else:
-        yield from whole_points(spec, layout, before, full, layer_temporaries)
+        yield from unsharded_points(spec, layout, before, full, layer_temporaries)
     if not spec.recipe.optimization.optim_in_backward:
         update = replace(full, name="optimizer step", communication=layout.buckets)
         yield replace(update, temporaries=update_temporaries(spec))
@@ -214,7 +214,10 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
         head,
         name="loss",
         loss=loss_bytes(spec) if spec.is_last_stage else 0,
-        gathered=gathered + layout.tail.arriving + layout.kept_in_forward + teachers_tail(spec),
+        gathered=gathered
+        + layout.tail.arriving
+        + layout.kept_in_forward
+        + teacher_tail_bytes(spec),
     )
     if layout.layer_staying:
         gathered += layout.layers * layout.layer_staying

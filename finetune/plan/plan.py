@@ -504,8 +504,8 @@ def _read_size(flag: str, text: str) -> int:
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """Without --num-processes: the product of the file's mesh, one rank for a single process, or a
-    usual node.
+    """Assumes the number of ranks where --num-processes is not given: the product of the file's
+    mesh, one for a single process, or those of a usual node.
     """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:

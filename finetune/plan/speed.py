@@ -118,9 +118,9 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
             "all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided
         )
         yield Collective("reduce-scatter", times, times * reduced, shards, stride * divided)
-        meetings = 1 if spec.sharding.layout == "fsdp2" else times
+        reductions = 1 if spec.sharding.layout == "fsdp2" else times
         yield Collective(
-            "all-reduce", meetings, meetings * reduced // shards, replicas, spec.state_ranks
+            "all-reduce", reductions, reductions * reduced // shards, replicas, spec.state_ranks
         )
 
 
@@ -129,22 +129,24 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
 
     Divided experts are units of their own.
     """
-    u = split_into_units(spec.part, spec.part_tensors, spec.sharding)
+    units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
     forwards = 2 if spec.reference == "adapters off" else 1
-    units: dict[str, list[StateTensor]] = {}
+    tensors_by_unit: dict[str, list[StateTensor]] = {}
     for tensor in spec.part_tensors:
         is_layer = tensor.unit.startswith("layer")
-        if is_layer and u.layer == u.layers:
+        if is_layer and units.layer == units.layers:
             name = "layers"
         else:
             name = tensor.unit
-        if (name == "embedding" and u.embedding.numel == 0) or (
+        if (name == "embedding" and units.embedding.numel == 0) or (
             name == "layers" and spec.sharding.layout == "fsdp1"
         ):
             name = "tail"
-        units.setdefault(f"{name}, divided" if tensor.divided > 1 else name, []).append(tensor)
-    for name, tensors in units.items():
-        stays = name == "tail" or u.stay_gathered
+        tensors_by_unit.setdefault(f"{name}, divided" if tensor.divided > 1 else name, []).append(
+            tensor
+        )
+    for name, tensors in tensors_by_unit.items():
+        stays = name == "tail" or units.stay_gathered
         # Nothing asks for the gradient of a frozen embedding's output but activation checkpointing.
         is_passed = (
             name != "embedding"
@@ -165,7 +167,7 @@ def _padded(tensor: StateTensor, shards: int) -> int:
 
 
 def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
-    """DDP reduces gradients once a step, in buckets."""
+    """Lists the all-reduces of DDP, which reduces gradients once a step, in buckets."""
     if spec.sharding.layout != "ddp":
         return
     calls = 0
@@ -193,18 +195,20 @@ def _count_passes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
-    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs;
-    where transformers' plan gathers products, these in the forward and the gradients of the next
-    layer's input in the backward; at the ends the embedding's output, the softmax's numbers and the
+    """Lists the collectives of tensor parallelism.
+
+    In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where
+    transformers' plan gathers products, these in the forward and the gradients of the next layer's
+    input in the backward. At the ends: the embedding's output, the softmax's numbers and the
     gradient of what enters the head.
     """
     ranks = spec.tensor_ranks
     architecture = replace(spec.architecture, layers=spec.part.layers)
-    run = spec.computation
+    computation = spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)
-    size = spec.tokens * architecture.hidden * run.itemsize
+    size = spec.tokens * architecture.hidden * computation.itemsize
     recomputed = forward - backward * (2 if spec.reference else 1)
     # The recomputed forward ends with the last tensor that its backward reads: before the sum of
     # the MLP's outputs.
@@ -219,7 +223,7 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
         inputs = architecture.query_width + (
             architecture.intermediate if architecture.family.fused else 0
         )
-        moved = spec.tokens * run.itemsize * (forward * products + backward * inputs)
+        moved = spec.tokens * computation.itemsize * (forward * products + backward * inputs)
         yield Collective(
             "all-gather",
             forward * (2 if architecture.family.fused else 3)

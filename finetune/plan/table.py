@@ -55,13 +55,13 @@ def name_layout(spec: RunSpec) -> str:
 
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
-    a = spec.architecture
+    architecture = spec.architecture
     recipe = spec.recipe
     sharding = spec.sharding
     trained = spec.trained_numel
     tokens = spec.tokens_per_step
-    if a.facts.experts:
-        active = f"{count(a.parameters - a.idle_parameters)} active, "
+    if architecture.facts.experts:
+        active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
     else:
         active = ""
     checkpointing = "off"
@@ -88,7 +88,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     parameters = frozen + spec.trained_dtype
     computed = spec.compute_dtype
     if sharding.fp8 is not None:
-        share = sum(spec.fp8_weights.values()) / a.parameters
+        share = sum(spec.fp8_weights.values()) / architecture.parameters
         computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
     if scheme := recipe.quantization_aware.quantization_aware_training:
         computed += f" of what {scheme} rounds"
@@ -98,9 +98,9 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     )
     return "\n".join(
         [
-            f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, "
-            f"{active}{count(trained)} trained{' (LoRA)' if recipe.lora.use_peft else ''}, "
-            f"{a.layer_names}",
+            f"model      {model}: {architecture.model_type}, "
+            f"{count(architecture.parameters)} parameters, {active}{count(trained)} trained"
+            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {architecture.layer_names}",
             *_describe_teacher(spec),
             *_describe_reward_models(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
@@ -189,7 +189,7 @@ def _describe_preferences(spec: RunSpec) -> list[str]:
 def _describe_teacher(spec: RunSpec) -> list[str]:
     if spec.teacher is None:
         return []
-    a = spec.teacher.architecture
+    architecture = spec.teacher.architecture
     quantization = spec.teacher.quantization
     model = spec.recipe.teacher
     if quantization.bits:
@@ -202,18 +202,21 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     else:
         asked = ""
     return [
-        f"teacher    {model and model.model_name_or_path}: {a.model_type}, {count(a.parameters)} "
-        f"parameters, frozen in {spec.compute_dtype}{stored}{asked}"
+        f"teacher    {model and model.model_name_or_path}: {architecture.model_type}, "
+        f"{count(architecture.parameters)} parameters, "
+        f"frozen in {spec.compute_dtype}{stored}{asked}"
     ]
 
 
 def _describe_reward_models(spec: RunSpec) -> list[str]:
     """The models that pay completions, all of which each rank holds."""
     lines = []
-    for name, a in zip(spec.recipe.rollout.reward_models, spec.reward_models, strict=True):
+    for name, architecture in zip(
+        spec.recipe.rollout.reward_models, spec.reward_models, strict=True
+    ):
         sizes = (
-            f"{a.model_type}, {count(a.parameters)} parameters, in {spec.compute_dtype}, whole on "
-            "each rank"
+            f"{architecture.model_type}, {count(architecture.parameters)} parameters, "
+            f"in {spec.compute_dtype}, whole on each rank"
         )
         lines.append(f"reward     {name}: {sizes}")
     for judge in spec.recipe.rollout.judges:

@@ -8,12 +8,12 @@ forward to backward (Accelerate's fsdp2_prepare_model).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
 from finetune.constants import FP32, ITEMSIZE
-from finetune.plan.activations import Computation, evaluation_bytes, expert_adapter_rank, mask_bytes
+from finetune.plan.activations import Computation, expert_adapter_rank
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
@@ -62,13 +62,14 @@ CPU_PRODUCT = (18, 12, 18)
 
 
 def fp8_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the layer with the most holds for `tokens` tokens; 0 where nothing is multiplied
-    in FP8.
+    """The most bytes that a linear layer holds while it multiplies `tokens` tokens in FP8; 0 where
+    none does.
     """
-    return max(_of_each_linear(spec, tokens), default=0)
+    return max(_list_fp8_bytes(spec, tokens), default=0)
 
 
-def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
+def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
+    """The bytes of each linear layer that multiplies in FP8."""
     multiplied = spec.fp8_weights
     gathered = spec.fp8_gathered
     for linear in spec.architecture.linears():
@@ -136,20 +137,22 @@ class ExpertFactors:
     layer: int = 0  # of the layer with the most
 
 
-def expert_factor_bytes(architecture: Architecture, run: Computation) -> ExpertFactors:
+def expert_factor_bytes(architecture: Architecture, computation: Computation) -> ExpertFactors:
     """The copies of a model with adapters on its experts, on one rank; nothing without."""
-    if run.lora is None or not run.lora.lora_target_parameters:
+    if computation.lora is None or not computation.lora.lora_target_parameters:
         return ExpertFactors()
     sizes = []
     for layer in range(architecture.layers):
         size = 0
         for tensor in architecture.experts(layer):
-            rank, padded = expert_adapter_rank(tensor.name, run)
+            rank, padded = expert_adapter_rank(tensor.name, computation)
             width_out, width_in = architecture.expert_widths(tensor)
-            copied = width_out + (width_in if padded > rank or run.autocast else 0)
-            size += run.itemsize * tensor.shape[0] * padded * copied // run.expert_ranks
+            copied = width_out + (width_in if padded > rank or computation.autocast else 0)
+            size += (
+                computation.itemsize * tensor.shape[0] * padded * copied // computation.expert_ranks
+            )
         sizes.append(size)
-    every = run.checkpoint_every
+    every = computation.checkpoint_every
     return ExpertFactors(
         sum(size for i, size in enumerate(sizes) if every is None or i % every), max(sizes)
     )
@@ -162,49 +165,6 @@ def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> in
     layer = architecture.widest_layer
     experts = sum(weight.numel for weight in architecture.experts(layer)) // expert_ranks
     return max([experts, *(linear.numel for linear in architecture.linears(layer))])
-
-
-def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
-    """The bytes of its forward, by a snapshot's parts; None without a teacher.
-
-    Only the head's input is kept.
-    """
-    if spec.teacher is None:
-        return None
-    architecture = spec.teacher.architecture
-    run = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
-    inside = evaluation_bytes(architecture, run) + 2 * architecture.rotated_size * run.itemsize
-    if spec.teacher.quantization.bits is not None:
-        dequantized = run.itemsize * dequantized_at_once(architecture)
-    else:
-        dequantized = 0
-    return {
-        "activations": tokens * inside + mask_bytes(architecture, run, tokens),
-        "gathered": _gathered(spec)[0],
-        "temporaries": dequantized,
-    }
-
-
-def teachers_tail(spec: RunSpec) -> int:
-    """Bytes of its tail as FSDP gathers it where the logits meet."""
-    return _gathered(spec)[1]
-
-
-def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """Returns the bytes that FSDP gathers of it in its forward, and of its tail.
-
-    A tied tail holds the embedding, and stays gathered.
-    """
-    if spec.teacher is None or not spec.sharding.is_fsdp:
-        return 0, 0
-    architecture = spec.teacher.architecture
-    size = spec.computation.itemsize
-    u = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
-    buffers = 2 if spec.shards > 1 else 1
-    tail = size * u.tail.numel
-    return max(
-        size * u.layer.numel * buffers + (tail if architecture.tied else 0), tail * buffers
-    ), tail * buffers
 
 
 FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
@@ -229,7 +189,7 @@ def update_temporaries(spec: RunSpec) -> int:
         spec.files() is not None
     ):  # one tensor after another: the root of its second moment, and that over the correction
         at_once = 2 * FP32 * -(-max(tensor.numel for tensor in trained) // spec.shards)
-    return _temporaries(spec, trained, at_once)
+    return _count_temporaries(spec, trained, at_once)
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
@@ -238,7 +198,7 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
 
     A tied head is updated with the embedding.
     """
-    layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
+    layers, embedding, tail = (_list_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.part.tied:
         embedding = [*embedding, *tail]
         tail = []
@@ -257,32 +217,33 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     memory_by_part = {}
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
         largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-        temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
+        temporaries = _count_temporaries(spec, tensors, -(-largest // spec.shards))
         memory_by_part[part] = InBackwardMemory(
             largest + (0 if part == "head" else waiting), temporaries
         )
     return memory_by_part
 
 
-def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """Returns the bytes that the optimizer allocates while it updates these `tensors`, and those of
-    their norm. `at_once`: bytes of the tensors it updates together. foreach AdamW allocates the
-    roots of their second moments.
+def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
+    """The most bytes that one tensor's norm, or the optimizer's update of `tensors`, allocates.
+
+    `at_once`: bytes of the tensors that it updates together; foreach AdamW allocates the roots of
+    their second moments.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    of_matrix = facts.update_bytes * max(
+    largest_matrix = facts.update_bytes * max(
         (t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0
     )
     return max(
         norm,
-        facts.update_copies * FP32 * largest + of_matrix,
+        facts.update_copies * FP32 * largest + largest_matrix,
         at_once if facts.allocates_roots else 0,
     )
 
 
-def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:
+def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
     return [
         tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)
     ]
@@ -322,7 +283,7 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
     """Plans the memory that the layout of `spec` holds for each unit."""
     if spec.sharding.is_fsdp:
         return _plan_units(spec)
-    return _plan_whole(spec)
+    return _plan_unsharded(spec)
 
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
@@ -392,12 +353,13 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
     )
 
 
-def _plan_whole(spec: RunSpec) -> LayoutMemory:
-    """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward
-    ends, or until its backward has used it; DDP has a bucket beside every gradient
-    (torch.nn.parallel.distributed).
+def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
+    """Plans the memory of each unit under DDP and single, which shard nothing.
+
+    Autocast caches a cast copy of every weight until the forward ends, or until its backward has
+    used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed).
     """
-    run = spec.computation
+    computation = spec.computation
     architecture = spec.architecture
     multiplied = sum(
         tensor.numel
@@ -407,11 +369,11 @@ def _plan_whole(spec: RunSpec) -> LayoutMemory:
         )
     )
     is_cast = (
-        run.autocast
-        and run.lora is None
+        computation.autocast
+        and computation.lora is None
         and not spec.recipe.quantization_aware.quantization_aware_training
     )
-    cast = run.itemsize * multiplied if is_cast else 0
+    cast = computation.itemsize * multiplied if is_cast else 0
 
     def unit(name: str, gathered: int = 0) -> UnitMemory:
         return UnitMemory(
@@ -427,7 +389,7 @@ def _plan_whole(spec: RunSpec) -> LayoutMemory:
         layer=unit(f"layer {architecture.widest_layer}", cast),
         tail=unit("tail"),
         layers=architecture.layers,
-        layer_staying=cast if run.checkpoint_every is None else 0,
+        layer_staying=cast if computation.checkpoint_every is None else 0,
         kept_in_forward=cast * architecture.layers,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         waiting_gradient=embedding.shard if architecture.tied else 0,

@@ -72,7 +72,7 @@ class RequestBatch:
         return [list(request.prompt_ids) for request in self.requests]
 
     def take_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Takes prompt ids in place of those before: environments have begun with more words."""
+        """Replaces the prompt ids: environments have added to the prompts when they began."""
         self.requests = [
             request._replace(prompt_ids=tuple(ids))
             for request, ids in zip(self.requests, prompts, strict=True)
@@ -114,39 +114,38 @@ class Sampler:
         greedy: bool = False,
         first_place: int = 0,
     ) -> Rollout:
-        """Completions of the prompts `example_ids`, sampled by all ranks, each a share.
-
-        All ranks call it.
+        """Samples and rewards completions of the prompts `example_ids`. All ranks call it, and each
+        samples a share.
 
         `first_place`: of the prompts in the step, which is part of their completions' seeds.
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
-        asked = self.make_requests(examples, example_ids, step, generations, first_place)
+        batch = self.make_requests(examples, example_ids, step, generations, first_place)
         sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
-        sampled = self._sample(asked, sample, RankGroup(self.world).on_main)
-        return self.reward(asked, sampled, step)
+        sampled = self._sample(batch, sample, RankGroup(self.world).on_main)
+        return self.reward(batch, sampled, step)
 
     def sample_alone(
-        self, asked: RequestBatch, sample: Callable[[Sequence[Request]], list[Sampled]]
+        self, batch: RequestBatch, sample: Callable[[Sequence[Request]], list[Sampled]]
     ) -> list[Sampled]:
         """Samples completions by `sample` on the main rank, while all ranks train."""
-        return self._sample(asked, sample, lambda action: action())
+        return self._sample(batch, sample, lambda action: action())
 
-    def reward(self, asked: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
-        """Scores the completions of what was asked. All ranks call it.
+    def reward(self, batch: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
+        """Scores the completions of a batch. All ranks call it.
 
         Raises `UserError` on all ranks for what a reward function does wrong.
         """
-        scores, failures = self._score_all(asked, sampled, step)
+        scores, failures = self._score_all(batch, sampled, step)
         rollout = Rollout(
-            example_ids=asked.example_ids,
-            prompts=asked.list_prompts(),
+            example_ids=batch.example_ids,
+            prompts=batch.list_prompts(),
             sampled=sampled,
             scores=scores,
             rewards=self._weigh(scores),
             failures=failures,
-            generations=asked.generations,
-            sampled_groups=len(sampled) // asked.generations,
+            generations=batch.generations,
+            sampled_groups=len(sampled) // batch.generations,
             flat_groups=0,
         )
         return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
@@ -178,20 +177,20 @@ class Sampler:
         return take_turns(batch.requests, sample, conversations, most_turns, on_main)
 
     def _score_all(
-        self, asked: RequestBatch, sampled: Sequence[Sampled], step: int
+        self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
     ) -> tuple[NDArray[np.float64], int]:
         """Returns (fp64[completions, rewards], the scores in the order of `reward_names`; how many
         scores failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
-            lambda: asdict(self.score(asked.rows, sampled, asked.messages, step, asked.episodes))
+            lambda: asdict(self.score(batch.rows, sampled, batch.messages, step, batch.episodes))
         )
         scoring = self.rewards.names + self.own_rewards
         by_name = dict(zip(scoring, scored["by_function"], strict=True))
         failures = scored["failures"]
         for model in self.reward_models:
             by_name[model.name], failed = self._score_by_model(
-                model, asked.rows, sampled, asked.messages
+                model, batch.rows, sampled, batch.messages
             )
             failures += failed
         ordered = [by_name[name] for name in self.reward_names]
@@ -231,16 +230,16 @@ class Sampler:
         for place, example_id in enumerate(example_ids.tolist(), first_place):
             prompt = tuple(examples[example_id].input_ids.tolist())
             images = tuple(examples.read_images(example_id))
-            seeds = (
-                (self.recipe.run.seed, step, place, generation) for generation in range(generations)
-            )
-            requests += [Request(prompt, seed, images=images) for seed in seeds]
+            requests += [
+                Request(prompt, (self.recipe.run.seed, step, place, generation), images=images)
+                for generation in range(generations)
+            ]
         completion_ids = np.repeat(example_ids, generations)
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            place = self.rewards.reserve_places(len(rows))
-            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, place, rows)
+            first = self.rewards.reserve_places(len(rows))
+            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
@@ -372,7 +371,7 @@ class RolloutBatches:
     measure_tokens: MeasureTokens | None = None
     # by the step of their prompts: what is still trained on, and what is sampled ahead
     _held: dict[int, Rollout] = field(default_factory=dict)
-    _asked: dict[int, RequestBatch] = field(default_factory=dict)
+    _requested: dict[int, RequestBatch] = field(default_factory=dict)
 
     def batches(
         self, from_step: int = 0, record: Record = lambda lines: None
@@ -452,15 +451,15 @@ class RolloutBatches:
         for prompts_step, trained_at in generation:
             if not self._engine.is_in_flight(prompts_step):
                 example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
-                asked = sampler.make_requests(
+                batch = sampler.make_requests(
                     self.prompts.examples, example_ids, trained_at, generations
                 )
-                self._asked[prompts_step] = asked
+                self._requested[prompts_step] = batch
                 sampling = sampler.choose_sampling()
-                if sampler.tools is None and asked.episodes is None:
-                    self._engine.submit(prompts_step, asked.requests, sampling)
+                if sampler.tools is None and batch.episodes is None:
+                    self._engine.submit(prompts_step, batch.requests, sampling)
                 else:
-                    converse = partial(sampler.sample_alone, asked)
+                    converse = partial(sampler.sample_alone, batch)
                     self._engine.converse(prompts_step, converse, sampling)
 
     def _list_generation(self, sampled_at: int) -> Iterator[tuple[int, int]]:
@@ -500,10 +499,10 @@ class RolloutBatches:
         """
         example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
         if taken is not None:
-            asked = self._asked.pop(prompts_step)
-            if asked.episodes is not None:
-                asked.take_prompts(RankGroup(self.sampler.world).on_main(asked.list_prompts))
-            rollout = self.sampler.reward(asked, taken, trained_at)
+            batch = self._requested.pop(prompts_step)
+            if batch.episodes is not None:
+                batch.take_prompts(RankGroup(self.sampler.world).on_main(batch.list_prompts))
+            rollout = self.sampler.reward(batch, taken, trained_at)
         else:
             rollout = self.sampler.roll_out(
                 self.prompts.examples,

@@ -170,8 +170,9 @@ def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
 
 
 def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) -> Piece:
-    """The documents of completions at `places` with one prompt, which is a document of its own if
-    they share it.
+    """Makes the documents of completions at `places`, which have one prompt.
+
+    If they are several, the prompt is a document before theirs; else its tokens begin theirs.
     """
     *prompt, last = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
@@ -189,15 +190,14 @@ def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) ->
         ids = [last, *completion.token_ids]
         # A completion ends where an image's token is sampled: nothing reads it, and no image is
         # put in its place.
-        ids[-1] = last if ids[-1] in image_ids else ids[-1]
+        if ids[-1] in image_ids:
+            ids[-1] = last
         labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
-        if is_shared:
-            document = _make_document(ids, labels, len(prompt), place, completion.experts)
-        else:
+        if not is_shared:
             ids = prompt + ids
             labels = prompt_labels + labels
-            document = _make_document(ids, labels, 0, place, completion.experts)
-        piece.append(document)
+        first = len(prompt) if is_shared else 0
+        piece.append(_make_document(ids, labels, first, place, completion.experts))
     return piece
 
 
@@ -208,7 +208,15 @@ def _make_document(
     completion: int | None,
     experts: NDArray[np.int16] | None,
 ) -> Document:
-    """`experts`: of the prompt and the completion, from which those of `ids` are taken."""
+    """Makes a document of `ids`.
+
+    Args:
+        ids: Tokens of a prompt, a completion, or both.
+        labels: Of `ids`.
+        first: The place of the first of `ids` in the prompt with its completion.
+        completion: Its place in the rollout; None for a prompt alone.
+        experts: Of all tokens of the prompt and the completion.
+    """
     own = None if experts is None else experts[first : first + len(ids)]
     tokens = Example(np.array(ids, np.int32), np.array(labels, np.int32))
     return Document(tokens, first, completion, own)

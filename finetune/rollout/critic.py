@@ -21,7 +21,7 @@ class TokenTargets:
     explained_variance: float  # of the returns by the values; nan where the returns do not differ
 
     def mean_advantages(self) -> NDArray[np.float64]:
-        """[completions]."""
+        """Averages the advantages of each completion's tokens: fp64[completions]."""
         return np.array([np.mean(own) if own else 0.0 for own in self.advantages])
 
 

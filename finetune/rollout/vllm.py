@@ -436,7 +436,7 @@ class VllmEngine:
         )
         described = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
         name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
-        if not ranks.on_main(lambda: self._is_served(name)):
+        if ranks.on_main(lambda: self._find_stale(name) is not None):
             folder = self._folder / name
             ranks.on_main(lambda: empty_folder(folder / MODEL))
             ranks.on_all(lambda: write_shards(folder, shards, world))
@@ -445,9 +445,6 @@ class VllmEngine:
         self._handed_over = self.version
         self._in_flight.open(self.version)
         self.hand_over_seconds = time.perf_counter() - started
-
-    def _is_served(self, name: str) -> bool:
-        return self._find_stale(name) is None
 
     def _find_stale(self, name: str) -> VllmServer | None:
         """The first server that has other weights than those of this name; None where none has."""

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from finetune.config.module_names import PEFT_PREFIX, is_adapter, peft_name
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import find_local_slices, local_part, place_like, unwrap
+from finetune.distributed.model_parts import (
+    find_local_slices,
+    gather_whole,
+    local_part,
+    place_like,
+    unwrap,
+)
 from finetune.distributed.world import RankGroup
 from finetune.errors import UserError
 from finetune.files.durable import checksum, make_folder, stage_and_rename, write_file
@@ -118,7 +123,7 @@ class Adapters:
         shards = self._find(state, form).values
         named = zip(self._parameters.items(), shards, strict=True)
         return {
-            name: _whole(place_like(parameter, shard.to(parameter.device)))
+            name: gather_whole(place_like(parameter, shard.to(parameter.device)))
             for (name, parameter), shard in named
         }
 
@@ -259,11 +264,7 @@ class Adapters:
 
 def _gather(tensor: Tensor) -> Tensor:
     """Gathers a tensor that may be sharded, on the host."""
-    return _whole(tensor).detach().cpu()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gather_whole(tensor).detach().cpu()
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ def find_session(ledger: Ledger, name: object) -> Body:
 
 
 def get_session(service: Service, sent: Sent) -> Body:
-    """A session's models and samplers."""
+    """Describes a session: the names of its models and samplers, and what its client has named."""
     name = sent["id"]
     session = service.ledger.find("session", name)
 

@@ -48,26 +48,26 @@ class Callback:
     """
 
     def on_start(self, event: Event) -> None:
-        """Before the first step; `event.step` is above 0 where the run resumes."""
+        """Called before the first step; `event.step` is above 0 where the run resumes."""
 
     def on_step(self, event: Event) -> None:
-        """After each step, before its checkpoint is saved."""
+        """Called after each step, before its checkpoint is saved."""
 
     def on_log(self, event: Event) -> None:
-        """After each `logging_steps`, with the line of metrics.jsonl."""
+        """Called after each `logging_steps`, with the line of metrics.jsonl."""
 
     def on_evaluate(self, event: Event) -> None:
-        """After a held-out loss was measured, or held-out prompts were answered, with the line of
-        metrics.jsonl.
+        """Called after a held-out loss was measured, or held-out prompts were answered, with the
+        line of metrics.jsonl.
         """
 
     def on_save(self, event: Event) -> None:
-        """After a checkpoint was saved; under `async_save` it may still be on its way to the
+        """Called after a checkpoint was saved; under `async_save` it may still be on its way to the
         disk.
         """
 
     def on_end(self, event: Event) -> None:
-        """After the last evaluation, before the export.
+        """Called after the last evaluation, before the export.
 
         Not where a signal or an error ends the run.
         """
@@ -177,9 +177,7 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
 
 
 def _check_events(callback: Any) -> None:
-    """Raises `UserError` where a callback is a class, has no event, or has one that there is
-    not.
-    """
+    """Raises `UserError` where a callback is a class, or has no event or an unknown one."""
     if isinstance(callback, type):
         raise UserError(
             f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()"

@@ -4,7 +4,6 @@ finished.json).
 
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -37,7 +36,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
-from finetune.files.durable import replace_file, restore_exports, restore_folder
+from finetune.files.durable import replace_file, restore_exports, restore_folder, try_writing
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
 from finetune.files.run_files import drop_later_lines
@@ -111,12 +110,8 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
 
 def _try_folder(folder: Path) -> None:
-    existing = next(
-        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
-    )
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        try_writing(folder)
     except OSError as error:
         raise unwritable(folder, error) from None
 
@@ -326,10 +321,10 @@ def start_run(
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the
-    description of the run; a silent log on the others.
+    """Opens, on the main rank, metrics.jsonl with the display and the trackers, data_report.json
+    and the description of the run; the other ranks have a silent log.
 
-    With it, on every rank, what an earlier start has logged of evaluations at this step.
+    Returns it and, on every rank, what an earlier start has logged of evaluations at this step.
     """
     step = progress.step
     trackers: list[Tracker] = []

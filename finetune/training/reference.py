@@ -105,7 +105,9 @@ def without_adapters(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode that it was in."""
+    """In this block the model has no dropout and no gradients; afterwards it is in the mode that it
+    was in.
+    """
     training = model.training
     model.eval()
     try:

@@ -290,13 +290,10 @@ def describe_adapter(recipe: Recipe) -> list[str]:
     if name is None:
         return []
     base = read_json_object(find_adapter(name) / ADAPTER_CONFIG).get("base_model_name_or_path")
-    is_other = isinstance(base, str) and Path(base).name != Path(model).name
-    return [
-        (
-            f"adapter {name}, trained "
-            f"further{f'; it names another base model: {base}' if is_other else ''}"
-        )
-    ]
+    line = f"adapter {name}, trained further"
+    if isinstance(base, str) and Path(base).name != Path(model).name:
+        line += f"; it names another base model: {base}"
+    return [line]
 
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:

@@ -11,8 +11,8 @@ from torch import nn
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Recipe
-from finetune.distributed.gradients import combine_norms, measure_norm, whole_norm
-from finetune.distributed.model_parts import local_part
+from finetune.distributed.gradients import combine_norms, measure_norm
+from finetune.distributed.model_parts import gather_whole, local_part
 from finetune.distributed.world import World
 from finetune.optim.optimizers import seed_rounding
 
@@ -87,7 +87,7 @@ class UpdateInBackward:
 
         All ranks call it.
         """
-        return whole_norm(
+        return gather_whole(
             combine_norms([self._norms[p] for p in model.parameters() if p in self._norms])
         ).float()
 
@@ -109,8 +109,8 @@ class UpdateInBackward:
 
     @contextmanager
     def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """Within it the optimizer has this parameter alone, so that its step does not look through
-        all of them.
+        """In this block the optimizer has this parameter alone, so that its step does not look
+        through all of them.
         """
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]

@@ -427,10 +427,10 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
 def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Path]) -> None:
     """transformers' dynamic RoPE keeps the frequencies of the longest text that it has seen."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    reference = find_model(
+    location = find_model(
         str(tiny_llama("dynamic", max_position_embeddings=64, rope_parameters=rope))
     )
-    model = load_inference_model(reference, LoadOptions(), print)
+    model = load_inference_model(location, LoadOptions(), print)
 
     def ids_of(length: int) -> torch.Tensor:
         return (torch.arange(length)[None] * 7) % model.model.config.vocab_size

@@ -21,7 +21,7 @@ from finetune.files.run_files import (
     write_benchmarks,
 )
 from finetune.inference.cli import keep_results
-from finetune.inference.inputs import ModelReference, find_model
+from finetune.inference.inputs import ModelLocation, find_model
 from tests.ranks import ROOT, environment
 
 PROMPTS = ["What is 3 plus 3?", "What is 4 plus 4?", "And 5?", "One more"]
@@ -244,14 +244,14 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_the_run_keeps_its_results_where_output_cannot_be_written(tmp_path: Path) -> None:
-    reference = ModelReference(name=str(tmp_path), kind="model", run=tmp_path)
+    location = ModelLocation(name=str(tmp_path), kind="model", run=tmp_path)
     result = BenchmarkResult(task="a", metric="acc", trained=0.5)
     gone = tmp_path / "gone" / "x.json"  # removed while the model was measured
     with pytest.raises(
         UserError,
         match=f"{gone}: cannot be written: No such file or directory; the results are above",
     ):
-        list(keep_results([result], reference, str(gone)))
+        list(keep_results([result], location, str(gone)))
     assert read_benchmarks(tmp_path) == [result]
 
 

@@ -29,8 +29,8 @@ KNOWN: dict[str, tuple[dict[str, Any], HeadFactors]] = {
     "mpt": ({"logit_scale": 0.3}, HeadFactors()),  # another, which is ignored
     "gemma2": ({"final_logit_softcapping": 3.0}, HeadFactors(logits=LogitTransform(softcap=3.0))),
     "recurrent_gemma": ({"logits_soft_cap": 4.0}, HeadFactors(logits=LogitTransform(softcap=4.0))),
-    "inkling_text": ({"logits_mup_width_multiplier": 8.0}, HeadFactors(before=0.125)),
-    "minicpm3": ({"dim_model_base": 96}, HeadFactors(before=2.0)),
+    "inkling_text": ({"logits_mup_width_multiplier": 8.0}, HeadFactors(input_scale=0.125)),
+    "minicpm3": ({"dim_model_base": 96}, HeadFactors(input_scale=2.0)),
     "muse_glimmer": (
         {"output_multiplier": 0.21, "final_logit_softcapping": 7.0},
         HeadFactors(logits=LogitTransform(0.21, 7.0)),
@@ -54,11 +54,11 @@ def build(family: str, keys: dict[str, Any], device: str) -> Any:
 def test_they_are_those_of_the_class(family: str) -> None:
     keys, expected = KNOWN[family]
     model = build(family, keys, "meta")
-    before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    input_scale = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     assert measure_head_factors(model) == expected
     assert {
         name: module.__dict__.get("forward") for name, module in model.named_modules()
-    } == before
+    } == input_scale
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_with_them_the_head_gives_the_models_own_logits(family: str) -> None:
         own = model(input_ids=ids, use_cache=False).logits
         hidden = trunk_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         factors = measure_head_factors(model)
-        scores, _ = factors.logits.forward(model.get_output_embeddings()(hidden * factors.before))
+        scores, _ = factors.logits.forward(
+            model.get_output_embeddings()(hidden * factors.input_scale)
+        )
     assert torch.allclose(scores, own, rtol=1e-4, atol=1e-5)
 
 

@@ -332,7 +332,7 @@ def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
     assert spec.scored_outputs == exits + 1
     head = nn.Linear(256, vocabulary, bias=False, dtype=dtype)
     head.__class__ = CrossEntropyHead
-    head.before, head.logits, head.label_smoothing = 1.0, UNCHANGED, 0.0  # type: ignore[assignment]
+    head.input_scale, head.logits, head.label_smoothing = 1.0, UNCHANGED, 0.0  # type: ignore[assignment]
     watched = watch_layers(build("llama", num_hidden_layers=4))
     watched.norm = nn.Identity()
     states = [torch.randn(1, tokens, 256, dtype=dtype).requires_grad_() for _ in range(4)]

@@ -332,9 +332,8 @@ def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str,
 
 
 def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> tuple[str, ...]:
-    """llama.cpp merges any two tokens whose text is a token.
-
-    A tokenizer that was not made by SentencePiece may not.
+    """Finds a text that llama.cpp may cut otherwise: it merges any two tokens whose text is a
+    token, which a tokenizer that SentencePiece has not made may not.
     """
     for token in vocabulary:
         if not _is_byte(token):

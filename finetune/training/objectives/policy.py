@@ -112,15 +112,9 @@ class PolicyObjective(Objective):
             other_log_probabilities = self.other_model(model, micro_batch)
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
-        metrics, maxima = self._describe(log_probabilities.detach(), completions, rollout)
-        if self.recipe.rollout.max_staleness:
-            log_ratios = log_probabilities.detach() - rollout["sampled"].double()
-            staleness = batch.step - rollout["versions"].double()
-            staleness_metrics, oldest = describe_staleness(
-                log_ratios, staleness, completions, self.recipe
-            )
-            metrics |= staleness_metrics
-            maxima["staleness/max"] = oldest
+        metrics, maxima = self._describe(
+            log_probabilities.detach(), completions, rollout, batch.step
+        )
         if completions.count:
             losses, loss_metrics = self._compute_losses(
                 log_probabilities, other_log_probabilities, completions, rollout
@@ -261,7 +255,11 @@ class PolicyObjective(Objective):
         return sampled
 
     def _describe(
-        self, log_probabilities: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
+        self,
+        log_probabilities: Tensor,
+        completions: Completions,
+        rollout: Mapping[str, Tensor],
+        step: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         log_ratios = log_probabilities - rollout["sampled"].double()
@@ -276,9 +274,15 @@ class PolicyObjective(Objective):
             largest = distances.max()
         else:
             largest = distances.new_zeros(())
-        return {name: pair.detach().float() for name, pair in metrics.items()}, {
-            "log_ratio/max": largest.float()
-        }
+        maxima = {"log_ratio/max": largest.float()}
+        if self.recipe.rollout.max_staleness:
+            staleness = step - rollout["versions"].double()
+            metrics_of_age, oldest = describe_staleness(
+                log_ratios, staleness, completions, self.recipe
+            )
+            metrics |= metrics_of_age
+            maxima["staleness/max"] = oldest
+        return metrics, maxima
 
     def _make_empty_metrics(self, zero: Tensor) -> dict[str, Tensor]:
         """The metrics of both losses, as a filler has them."""

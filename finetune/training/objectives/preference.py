@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, documents: Tensor) -> "Pairs":
-        """From [documents]: chosen, rejected, chosen, rejected..."""
+        """Takes them apart from [documents]: chosen, rejected, chosen, rejected..."""
         return cls(documents[::2], documents[1::2])
 
     @property
@@ -211,8 +211,8 @@ class RatingObjective(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "RatingObjective":
-        """With the KL divergence of the model in training from its reference, estimated without
-        dropout.
+        """Returns the objective with the KL divergence of the model in training from its reference,
+        which it estimates without dropout.
         """
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for each in micro_batches():
@@ -258,7 +258,7 @@ class RatingObjective(Objective):
         )
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the margin between the average rewards: no answer has a partner of its own."""
+        """Adds the margin between the average rewards: no answer has a partner of its own."""
         if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
             return means
         return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}

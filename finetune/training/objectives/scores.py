@@ -155,7 +155,7 @@ class ClassScores(Objective):
         return describe_probabilities(rows[:, :classes], rows[:, classes:] > 0, self.has_several)
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the mean F1 of the classes that occur."""
+        """Adds the mean F1 of the classes that occur."""
         each = [value for name, value in means.items() if name.startswith("f1/")]
         if each:
             return means | {"f1_macro": sum(each) / len(each)}
@@ -184,7 +184,7 @@ class StepScores(Objective):
         return self.classes.describe(of_tokens.double(), labels, None)
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """With the mean F1 of both."""
+        """Adds the mean F1 of both."""
         return self.classes.complete(means)
 
 
