@@ -12,7 +12,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.automodel import report_loop, report_packing, report_routers
+from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
@@ -175,6 +175,16 @@ NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"
 )
+# sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets
+BEST_AMONG_KEPT = (
+    "the best of those that were saved is among them there; here they are the newest, and "
+    "keep_best_checkpoint keeps the best beside them"
+)
+# ModelArguments, and _preprocess_image of its data/mm_plugin.py
+IMAGES_SHRUNK = (
+    "an image of more than 768 x 768 pixels is made smaller there, its default; the model's own "
+    "image processor, as its files configure it, decides the size here"
+)
 BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # _configure_embedding_dtypes of its loaders/model.py
@@ -185,6 +195,7 @@ PARTS_IN_FP32 = (
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", *SHARDING_KEYS)
+CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -262,9 +273,10 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
-    if settings.get("attn_implementation") in KEPT_IN_FP32 and not any(
-        map(settings.get, CASTING_KEYS)
-    ):
+    is_cast = any(map(settings.get, CASTING_KEYS)) or (
+        "cut_cross_entropy" not in settings and CUTTING_PLUGIN in str(settings.get("plugins"))
+    )
+    if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
     if GATE in source and not any(map(settings.get, SHARDING_KEYS)):
@@ -303,8 +315,17 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
-def report_evaluation(conversion: Conversion) -> None:
-    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise."""
+def report_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the size of images that LLaMA-Factory bounds without a key."""
+    is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
+    if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
+        conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
+
+
+def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise,
+    and which checkpoint it keeps by it.
+    """
     recipe = conversion.recipe
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
         return
@@ -316,6 +337,16 @@ def report_evaluation(conversion: Conversion) -> None:
     is_said = any(BEST_AT_END in line for line in conversion.remarks)
     if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
         conversion.add_remark("load_best_model_at_end", True, BEST_AT_END)
+    keeps_best = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
+    limit = recipe.get("save_total_limit")
+    if (
+        is_trainer
+        and is_measured
+        and keeps_best
+        and limit
+        and not recipe.get("keep_best_checkpoint")
+    ):
+        conversion.add_remark("save_total_limit", limit, BEST_AMONG_KEPT)
     if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
 
@@ -340,9 +371,7 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
-    heads = HEADS.intersection(convert_names(settings.get("lora_target_modules")) or ())
-    if settings.get("lora_target_linear") and heads:
-        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
+    _set_axolotl_targets(settings, recipe)
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
     if (
@@ -379,6 +408,18 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
+    """Names the adapted layers where two keys do, and none where parameters alone are adapted."""
+    names = convert_names(settings.get("lora_target_modules")) or ()
+    heads = HEADS.intersection(names)
+    if settings.get("lora_target_linear") and heads:
+        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
+    elif settings.get("lora_target_parameters") and not (
+        settings.get("lora_target_linear") or names
+    ):
+        recipe["lora_target_modules"] = []
 
 
 def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
@@ -573,7 +614,9 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     if isinstance(schedule, dict):
         _adapt_automodel_schedule(schedule, conversion)
     if read_section(settings, "dataloader").get("shuffle") is False:
-        conversion.add_difference("dataloader.shuffle", False, IN_ORDER)
+        is_shuffled = read_section(settings, "dataset").get("shuffle_seed") is not None
+        order = SHUFFLED_ONCE if is_shuffled else IN_ORDER
+        conversion.add_difference("dataloader.shuffle", False, order)
     _adapt_automodel_lengths(settings, conversion)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides

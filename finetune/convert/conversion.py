@@ -29,6 +29,7 @@ from finetune.convert.by_tool import (
     report_dtypes,
     report_epochs,
     report_evaluation,
+    report_images,
     report_losses,
 )
 from finetune.convert.command_line import is_command
@@ -293,7 +294,8 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
-    report_evaluation(conversion)
+    report_evaluation(settings, conversion)
+    report_images(settings, conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }

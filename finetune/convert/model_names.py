@@ -180,6 +180,15 @@ QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
+# Models whose published files are in FP8, for which transformers keeps them so.
+FP8_MODEL = re.compile(
+    r"^(?!.*(bf16|nvfp4|bnb|distill)).*([-_]fp8\b|minimax-m2|deepseek-(v3|r1)\b|kimi-k2(?!\.)|"
+    r"mimo-v2|devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
+)
+KEPT_IN_FP8 = (
+    "the base stays in FP8 there, and the inputs of its linear layers are rounded to FP8 too; it "
+    "is dequantized here, and computed in 16 bits"
+)
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
@@ -819,6 +828,11 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings).lower()
     if BITSANDBYTES_MODEL.search(name) and is_mixture(name):
         conversion.add_difference("base_model", name_model(settings), EXPERTS_DEQUANTIZED)
+    loads_plain = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
+        settings, "model_quantization_config_kwargs"
+    ).get("dequantize")
+    if FP8_MODEL.search(name) and not loads_plain:
+        conversion.add_difference("model", name_model(settings), KEPT_IN_FP8)
     if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     _adapt_tokens(settings, conversion)

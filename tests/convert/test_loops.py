@@ -15,15 +15,23 @@ from finetune.convert.automodel import (
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
     NOT_APART,
+    NOTHING_SAVED,
     PADDED_ROWS,
+    SAVED_WITH_EPOCHS,
+    SHUFFLED_BEFORE,
+    SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_IN_16_BITS,
+    BEST_AMONG_KEPT,
     BY_SOFTMAX,
     CARRIED_OVER,
+    IMAGES_SHRUNK,
+    IN_ORDER,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
+    PARTS_IN_FP32,
     WHOLE_STEPS,
     WINDOWS,
 )
@@ -32,6 +40,7 @@ from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     AUXILIARY,
     IMAGES_UNCUT,
+    KEPT_IN_FP8,
     NO_SUCH_LAYER,
     OWN_THOUGHT,
     UNKNOWN_IMAGES,
@@ -450,3 +459,190 @@ def test_layers_that_automodel_multiplies_in_fp8_are_said(
     assert line in said(convert(AUTOMODEL, fp8={"enabled": True, "filter_fqns": filters}))
     assert "in FP8 too there" not in said(convert(AUTOMODEL, fp8={"enabled": False}))
     assert "in FP8 too there" not in said(convert(AXOLOTL, fp8=True))
+
+
+CHAT = {
+    "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+    "path_or_dataset_id": "a/rows",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_other_slice"),
+    [
+        ({"split": "train[:1024]", "shuffle_seed": 0}, True),
+        ({"split": "train[:1024]"}, False),
+        ({"split": "train", "shuffle_seed": 1111}, False),
+    ],
+)
+def test_automodels_slice_is_of_rows_that_shuffle_seed_has_shuffled(
+    keys: dict[str, Any], is_other_slice: bool, convert: Convert
+) -> None:
+    for section in ("dataset", "validation_dataset"):
+        made = convert(AUTOMODEL | {section: CHAT | keys})
+        assert (SHUFFLED_BEFORE in said(made)) == is_other_slice
+        assert ("shuffle_seed" in said(made)) == is_other_slice
+
+
+@pytest.mark.parametrize(("keys", "line"), [({}, IN_ORDER), ({"shuffle_seed": 1}, SHUFFLED_ONCE)])
+def test_automodels_rows_in_their_order_may_have_been_shuffled_once(
+    keys: dict[str, Any], line: str, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL | {"dataset": CHAT | keys}, dataloader={"shuffle": False})
+    assert [each for each in (IN_ORDER, SHUFFLED_ONCE) if each in said(made)] == [line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, SAVED_WITH_EPOCHS),
+        ({"step_scheduler": {"save_checkpoint_every_epoch": False}}, None),
+        ({"checkpoint": {"enabled": False}}, NOTHING_SAVED),
+        ({"checkpoint": {"enabled": True}}, SAVED_WITH_EPOCHS),
+    ],
+)
+def test_automodel_saves_at_epochs_too_or_not_at_all(
+    keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, **keys)
+    found = [each for each in (SAVED_WITH_EPOCHS, NOTHING_SAVED) if each in said(made)]
+    assert found == ([line] if line else [])
+    assert ("save_steps" in made.recipe) == (line != NOTHING_SAVED)
+    assert "save_strategy" not in made.recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr_decay_steps", 100),
+        ("init_lr", 0.0001),
+        ("max_lr", 0.0001),
+        ("end_wd", 0.1),
+        ("wsd_decay_steps", 10),
+        ("lr_wsd_decay_style", "exponential"),
+    ],
+)
+def test_what_automodels_schedule_is_given_beside_its_shape_is_listed(
+    key: str, value: Any, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", key: value})
+    assert f"lr_scheduler.{key}: " in said(made)
+
+
+def test_automodels_limit_of_checkpoints_and_the_one_resumed_from_are_ours(
+    convert: Convert,
+) -> None:
+    checkpoint = {"max_recent_checkpoints": 3, "restore_from": "some/checkpoint"}
+    recipe = convert(AUTOMODEL, checkpoint=checkpoint).recipe
+    assert recipe["save_total_limit"] == 3
+    assert recipe["resume_from_checkpoint"] == "some/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("keys", "targets"),
+    [
+        ({}, []),
+        ({"lora_target_linear": True}, ALL_LINEAR),
+        ({"lora_target_modules": ["q_proj"]}, ["q_proj"]),
+    ],
+)
+def test_axolotls_adapters_of_parameters_alone_are_on_no_linear_layer(
+    keys: dict[str, Any], targets: Any, convert: Convert
+) -> None:
+    experts = ["mlp.experts.gate_up_proj"]
+    lora = {"adapter": "lora", "lora_target_parameters": experts}
+    recipe = convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B", **lora, **keys).recipe
+    assert recipe["lora_target_modules"] == targets
+    assert recipe["lora_target_parameters"] == experts
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_kept"),
+    [
+        ("MiniMaxAI/MiniMax-M2", {}, True),
+        ("Qwen/Qwen3-8B-FP8", {}, True),
+        (
+            "Qwen/Qwen3-8B-FP8",
+            {
+                "model_quantization_config": "FineGrainedFP8Config",
+                "model_quantization_config_kwargs": {"dequantize": True},
+            },
+            False,
+        ),
+        ("axolotl-ai-co/Mistral-Small-4-119B-2603-BF16", {}, False),
+        ("Qwen/Qwen3-8B", {}, False),
+    ],
+)
+def test_a_base_in_fp8_is_computed_in_fp8_by_transformers(
+    name: str, keys: dict[str, Any], is_kept: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_linear=True, **keys)
+    assert (KEPT_IN_FP8 in said(made)) == is_kept
+    factory = {"model_name_or_path": name, "stage": "sft", "finetuning_type": "lora"}
+    rows = {"dataset": "identity", "template": "qwen3", "output_dir": "out"}
+    assert KEPT_IN_FP8 not in said(convert(factory | rows))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_kept"),
+    [
+        ({}, True),
+        ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, False),
+        (
+            {
+                "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+                "cut_cross_entropy": False,
+            },
+            True,
+        ),
+    ],
+)
+def test_axolotls_plugin_of_the_loss_casts_the_embedding_too(
+    keys: dict[str, Any], is_kept: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL | {"attn_implementation": "sdpa"}, **keys)
+    assert (PARTS_IN_FP32 in said(made)) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shrunk"),
+    [({}, True), ({"image_max_pixels": 262144}, False), ({"stage": "pt"}, False)],
+)
+def test_llama_factory_bounds_the_size_of_images_without_a_key(
+    keys: dict[str, Any], is_shrunk: bool, convert: Convert
+) -> None:
+    file = {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "template": "qwen2_vl",
+        "dataset": "mllm_demo",
+        "output_dir": "out",
+    }
+    assert (IMAGES_SHRUNK in said(convert(file, **keys))) == is_shrunk
+    of_text = {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen3", "dataset": "identity"}
+    assert IMAGES_SHRUNK not in said(convert(file | of_text))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_among"),
+    [
+        ({"save_total_limit": 2, "val_dataset": "more/rows"}, True),
+        ({"val_dataset": "more/rows"}, False),
+        ({"save_total_limit": 2}, False),
+    ],
+)
+def test_ms_swifts_best_checkpoint_is_among_those_that_are_kept(
+    keys: dict[str, Any], is_among: bool, convert: Convert
+) -> None:
+    file = {
+        "command": "sft",
+        "model": "Qwen/Qwen3-8B",
+        "dataset": "a/rows",
+        "use_hf": True,
+        "train_type": "lora",
+        "save_steps": 10,
+        "eval_steps": 10,
+    }
+    assert (BEST_AMONG_KEPT in said(convert(file, **keys))) == is_among
