@@ -21,6 +21,7 @@ from finetune.convert.model_names import (
     guess_family,
     guess_vision_family,
     name_model,
+    report_own_thoughts,
     report_turn_ends,
 )
 from finetune.convert.objectives import LABEL_LOSSES
@@ -53,6 +54,11 @@ SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_ALPACA = (
     "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
     "between; on lines of their own here"
+)
+# _render_messages of its v1/core/rendering/rendering.py
+V1_BREAK = (
+    "chat_template: what the tokenizer's template writes after the end of an answer, as ChatML's "
+    "line break, is trained too there"
 )
 AN_EPOCH_AT_MOST = (
     "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
@@ -194,7 +200,7 @@ PARTS_IN_FP32 = (
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
-CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", *SHARDING_KEYS)
+CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
 CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
@@ -273,9 +279,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
-    is_cast = any(map(settings.get, CASTING_KEYS)) or (
-        "cut_cross_entropy" not in settings and CUTTING_PLUGIN in str(settings.get("plugins"))
-    )
+    is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
     if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
@@ -283,6 +287,12 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
+
+
+def _cuts_loss(settings: ToolFile) -> bool:
+    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
+    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
+    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -484,7 +494,13 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
     copies = settings.get("lora_modules_to_save")
-    if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
+    is_upcast = (
+        settings.get("adapter") == "qlora"
+        and bool(settings.get("fsdp") or settings.get("fsdp_config"))
+        and not (_cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
+    )
+    is_bf16 = settings.get("bf16") or settings.get("bfloat16")
+    if copies and settings.get("adapter") and is_bf16 and not is_upcast:
         conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
     family = guess_family(str(settings.get("base_model")))
     if family in ROUTED_OTHERWISE:
@@ -537,7 +553,8 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         recipe["oft_block_size"] = int(block)
     if is_factory_v1(yaml.safe_load(text)):
-        conversion.remarks += [V1_COMMAND, HEADER_TRAINED, V1_ALPACA]
+        conversion.remarks += [V1_COMMAND, V1_ALPACA, WHOLE_STEPS]
+        _report_v1_turns(settings, conversion)
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
@@ -548,6 +565,15 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
     has_processor = family in IMAGE_FAMILIES and not is_factory_v1(yaml.safe_load(text))
     if has_processor and settings.get("stage") in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
+
+
+def _report_v1_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which tokens of a turn LLaMA-Factory's v1 trains beside its words."""
+    if settings.get("template"):
+        conversion.remarks.append(HEADER_TRAINED)  # its older versions, with templates of their own
+        return
+    conversion.remarks.append(V1_BREAK)
+    report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:

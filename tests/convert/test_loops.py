@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from finetune.constants import ALL_LINEAR
@@ -27,6 +28,7 @@ from finetune.convert.by_tool import (
     BEST_AMONG_KEPT,
     BY_SOFTMAX,
     CARRIED_OVER,
+    COPIES_AS_LOADED,
     IMAGES_SHRUNK,
     IN_ORDER,
     LAST_HELD_OUT,
@@ -35,17 +37,21 @@ from finetune.convert.by_tool import (
     WHOLE_STEPS,
     WINDOWS,
 )
-from finetune.convert.conversion import ALL_IN_FP8, convert_file
+from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     AUXILIARY,
     IMAGES_UNCUT,
     KEPT_IN_FP8,
+    MLP_NAMES,
+    NAMED_AS_EXPERTS,
     NO_SUCH_LAYER,
+    ONTO_EXPERTS,
+    OTHER_ENDS,
     OWN_THOUGHT,
     UNKNOWN_IMAGES,
 )
-from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY
+from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 
@@ -646,3 +652,140 @@ def test_ms_swifts_best_checkpoint_is_among_those_that_are_kept(
         "eval_steps": 10,
     }
     assert (BEST_AMONG_KEPT in said(convert(file, **keys))) == is_among
+
+
+V1 = {
+    "model": "Qwen/Qwen3-4B",
+    "peft_config": {"name": "lora", "r": 16},
+    "dist_config": {"name": "fsdp2"},
+    "train_dataset": "data/rows.yaml",
+    "max_steps": 10,
+}
+
+
+def test_llama_factorys_v1_leaves_rows_out_adds_gradients_in_float32_and_trains_no_empty_thought(
+    convert: Convert,
+) -> None:
+    """drop_last of its BatchGenerator; reduce_dtype of its FSDP2Engine; enable_thinking of its _render_messages."""
+    made = convert(V1)
+    lines = said(made)
+    assert WHOLE_STEPS in lines and OWN_THOUGHT in lines and "chat_template" not in made.recipe
+    assert REDUCED_IN_16_BITS not in lines
+    assert REDUCED_IN_16_BITS in said(convert(V1, dist_config={"name": "deepspeed"}))
+    assert OWN_THOUGHT not in said(convert(V1, model="Qwen/Qwen3-4B-Instruct-2507"))
+
+
+def test_all_keys_of_v1s_adapters_are_read(convert: Convert) -> None:
+    adapters = {"use_dora": True, "modules_to_save": ["lm_head"], "rank_dropout": 0.5}
+    made = convert(V1, peft_config=adapters)
+    assert made.recipe["use_dora"] is True and made.recipe["modules_to_save"] == ["lm_head"]
+    assert "rank_dropout" in said(made)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_in_16_bits"),
+    [
+        ({"adapter": "lora"}, True),
+        ({"adapter": "qlora", "load_in_4bit": True}, True),
+        ({"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"version": 2}}, False),
+        (
+            {
+                "adapter": "qlora",
+                "load_in_4bit": True,
+                "fsdp_config": {"version": 2},
+                "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+            },
+            True,
+        ),
+    ],
+)
+def test_axolotls_copies_of_embeddings_are_in_float32_under_qlora_and_fsdp(
+    keys: dict[str, Any], is_in_16_bits: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, lora_modules_to_save=["lm_head"], lora_target_linear=True, **keys)
+    assert (COPIES_AS_LOADED in said(made)) == is_in_16_bits
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_otherwise"), [(("int8", "int4"), True), (("mxfp4", "mxfp4"), False)]
+)
+def test_axolotls_weights_in_4_bits_are_rounded_from_the_smallest_to_the_largest(
+    dtypes: tuple[str, str], is_otherwise: bool, convert: Convert
+) -> None:
+    qat = dict(zip(("activation_dtype", "weight_dtype"), dtypes, strict=True))
+    assert (MIN_TO_MAX in said(convert(AXOLOTL, qat=qat))) == is_otherwise
+
+
+def test_that_rounding_is_another_than_ours() -> None:
+    """torchao's own, by the configs that Axolotl's _make_qat_config makes."""
+    from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
+
+    from finetune.config.quantization import QuantizationAware
+    from finetune.models.fake_quantize import _make_rounding
+
+    keys = QuantizationAware(quantization_aware_training="int8-int4", qat_group_size=32)
+    config = Int4WeightFakeQuantizeConfig(group_size=32, activation_dtype=torch.bfloat16)
+    weight = torch.arange(64.0).reshape(2, 32)  # all above 0
+    theirs = FakeQuantizerBase.from_config(config)(weight)
+    ours = _make_rounding(keys).weight(weight)
+    assert (theirs - weight).abs().max() < 31 / 15 and len(theirs[0].unique()) == 16
+    assert len(ours[0].unique()) < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "may_adapt"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", ["q_proj", "down_proj"], False),
+        ("Qwen/Qwen3.5-35B-A3B", ["q_proj", "proj"], True),
+        ("google/gemma-3-4b-it", ["q_proj"], True),
+    ],
+)
+def test_layers_that_a_tower_does_not_have_get_no_adapter_there(
+    name: str, targets: list[str], may_adapt: bool, convert: Convert
+) -> None:
+    images = {"processor_type": "AutoProcessor", "adapter": "lora"}
+    made = convert(AXOLOTL, base_model=name, lora_target_modules=targets, **images)
+    assert ("layers of the vision tower by these names too there" in said(made)) == may_adapt
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "are_moved"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["q_proj", "gate_proj", "up_proj"], True),
+        ("Qwen/Qwen3-30B-A3B", ["q_proj"], False),
+        ("Qwen/Qwen3-8B", ["gate_proj", "up_proj"], False),
+        ("zai-org/GLM-4.5-Air", ALL_LINEAR, True),
+    ],
+)
+def test_peft_takes_names_of_an_mlp_for_those_of_routed_experts(
+    name: str, targets: list[str], are_moved: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=targets)
+    assert (ONTO_EXPERTS in said(made)) == are_moved
+
+
+def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
+    from peft.utils.transformers_weight_conversion import (
+        _MODEL_TO_CONVERSION_PATTERN,
+        _MOE_TARGET_MODULE_MAPPING,
+    )
+
+    for family in NAMED_AS_EXPERTS:
+        pattern = _MODEL_TO_CONVERSION_PATTERN.get(family, family)
+        assert _MOE_TARGET_MODULE_MAPPING[pattern].keys() >= MLP_NAMES, family
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_unknown"),
+    [
+        ({"base_model": "arcee-ai/AFM-4.5B"}, True),
+        ({"base_model": "arcee-ai/AFM-4.5B", "eot_tokens": ["<|im_end|>"]}, False),
+        ({"base_model": "Qwen/Qwen3-8B"}, False),
+        ({"base_model": "arcee-ai/AFM-4.5B", "chat_template": "chatml"}, False),
+    ],
+)
+def test_the_end_of_turns_that_no_table_knows_may_be_another_than_eos(
+    keys: dict[str, Any], is_unknown: bool, convert: Convert
+) -> None:
+    assert (OTHER_ENDS in said(convert(AXOLOTL, **keys))) == is_unknown
