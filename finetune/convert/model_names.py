@@ -918,9 +918,9 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     ):
         # else all that is loaded here is named
         del recipe["trainable_modules"]
+        frozen = ", and LoRA freezes it by itself" if recipe.get("use_peft") else ""
         conversion.remarks.append(
-            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it "
-            "by itself"
+            f"trainable_modules is dropped: the language model is loaded alone{frozen}"
         )
         names_adapters = any(str(name).startswith((".", "base_model")) for name in patterns)
         unfrozen = settings.get("unfrozen_parameters")

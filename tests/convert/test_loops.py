@@ -53,6 +53,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
+from finetune.convert.runnable import NO_LAYER, OWN_CODE
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -789,3 +790,41 @@ def test_the_end_of_turns_that_no_table_knows_may_be_another_than_eos(
     keys: dict[str, Any], is_unknown: bool, convert: Convert
 ) -> None:
     assert (OTHER_ENDS in said(convert(AXOLOTL, **keys))) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("keys", "strategy"),
+    [
+        ({"saves_per_epoch": 1, "max_steps": 2000}, "epoch"),
+        ({"saves_per_epoch": 1}, None),
+        ({"max_steps": 2000}, "epoch"),
+        ({"save_steps": 10, "max_steps": 2000}, None),
+        ({"save_strategy": "no", "max_steps": 2000}, None),
+    ],
+)
+def test_axolotl_saves_at_each_epoch_that_max_steps_goes_through(
+    keys: dict[str, Any], strategy: str | None, convert: Convert
+) -> None:
+    """save_strategy: epoch of its _configure_save_and_eval_strategy, which max_steps does not change."""
+    assert convert(AXOLOTL, **keys).recipe.get("save_strategy") == strategy
+
+
+def test_automodel_saves_at_each_epoch_that_max_steps_goes_through(convert: Convert) -> None:
+    steps = {"max_steps": 100, "ckpt_every_steps": None}
+    assert convert(AUTOMODEL, step_scheduler=steps).recipe["save_strategy"] == "epoch"
+
+
+@pytest.mark.parametrize(("trusts", "line"), [(True, OWN_CODE), (False, NO_LAYER)])
+def test_a_layer_that_transformers_has_not_may_be_in_code_beside_the_files(
+    trusts: bool, line: str, convert: Convert
+) -> None:
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj", "out_proj"]}
+    name = "LnL-AI/dbrx-base-converted-v2"
+    made = convert(AXOLOTL, base_model=name, trust_remote_code=trusts, **lora)
+    assert [each for each in (OWN_CODE, NO_LAYER) if each in said(made)] == [line]
+
+
+def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> None:
+    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
+    assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
+    assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
