@@ -668,7 +668,8 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     if "lr_warmup_steps" not in schedule:
         recipe["warmup_ratio"] = 0.1
         conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
-    conversion.remarks.append(SLOW_START)
+    if schedule.get("lr_warmup_steps") != 0:
+        conversion.remarks.append(SLOW_START)
     recipe.setdefault("min_lr_ratio", 0.01)
     lowest = convert_number(schedule.get("min_lr"))
     rate = recipe["learning_rate"]

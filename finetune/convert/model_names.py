@@ -195,6 +195,10 @@ KEPT_IN_FP8 = (
     "is dequantized here, and computed in 16 bits"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
+# fp4_cute of its integrations/kernels, "native W4A4"
+INPUTS_IN_4_BITS = (
+    "on a Blackwell GPU the inputs of experts in NVFP4 are rounded to 4 bits too there, never here"
+)
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
@@ -857,6 +861,8 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model", name_model(settings), KEPT_IN_FP8)
     if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
+    if "nvfp4" in name and settings.get("use_sonicmoe"):
+        conversion.add_difference("use_sonicmoe", True, INPUTS_IN_4_BITS)
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)

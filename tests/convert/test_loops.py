@@ -34,6 +34,7 @@ from finetune.convert.by_tool import (
     LAST_HELD_OUT,
     LAST_UNMEASURED,
     PARTS_IN_FP32,
+    SLOW_START,
     WHOLE_STEPS,
     WINDOWS,
 )
@@ -42,6 +43,7 @@ from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     AUXILIARY,
     IMAGES_UNCUT,
+    INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
     MLP_NAMES,
     NAMED_AS_EXPERTS,
@@ -828,3 +830,28 @@ def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> Non
     made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
     assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
     assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [({}, True), ({"lr_warmup_steps": 0}, False)])
+def test_automodels_warm_up_begins_at_a_tenth_where_there_is_one(
+    steps: dict[str, int], is_said: bool, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", **steps})
+    assert (SLOW_START in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "are_rounded"),
+    [
+        ("nvidia/Qwen3-30B-A3B-NVFP4", {"use_sonicmoe": True}, True),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", {"use_scattermoe": True}, False),
+        ("Qwen/Qwen3-30B-A3B", {"use_sonicmoe": True}, False),
+    ],
+)
+def test_inputs_of_experts_in_nvfp4_may_be_in_4_bits_in_axolotl(
+    name: str, keys: dict[str, Any], are_rounded: bool, convert: Convert
+) -> None:
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj"]}
+    assert (INPUTS_IN_4_BITS in said(convert(AXOLOTL, base_model=name, **lora, **keys))) == (
+        are_rounded
+    )
