@@ -69,7 +69,10 @@ FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     for tool in TOOL_NAMES
 }
 FACTORY_RANK = 8
-WARMUP_THERE = "3% of the steps, but at most 100 there"
+WARMUP_THERE = (
+    "3% of the steps, but at most 100 there, rounded down, and a warm-up of one step is one of "
+    "two; rounded up here"
+)
 
 
 def add_defaults(settings: ToolFile, conversion: Conversion) -> None:

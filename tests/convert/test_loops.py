@@ -39,6 +39,7 @@ from finetune.convert.by_tool import (
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     AUXILIARY,
@@ -855,3 +856,16 @@ def test_inputs_of_experts_in_nvfp4_may_be_in_4_bits_in_axolotl(
     assert (INPUTS_IN_4_BITS in said(convert(AXOLOTL, base_model=name, **lora, **keys))) == (
         are_rounded
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_default"),
+    [({}, True), ({"warmup_ratio": 0.1}, False), ({"warmup_steps": 9}, False)],
+)
+def test_axolotls_default_warm_up_is_rounded_down_too(
+    keys: dict[str, Any], is_default: bool, convert: Convert
+) -> None:
+    """_configure_warmup_and_logging: min(int(0.03 * total_num_steps), 100)."""
+    lines = said(convert(AXOLOTL, **keys))
+    assert (WARMUP_THERE in lines) == is_default
+    assert "rounded down" in WARMUP_THERE
