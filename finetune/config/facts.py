@@ -372,6 +372,18 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
     return frozenset(LINEAR.findall(of_text)) - HEADS
 
 
+def find_vision_layers(model_type: str) -> frozenset[str]:
+    """Returns the names of the linear layers of a family's vision tower; none where another
+    family's is in its place.
+
+    >>> sorted(find_vision_layers("qwen3_vl"))
+    ['linear_fc1', 'linear_fc2', 'proj', 'qkv']
+    """
+    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
+    of_tower = "".join(text for text in classes if re.match(r"class \w*Vision", text))
+    return frozenset(LINEAR.findall(of_tower))
+
+
 def has_own_attention(model_type: str) -> bool:
     """Whether a family computes attention in its own code, which ignores document boundaries; False
     if it is unknown.

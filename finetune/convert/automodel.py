@@ -14,6 +14,12 @@ LAST_ROWS = (
     "epochs: the rows of a rank that fill no micro-batch are left out there; here they are a last, "
     "short step"
 )
+# _load_openai_messages of its components/datasets/llm/chat_dataset.py
+SHUFFLED_BEFORE = "the slice is one of the rows in the order of this seed there, in their own here"
+SHUFFLED_ONCE = "each epoch has the order of shuffle_seed there, another one by the seed here"
+# is_ckpt_step of its StepScheduler
+SAVED_WITH_EPOCHS = "a checkpoint is saved at the end of each epoch too there"
+NOTHING_SAVED = "nothing is saved there; here a checkpoint and an export at the end"
 # num_epochs and max_steps of its StepScheduler
 FIRST_TO_COME = (
     "the run ends with its last epoch there (num_epochs: {}), where that comes first; here "
@@ -63,6 +69,7 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
         conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
+    _report_saves(settings, conversion)
     if not settings.get("validation_dataset"):
         return
     if not schedule.get("val_every_steps") and "save_steps" in recipe:
@@ -73,6 +80,18 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     conversion.remarks.append(MEASURED_WITH_SAVES)
     if leaves_out or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
+
+
+def _report_saves(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which checkpoints a file does not name."""
+    recipe = conversion.recipe
+    steps = recipe.get("save_steps")
+    at_epochs = read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch")
+    if read_section(settings, "checkpoint").get("enabled", True) is False:
+        recipe["save_strategy"] = "no"
+        conversion.add_difference("checkpoint.enabled", False, NOTHING_SAVED)
+    elif steps is not None and at_epochs is not False:
+        conversion.add_remark("step_scheduler.ckpt_every_steps", steps, SAVED_WITH_EPOCHS)
 
 
 def report_packing(settings: ToolFile, conversion: Conversion) -> None:

@@ -12,7 +12,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.automodel import report_loop, report_packing, report_routers
+from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import is_factory_v1
@@ -21,6 +21,7 @@ from finetune.convert.model_names import (
     guess_family,
     guess_vision_family,
     name_model,
+    report_own_thoughts,
     report_turn_ends,
 )
 from finetune.convert.objectives import LABEL_LOSSES
@@ -53,6 +54,11 @@ SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_ALPACA = (
     "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
     "between; on lines of their own here"
+)
+# _render_messages of its v1/core/rendering/rendering.py
+V1_BREAK = (
+    "chat_template: what the tokenizer's template writes after the end of an answer, as ChatML's "
+    "line break, is trained too there"
 )
 AN_EPOCH_AT_MOST = (
     "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
@@ -175,6 +181,16 @@ NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"
 )
+# sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets
+BEST_AMONG_KEPT = (
+    "the best of those that were saved is among them there; here they are the newest, and "
+    "keep_best_checkpoint keeps the best beside them"
+)
+# ModelArguments, and _preprocess_image of its data/mm_plugin.py
+IMAGES_SHRUNK = (
+    "an image of more than 768 x 768 pixels is made smaller there, its default; the model's own "
+    "image processor, as its files configure it, decides the size here"
+)
 BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # _configure_embedding_dtypes of its loaders/model.py
@@ -184,7 +200,8 @@ PARTS_IN_FP32 = (
 )
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
-CASTING_KEYS = (*SWITCHES_IN_16_BITS, "cut_cross_entropy", *SHARDING_KEYS)
+CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
+CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -262,15 +279,20 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
-    if settings.get("attn_implementation") in KEPT_IN_FP32 and not any(
-        map(settings.get, CASTING_KEYS)
-    ):
+    is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
+    if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
     if GATE in source and not any(map(settings.get, SHARDING_KEYS)):
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
+
+
+def _cuts_loss(settings: ToolFile) -> bool:
+    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
+    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
+    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -303,8 +325,17 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
-def report_evaluation(conversion: Conversion) -> None:
-    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise."""
+def report_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the size of images that LLaMA-Factory bounds without a key."""
+    is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
+    if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
+        conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
+
+
+def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise,
+    and which checkpoint it keeps by it.
+    """
     recipe = conversion.recipe
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
         return
@@ -316,6 +347,16 @@ def report_evaluation(conversion: Conversion) -> None:
     is_said = any(BEST_AT_END in line for line in conversion.remarks)
     if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
         conversion.add_remark("load_best_model_at_end", True, BEST_AT_END)
+    keeps_best = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
+    limit = recipe.get("save_total_limit")
+    if (
+        is_trainer
+        and is_measured
+        and keeps_best
+        and limit
+        and not recipe.get("keep_best_checkpoint")
+    ):
+        conversion.add_remark("save_total_limit", limit, BEST_AMONG_KEPT)
     if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
 
@@ -340,9 +381,7 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
 
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
-    heads = HEADS.intersection(convert_names(settings.get("lora_target_modules")) or ())
-    if settings.get("lora_target_linear") and heads:
-        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
+    _set_axolotl_targets(settings, recipe)
     total = settings.get("batch_size")
     micro = settings.get("micro_batch_size") or 1
     if (
@@ -379,6 +418,18 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
+    """Names the adapted layers where two keys do, and none where parameters alone are adapted."""
+    names = convert_names(settings.get("lora_target_modules")) or ()
+    heads = HEADS.intersection(names)
+    if settings.get("lora_target_linear") and heads:
+        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
+    elif settings.get("lora_target_parameters") and not (
+        settings.get("lora_target_linear") or names
+    ):
+        recipe["lora_target_modules"] = []
 
 
 def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
@@ -443,7 +494,13 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
     copies = settings.get("lora_modules_to_save")
-    if copies and settings.get("adapter") and (settings.get("bf16") or settings.get("bfloat16")):
+    is_upcast = (
+        settings.get("adapter") == "qlora"
+        and bool(settings.get("fsdp") or settings.get("fsdp_config"))
+        and not (_cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
+    )
+    is_bf16 = settings.get("bf16") or settings.get("bfloat16")
+    if copies and settings.get("adapter") and is_bf16 and not is_upcast:
         conversion.add_difference("lora_modules_to_save", copies, COPIES_AS_LOADED)
     family = guess_family(str(settings.get("base_model")))
     if family in ROUTED_OTHERWISE:
@@ -496,7 +553,8 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         recipe["oft_block_size"] = int(block)
     if is_factory_v1(yaml.safe_load(text)):
-        conversion.remarks += [V1_COMMAND, HEADER_TRAINED, V1_ALPACA]
+        conversion.remarks += [V1_COMMAND, V1_ALPACA, WHOLE_STEPS]
+        _report_v1_turns(settings, conversion)
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
@@ -507,6 +565,15 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
     has_processor = family in IMAGE_FAMILIES and not is_factory_v1(yaml.safe_load(text))
     if has_processor and settings.get("stage") in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
+
+
+def _report_v1_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which tokens of a turn LLaMA-Factory's v1 trains beside its words."""
+    if settings.get("template"):
+        conversion.remarks.append(HEADER_TRAINED)  # its older versions, with templates of their own
+        return
+    conversion.remarks.append(V1_BREAK)
+    report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -573,7 +640,9 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     if isinstance(schedule, dict):
         _adapt_automodel_schedule(schedule, conversion)
     if read_section(settings, "dataloader").get("shuffle") is False:
-        conversion.add_difference("dataloader.shuffle", False, IN_ORDER)
+        is_shuffled = read_section(settings, "dataset").get("shuffle_seed") is not None
+        order = SHUFFLED_ONCE if is_shuffled else IN_ORDER
+        conversion.add_difference("dataloader.shuffle", False, order)
     _adapt_automodel_lengths(settings, conversion)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
@@ -599,7 +668,8 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     if "lr_warmup_steps" not in schedule:
         recipe["warmup_ratio"] = 0.1
         conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
-    conversion.remarks.append(SLOW_START)
+    if schedule.get("lr_warmup_steps") != 0:
+        conversion.remarks.append(SLOW_START)
     recipe.setdefault("min_lr_ratio", 0.01)
     lowest = convert_number(schedule.get("min_lr"))
     rate = recipe["learning_rate"]

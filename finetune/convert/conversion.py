@@ -29,6 +29,7 @@ from finetune.convert.by_tool import (
     report_dtypes,
     report_epochs,
     report_evaluation,
+    report_images,
     report_losses,
 )
 from finetune.convert.command_line import is_command
@@ -44,6 +45,7 @@ from finetune.convert.counterparts import (
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
+from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
     adapt_model,
@@ -52,6 +54,7 @@ from finetune.convert.model_names import (
     guess_family,
     is_mixture,
     report_classes,
+    report_expert_names,
     report_scored_ends,
     report_shared_experts,
     set_template,
@@ -290,10 +293,12 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
     make_runnable(conversion)
+    report_expert_names(settings, conversion)
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
-    report_evaluation(conversion)
+    report_evaluation(settings, conversion)
+    report_images(settings, conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
@@ -498,7 +503,17 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
     conversion.remarks += layout.remarks()
-    if is_sharded and conversion.tool != "Automodel" and not settings.get("lora_fp32_gradients"):
+    in_fp32 = (
+        conversion.tool == "Automodel"
+        or settings.get("lora_fp32_gradients")
+        # the reduce_dtype of its v1/plugins/trainer_plugins/distributed/fsdp2.py
+        or (
+            conversion.tool == "LLaMA-Factory"
+            and is_factory_v1(yaml.safe_load(text))
+            and not settings.get("deepspeed")
+        )
+    )
+    if is_sharded and not in_fp32:
         conversion.remarks.append(REDUCED_IN_16_BITS)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:
         filters = read_section(settings, "fp8").get("filter_fqns") or []

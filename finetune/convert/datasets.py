@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
+from finetune.convert.automodel import SHUFFLED_BEFORE
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
@@ -238,6 +239,9 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     keys = entry.take_name_and_split()
     if str(path).endswith((".json", ".jsonl")):
         keys["split"] = None
+    shuffle_seed = entry.take("shuffle_seed")
+    if shuffle_seed is not None and "[" in str(keys["split"]):
+        conversion.add_difference(f"{entry.where}.shuffle_seed", shuffle_seed, SHUFFLED_BEFORE)
     limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
     keys |= _take_automodel_format(entry, kind, path, conversion)
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):

@@ -69,7 +69,10 @@ FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     for tool in TOOL_NAMES
 }
 FACTORY_RANK = 8
-WARMUP_THERE = "3% of the steps, but at most 100 there"
+WARMUP_THERE = (
+    "3% of the steps, but at most 100 there, rounded down, and a warm-up of one step is one of "
+    "two; rounded up here"
+)
 
 
 def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
@@ -166,18 +169,23 @@ def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, A
     is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
     if is_said:
         defaults.pop("save_steps", None)
-    elif "save_steps" not in defaults and not _saves_once(settings, recipe):
+    elif "save_steps" not in defaults and not _saves_once(conversion.tool, settings, recipe):
         epochs = recipe.get("num_train_epochs", defaults.get("num_train_epochs", 1))
-        if isinstance(epochs, int | float) and epochs > 1:
+        if _may_repeat(conversion.tool, recipe) or (isinstance(epochs, int | float) and epochs > 1):
             recipe["save_strategy"] = "epoch"
     saves = {"save_steps", "save_strategy"} & (recipe.keys() | defaults.keys())
     if not saves or recipe.get("save_strategy") == "no":
         defaults.pop("save_total_limit", None)  # one checkpoint, at the end
 
 
-def _saves_once(settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
+def _may_repeat(tool: Tool, recipe: Mapping[str, Any]) -> bool:
+    """Whether max_steps may go through the data more often than the epochs say."""
+    return tool in ("Axolotl", "Automodel") and "max_steps" in recipe
+
+
+def _saves_once(tool: Tool, settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
     if (
-        settings.get("saves_per_epoch")
+        (settings.get("saves_per_epoch") and not _may_repeat(tool, recipe))
         or settings.get("save_last_epoch_only")
         or recipe.get("streaming")
     ):

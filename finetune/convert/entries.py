@@ -45,7 +45,6 @@ NO_EFFECT = (
     "pad_to_max_length",
     "seq_length",
     "tokenizer",
-    "shuffle_seed",
     "start_of_turn_token",
     "packed",
     "ds_type",

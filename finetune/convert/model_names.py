@@ -8,7 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import find_linear_layers, has_fused_experts, read_family_source
+from finetune.config.facts import (
+    find_linear_layers,
+    find_vision_layers,
+    has_fused_experts,
+    read_family_source,
+)
 from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
@@ -180,7 +185,20 @@ QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
+# Models whose published files are in FP8, for which transformers keeps them so.
+FP8_MODEL = re.compile(
+    r"^(?!.*(bf16|nvfp4|bnb|distill)).*([-_]fp8\b|minimax-m2|deepseek-(v3|r1)\b|kimi-k2(?!\.)|"
+    r"mimo-v2|devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
+)
+KEPT_IN_FP8 = (
+    "the base stays in FP8 there, and the inputs of its linear layers are rounded to FP8 too; it "
+    "is dequantized here, and computed in 16 bits"
+)
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
+# fp4_cute of its integrations/kernels, "native W4A4"
+INPUTS_IN_4_BITS = (
+    "on a Blackwell GPU the inputs of experts in NVFP4 are rounded to 4 bits too there, never here"
+)
 REFUSED_NAMES = {
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
@@ -667,6 +685,10 @@ TOKENIZERS_BOS = (
 )
 ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
 WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")
+OTHER_ENDS = (
+    "the EOS token alone ends a trained turn there: where the tokenizer's template ends turns with "
+    "another token, that is trained here alone"
+)
 CHANNEL = (
     "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
     "row has no thinking; both are here"
@@ -687,7 +709,7 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("datasets.type", "chat_template", CHANNEL)
     has_own = not settings.get("tokenizer_use_mistral_common")  # which comes later
     if has_own and "chat_template" not in conversion.recipe and not conversion.images:
-        _report_own_thoughts(name.lower(), conversion)
+        report_own_thoughts(name, "datasets.type", "chat_template", conversion)
     end = _find_other_end(name, conversion)
     if end is not None and not settings.get("eot_tokens"):
         note = (
@@ -695,6 +717,13 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
             "that; it is here"
         )
         conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
+    is_unknown = (
+        "chat_template" not in conversion.recipe
+        and guess_family(name) not in FAMILY_TEMPLATES
+        and not any(re.search(pattern, name.lower()) for pattern, _ in ENDS_AS_EOS)
+    )
+    if has_own and is_unknown and not (settings.get("eot_tokens") or conversion.images):
+        conversion.add_remark("eot_tokens", None, OTHER_ENDS)
 
 
 def _find_other_end(name: str, conversion: Conversion) -> str | None:
@@ -730,13 +759,19 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(TOKENIZERS_BOS)
 
 
-def _report_own_thoughts(name: str, conversion: Conversion) -> None:
-    if THINKING.search(name):
-        conversion.add_difference("datasets.type", "chat_template", OWN_THOUGHT)
-    elif THINKING_LAST.search(name):
-        conversion.add_difference("datasets.type", "chat_template", ONE_TEXT)
-    elif MAYBE_THINKING.search(name):
-        conversion.remarks.append(f"datasets.type: chat_template   ({OWN_THOUGHT})")
+def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion) -> None:
+    """Reports the empty thoughts that a tokenizer's own template writes; `key: value` asks for
+    it.
+    """
+    lower = name.lower()
+    if THINKING.search(lower):
+        conversion.add_difference(key, value, OWN_THOUGHT)
+    elif THINKING_LAST.search(lower):
+        # LLaMA-Factory's v1 splits the turns as here
+        note = ONE_TEXT if conversion.tool == "Axolotl" else OWN_THOUGHT
+        conversion.add_difference(key, value, note)
+    elif MAYBE_THINKING.search(lower):
+        conversion.remarks.append(f"{key}: {value}   ({OWN_THOUGHT})")
 
 
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -819,8 +854,15 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings).lower()
     if BITSANDBYTES_MODEL.search(name) and is_mixture(name):
         conversion.add_difference("base_model", name_model(settings), EXPERTS_DEQUANTIZED)
+    loads_plain = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
+        settings, "model_quantization_config_kwargs"
+    ).get("dequantize")
+    if FP8_MODEL.search(name) and not loads_plain:
+        conversion.add_difference("model", name_model(settings), KEPT_IN_FP8)
     if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
+    if "nvfp4" in name and settings.get("use_sonicmoe"):
+        conversion.add_difference("use_sonicmoe", True, INPUTS_IN_4_BITS)
     _adapt_tokens(settings, conversion)
     _adapt_frozen(settings, conversion)
     _adapt_images(settings, conversion)
@@ -882,9 +924,9 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     ):
         # else all that is loaded here is named
         del recipe["trainable_modules"]
+        frozen = ", and LoRA freezes it by itself" if recipe.get("use_peft") else ""
         conversion.remarks.append(
-            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it "
-            "by itself"
+            f"trainable_modules is dropped: the language model is loaded alone{frozen}"
         )
         names_adapters = any(str(name).startswith((".", "base_model")) for name in patterns)
         unfrozen = settings.get("unfrozen_parameters")
@@ -1010,13 +1052,68 @@ def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
         conversion.add_difference("freeze_language_model", True, note)
 
 
+def _may_adapt_tower(targets: Any, family: str) -> bool:
+    """Whether a family's vision tower may have a layer by one of these names; in doubt it may."""
+    of_tower = find_vision_layers(family)
+    names = {name.rpartition(".")[2] for name in targets} if isinstance(targets, list) else set()
+    return not of_tower or not names or bool(of_tower & names)
+
+
+# _MODEL_TO_CONVERSION_PATTERN of transformers 5: families for which peft reads the names of an
+# MLP's layers as those of experts (its _convert_peft_config_moe)
+NAMED_AS_EXPERTS = (
+    "afmoe",
+    "beam",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hunyuan_v1_moe",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "solar_open",
+)
+MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
+WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
+ONTO_EXPERTS = (
+    "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
+    "experts: their adapters are on these there, of twice the rank where two are one, and on no "
+    "shared expert or dense layer; here on linear layers of these names, and on experts by "
+    "lora_target_parameters"
+)
+
+
+def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where peft moves adapters onto routed experts."""
+    recipe = conversion.recipe
+    family = guess_family(name_model(settings)) or ""
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
+    is_read_so = conversion.tool in WITH_PEFT and family in NAMED_AS_EXPERTS
+    if not is_read_so or not recipe.get("use_peft"):
+        return
+    # a list of names in other tools, where shared experts and dense layers have them
+    has_others = conversion.tool == "TRL" or "shared_expert" in read_family_source(family)
+    named = {name.rpartition(".")[2] for name in ([] if targets == ALL_LINEAR else targets)}
+    if named & MLP_NAMES or (ALL_LINEAR in targets and has_others):
+        conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
+
+
 def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = (
         "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     )
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
-    elif not re.search("language_model|text_model", str(targets)):
+    elif not re.search("language_model|text_model", str(targets)) and _may_adapt_tower(
+        targets, str(conversion.images)
+    ):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)

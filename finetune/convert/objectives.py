@@ -777,6 +777,11 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
 # torchtune's models whose head is the embedding (TiedLinear), which no quantizer replaces
 TIED_IN_TORCHTUNE = re.compile(r"gemma|llama3_2\.|qwen2(_5)?_(0_5b|1_5b|3b)|qwen3_(0_6b|1_7b|4b)")
+# _bf16_activations_forward of torchao's Int4WeightFakeQuantizer, by Axolotl's _make_qat_config
+MIN_TO_MAX = (
+    "the weights of a group are rounded to 16 steps from its smallest to its largest there, to "
+    "steps on both sides of 0 here"
+)
 ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
@@ -825,6 +830,8 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
+    if conversion.tool == "Axolotl" and keys["quantization_aware_training"] == "int8-int4":
+        conversion.add_difference(key, settings[key], MIN_TO_MAX)
     component = str(read_section(settings, "model").get("_component_"))
     if not TIED_IN_TORCHTUNE.search(component):
         conversion.add_difference(key, settings[key], HEAD_ROUNDED)

@@ -127,7 +127,6 @@ V1_NAMES = {
 V1_DEFAULTS: Mapping[str, Any] = {
     "stage": "sft",
     "do_train": True,
-    "template": "qwen3_nothink",
     "per_device_train_batch_size": 1,
     "cutoff_len": 2048,
     "learning_rate": 1e-4,
@@ -147,6 +146,9 @@ V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {
     "lora_dropout": ("lora_dropout", 0.05),
     "target_modules": ("lora_target", "all"),
     "use_rslora": ("use_rslora", False),
+    "use_dora": ("use_dora", False),
+    "modules_to_save": ("additional_target", None),
+    "adapter_name_or_path": ("adapter_name_or_path", None),
 }
 V1_UNREAD = (
     "peft_config",
@@ -266,6 +268,8 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed |= {
             name: adapters.get(key, default) for key, (name, default) in V1_ADAPTERS.items()
         }
+        others = adapters.keys() - V1_ADAPTERS.keys() - {"name"}
+        renamed |= {key: adapters[key] for key in sorted(others)}
     sharding = read_section(settings, "dist_config").get("name")
     if sharding == "fsdp2":
         renamed["fsdp"] = "full_shard"

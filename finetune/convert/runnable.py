@@ -75,6 +75,11 @@ READ_UNCALLED = (
     "base is quantized there"
 )
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
+OWN_CODE = (
+    "no such layer in transformers' code of this family; the code beside the model's files, which "
+    "is run there, may have it"
+)
+REMOTE_CODE = "trust_remote_code is dropped: transformers has the code of {} itself"
 
 
 def make_runnable(conversion: Conversion) -> None:
@@ -137,9 +142,7 @@ BALANCED_THERE = (
 
 def _drop_remote_code(family: str, conversion: Conversion) -> None:
     if conversion.recipe.pop("trust_remote_code", None):
-        conversion.remarks.append(
-            f"trust_remote_code is dropped: transformers has the code of {family} itself"
-        )
+        conversion.remarks.append(REMOTE_CODE.format(family))
         if family == "deepseek_v2":
             conversion.add_difference("trust_remote_code", True, BALANCED_THERE)
 
@@ -286,7 +289,12 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         return
     conversion.recipe["lora_target_modules"] = others or targets
     if missing:
-        reason = BESIDE_TEXT if conversion.images else NO_LAYER
+        if conversion.images:
+            reason = BESIDE_TEXT
+        elif REMOTE_CODE.format(family) in conversion.remarks:
+            reason = OWN_CODE
+        else:
+            reason = NO_LAYER
         conversion.remarks.append(f"lora_target_modules: {', '.join(missing)}: {reason}")
 
 

@@ -17,6 +17,7 @@ from finetune.config.keys import keys_of
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
+from finetune.convert.by_tool import V1_BREAK
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
     DATA_SET_KEYS,
@@ -1379,12 +1380,12 @@ def refused(theirs: str, folder: Path) -> str:
 def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
     converted: Convert, tmp_path: Path
 ) -> None:
-    """llamafactory/v1/config: batches of 1, 1e-4, ChatML without thoughts; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
+    """llamafactory/v1/config: batches of 1, 1e-4, the tokenizer's own template; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
     ours, said, _ = converted(V1)
     assert "instruction and input of a row of alpaca follow one another there" in said
     expected = {
         "model_name_or_path": "Qwen/Qwen3-4B", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "weight_decay": 0.01,
-        "lr_scheduler_type": "constant", "max_steps": 10, "max_length": 2048, "chat_template": "chatml", "lora_r": 16,
+        "lr_scheduler_type": "constant", "max_steps": 10, "max_length": 2048, "chat_template": None, "lora_r": 16,
         "lora_alpha": 32, "lora_target_modules": "all-linear", "packing": False, "accelerate_config": "fsdp_full_shard_auto",
     }  # fmt: skip
     assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
@@ -1397,18 +1398,20 @@ def test_all_weights_of_llama_factorys_v1_are_in_float32_and_what_else_is_traine
 ) -> None:
     """v1/core/model_engine.py: model.to(float32) without adapters; FSDP2 alone reads bf16.
 
-    v1/core/base_trainer.py: AdamW on every parameter, in one group. v1/core/utils/rendering.py: an
-    assistant's message has one weight, its header too.
+    v1/core/base_trainer.py: AdamW on every parameter, in one group. v1/core/rendering/rendering.py:
+    all that follows the prompt has one weight; with a `template`, which it had before, the header
+    too.
     """
     lines = [line for line in V1.splitlines() if not line.startswith(("peft", "dist"))]
     full, said, _ = converted("\n".join([*lines, sharding, ""]))
     layout = "fsdp_full_shard_auto" if sharding else None
     assert (full.get("dtype"), full.get("accelerate_config")) == (None, layout)
     assert "norms and biases are decayed too there" in said
-    assert "the header of an answer is trained too there" in said
+    assert V1_BREAK in said and "the header of an answer is trained too there" not in said
     _, said, _ = converted(V1)
     assert "norms and biases are decayed too there" not in said  # adapters have neither
-    assert "the header of an answer is trained too there" in said
+    _, said, _ = converted(V1 + "template: qwen3_nothink\n")
+    assert V1_BREAK not in said and "the header of an answer is trained too there" in said
 
 
 @pytest.mark.parametrize(
@@ -1819,11 +1822,9 @@ def test_a_mixture_in_few_bits_is_converted_with_its_experts(
     theirs += "load_in_4bit: true\n"
     glm = theirs.replace("{}", "zai-org/GLM-4.5-Air")
     ours, said, _ = converted(glm + "quantize_moe_experts: true\n")
-    assert ours["load_in_4bit"] is True and "experts" not in said
-    assert (
-        "a mixture's experts are quantized here too; there only linear layers are"
-        in converted(glm)[1]
-    )
+    quantized = "a mixture's experts are quantized here too; there only linear layers are"
+    assert ours["load_in_4bit"] is True and quantized not in said
+    assert quantized in converted(glm)[1]
     named = theirs.replace("lora_target_linear: true", "lora_target_modules: [q_proj, o_proj]")
     flash = named.replace("{}", "zai-org/GLM-4.7-Flash")
     assert converted(flash)[0]["lora_target_modules"] == [

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from finetune.constants import ALL_LINEAR
@@ -15,29 +16,47 @@ from finetune.convert.automodel import (
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
     NOT_APART,
+    NOTHING_SAVED,
     PADDED_ROWS,
+    SAVED_WITH_EPOCHS,
+    SHUFFLED_BEFORE,
+    SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_IN_16_BITS,
+    BEST_AMONG_KEPT,
     BY_SOFTMAX,
     CARRIED_OVER,
+    COPIES_AS_LOADED,
+    IMAGES_SHRUNK,
+    IN_ORDER,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
+    PARTS_IN_FP32,
+    SLOW_START,
     WHOLE_STEPS,
     WINDOWS,
 )
-from finetune.convert.conversion import ALL_IN_FP8, convert_file
+from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     AUXILIARY,
     IMAGES_UNCUT,
+    INPUTS_IN_4_BITS,
+    KEPT_IN_FP8,
+    MLP_NAMES,
+    NAMED_AS_EXPERTS,
     NO_SUCH_LAYER,
+    ONTO_EXPERTS,
+    OTHER_ENDS,
     OWN_THOUGHT,
     UNKNOWN_IMAGES,
 )
-from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY
+from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
+from finetune.convert.runnable import NO_LAYER, OWN_CODE
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -450,3 +469,403 @@ def test_layers_that_automodel_multiplies_in_fp8_are_said(
     assert line in said(convert(AUTOMODEL, fp8={"enabled": True, "filter_fqns": filters}))
     assert "in FP8 too there" not in said(convert(AUTOMODEL, fp8={"enabled": False}))
     assert "in FP8 too there" not in said(convert(AXOLOTL, fp8=True))
+
+
+CHAT = {
+    "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+    "path_or_dataset_id": "a/rows",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_other_slice"),
+    [
+        ({"split": "train[:1024]", "shuffle_seed": 0}, True),
+        ({"split": "train[:1024]"}, False),
+        ({"split": "train", "shuffle_seed": 1111}, False),
+    ],
+)
+def test_automodels_slice_is_of_rows_that_shuffle_seed_has_shuffled(
+    keys: dict[str, Any], is_other_slice: bool, convert: Convert
+) -> None:
+    for section in ("dataset", "validation_dataset"):
+        made = convert(AUTOMODEL | {section: CHAT | keys})
+        assert (SHUFFLED_BEFORE in said(made)) == is_other_slice
+        assert ("shuffle_seed" in said(made)) == is_other_slice
+
+
+@pytest.mark.parametrize(("keys", "line"), [({}, IN_ORDER), ({"shuffle_seed": 1}, SHUFFLED_ONCE)])
+def test_automodels_rows_in_their_order_may_have_been_shuffled_once(
+    keys: dict[str, Any], line: str, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL | {"dataset": CHAT | keys}, dataloader={"shuffle": False})
+    assert [each for each in (IN_ORDER, SHUFFLED_ONCE) if each in said(made)] == [line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, SAVED_WITH_EPOCHS),
+        ({"step_scheduler": {"save_checkpoint_every_epoch": False}}, None),
+        ({"checkpoint": {"enabled": False}}, NOTHING_SAVED),
+        ({"checkpoint": {"enabled": True}}, SAVED_WITH_EPOCHS),
+    ],
+)
+def test_automodel_saves_at_epochs_too_or_not_at_all(
+    keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, **keys)
+    found = [each for each in (SAVED_WITH_EPOCHS, NOTHING_SAVED) if each in said(made)]
+    assert found == ([line] if line else [])
+    assert ("save_steps" in made.recipe) == (line != NOTHING_SAVED)
+    assert "save_strategy" not in made.recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr_decay_steps", 100),
+        ("init_lr", 0.0001),
+        ("max_lr", 0.0001),
+        ("end_wd", 0.1),
+        ("wsd_decay_steps", 10),
+        ("lr_wsd_decay_style", "exponential"),
+    ],
+)
+def test_what_automodels_schedule_is_given_beside_its_shape_is_listed(
+    key: str, value: Any, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", key: value})
+    assert f"lr_scheduler.{key}: " in said(made)
+
+
+def test_automodels_limit_of_checkpoints_and_the_one_resumed_from_are_ours(
+    convert: Convert,
+) -> None:
+    checkpoint = {"max_recent_checkpoints": 3, "restore_from": "some/checkpoint"}
+    recipe = convert(AUTOMODEL, checkpoint=checkpoint).recipe
+    assert recipe["save_total_limit"] == 3
+    assert recipe["resume_from_checkpoint"] == "some/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("keys", "targets"),
+    [
+        ({}, []),
+        ({"lora_target_linear": True}, ALL_LINEAR),
+        ({"lora_target_modules": ["q_proj"]}, ["q_proj"]),
+    ],
+)
+def test_axolotls_adapters_of_parameters_alone_are_on_no_linear_layer(
+    keys: dict[str, Any], targets: Any, convert: Convert
+) -> None:
+    experts = ["mlp.experts.gate_up_proj"]
+    lora = {"adapter": "lora", "lora_target_parameters": experts}
+    recipe = convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B", **lora, **keys).recipe
+    assert recipe["lora_target_modules"] == targets
+    assert recipe["lora_target_parameters"] == experts
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_kept"),
+    [
+        ("MiniMaxAI/MiniMax-M2", {}, True),
+        ("Qwen/Qwen3-8B-FP8", {}, True),
+        (
+            "Qwen/Qwen3-8B-FP8",
+            {
+                "model_quantization_config": "FineGrainedFP8Config",
+                "model_quantization_config_kwargs": {"dequantize": True},
+            },
+            False,
+        ),
+        ("axolotl-ai-co/Mistral-Small-4-119B-2603-BF16", {}, False),
+        ("Qwen/Qwen3-8B", {}, False),
+    ],
+)
+def test_a_base_in_fp8_is_computed_in_fp8_by_transformers(
+    name: str, keys: dict[str, Any], is_kept: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_linear=True, **keys)
+    assert (KEPT_IN_FP8 in said(made)) == is_kept
+    factory = {"model_name_or_path": name, "stage": "sft", "finetuning_type": "lora"}
+    rows = {"dataset": "identity", "template": "qwen3", "output_dir": "out"}
+    assert KEPT_IN_FP8 not in said(convert(factory | rows))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_kept"),
+    [
+        ({}, True),
+        ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, False),
+        (
+            {
+                "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+                "cut_cross_entropy": False,
+            },
+            True,
+        ),
+    ],
+)
+def test_axolotls_plugin_of_the_loss_casts_the_embedding_too(
+    keys: dict[str, Any], is_kept: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL | {"attn_implementation": "sdpa"}, **keys)
+    assert (PARTS_IN_FP32 in said(made)) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shrunk"),
+    [({}, True), ({"image_max_pixels": 262144}, False), ({"stage": "pt"}, False)],
+)
+def test_llama_factory_bounds_the_size_of_images_without_a_key(
+    keys: dict[str, Any], is_shrunk: bool, convert: Convert
+) -> None:
+    file = {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora",
+        "template": "qwen2_vl",
+        "dataset": "mllm_demo",
+        "output_dir": "out",
+    }
+    assert (IMAGES_SHRUNK in said(convert(file, **keys))) == is_shrunk
+    of_text = {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen3", "dataset": "identity"}
+    assert IMAGES_SHRUNK not in said(convert(file | of_text))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_among"),
+    [
+        ({"save_total_limit": 2, "val_dataset": "more/rows"}, True),
+        ({"val_dataset": "more/rows"}, False),
+        ({"save_total_limit": 2}, False),
+    ],
+)
+def test_ms_swifts_best_checkpoint_is_among_those_that_are_kept(
+    keys: dict[str, Any], is_among: bool, convert: Convert
+) -> None:
+    file = {
+        "command": "sft",
+        "model": "Qwen/Qwen3-8B",
+        "dataset": "a/rows",
+        "use_hf": True,
+        "train_type": "lora",
+        "save_steps": 10,
+        "eval_steps": 10,
+    }
+    assert (BEST_AMONG_KEPT in said(convert(file, **keys))) == is_among
+
+
+V1 = {
+    "model": "Qwen/Qwen3-4B",
+    "peft_config": {"name": "lora", "r": 16},
+    "dist_config": {"name": "fsdp2"},
+    "train_dataset": "data/rows.yaml",
+    "max_steps": 10,
+}
+
+
+def test_llama_factorys_v1_leaves_rows_out_adds_gradients_in_float32_and_trains_no_empty_thought(
+    convert: Convert,
+) -> None:
+    """drop_last of its BatchGenerator; reduce_dtype of its FSDP2Engine; enable_thinking of its _render_messages."""
+    made = convert(V1)
+    lines = said(made)
+    assert WHOLE_STEPS in lines and OWN_THOUGHT in lines and "chat_template" not in made.recipe
+    assert REDUCED_IN_16_BITS not in lines
+    assert REDUCED_IN_16_BITS in said(convert(V1, dist_config={"name": "deepspeed"}))
+    assert OWN_THOUGHT not in said(convert(V1, model="Qwen/Qwen3-4B-Instruct-2507"))
+
+
+def test_all_keys_of_v1s_adapters_are_read(convert: Convert) -> None:
+    adapters = {"use_dora": True, "modules_to_save": ["lm_head"], "rank_dropout": 0.5}
+    made = convert(V1, peft_config=adapters)
+    assert made.recipe["use_dora"] is True and made.recipe["modules_to_save"] == ["lm_head"]
+    assert "rank_dropout" in said(made)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_in_16_bits"),
+    [
+        ({"adapter": "lora"}, True),
+        ({"adapter": "qlora", "load_in_4bit": True}, True),
+        ({"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"version": 2}}, False),
+        (
+            {
+                "adapter": "qlora",
+                "load_in_4bit": True,
+                "fsdp_config": {"version": 2},
+                "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+            },
+            True,
+        ),
+    ],
+)
+def test_axolotls_copies_of_embeddings_are_in_float32_under_qlora_and_fsdp(
+    keys: dict[str, Any], is_in_16_bits: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, lora_modules_to_save=["lm_head"], lora_target_linear=True, **keys)
+    assert (COPIES_AS_LOADED in said(made)) == is_in_16_bits
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_otherwise"), [(("int8", "int4"), True), (("mxfp4", "mxfp4"), False)]
+)
+def test_axolotls_weights_in_4_bits_are_rounded_from_the_smallest_to_the_largest(
+    dtypes: tuple[str, str], is_otherwise: bool, convert: Convert
+) -> None:
+    qat = dict(zip(("activation_dtype", "weight_dtype"), dtypes, strict=True))
+    assert (MIN_TO_MAX in said(convert(AXOLOTL, qat=qat))) == is_otherwise
+
+
+def test_that_rounding_is_another_than_ours() -> None:
+    """torchao's own, by the configs that Axolotl's _make_qat_config makes."""
+    from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
+
+    from finetune.config.quantization import QuantizationAware
+    from finetune.models.fake_quantize import _make_rounding
+
+    keys = QuantizationAware(quantization_aware_training="int8-int4", qat_group_size=32)
+    config = Int4WeightFakeQuantizeConfig(group_size=32, activation_dtype=torch.bfloat16)
+    weight = torch.arange(64.0).reshape(2, 32)  # all above 0
+    theirs = FakeQuantizerBase.from_config(config)(weight)
+    ours = _make_rounding(keys).weight(weight)
+    assert (theirs - weight).abs().max() < 31 / 15 and len(theirs[0].unique()) == 16
+    assert len(ours[0].unique()) < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "may_adapt"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", ["q_proj", "down_proj"], False),
+        ("Qwen/Qwen3.5-35B-A3B", ["q_proj", "proj"], True),
+        ("google/gemma-3-4b-it", ["q_proj"], True),
+    ],
+)
+def test_layers_that_a_tower_does_not_have_get_no_adapter_there(
+    name: str, targets: list[str], may_adapt: bool, convert: Convert
+) -> None:
+    images = {"processor_type": "AutoProcessor", "adapter": "lora"}
+    made = convert(AXOLOTL, base_model=name, lora_target_modules=targets, **images)
+    assert ("layers of the vision tower by these names too there" in said(made)) == may_adapt
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "are_moved"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["q_proj", "gate_proj", "up_proj"], True),
+        ("Qwen/Qwen3-30B-A3B", ["q_proj"], False),
+        ("Qwen/Qwen3-8B", ["gate_proj", "up_proj"], False),
+        ("zai-org/GLM-4.5-Air", ALL_LINEAR, True),
+    ],
+)
+def test_peft_takes_names_of_an_mlp_for_those_of_routed_experts(
+    name: str, targets: list[str], are_moved: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=targets)
+    assert (ONTO_EXPERTS in said(made)) == are_moved
+
+
+def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
+    from peft.utils.transformers_weight_conversion import (
+        _MODEL_TO_CONVERSION_PATTERN,
+        _MOE_TARGET_MODULE_MAPPING,
+    )
+
+    for family in NAMED_AS_EXPERTS:
+        pattern = _MODEL_TO_CONVERSION_PATTERN.get(family, family)
+        assert _MOE_TARGET_MODULE_MAPPING[pattern].keys() >= MLP_NAMES, family
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_unknown"),
+    [
+        ({"base_model": "arcee-ai/AFM-4.5B"}, True),
+        ({"base_model": "arcee-ai/AFM-4.5B", "eot_tokens": ["<|im_end|>"]}, False),
+        ({"base_model": "Qwen/Qwen3-8B"}, False),
+        ({"base_model": "arcee-ai/AFM-4.5B", "chat_template": "chatml"}, False),
+    ],
+)
+def test_the_end_of_turns_that_no_table_knows_may_be_another_than_eos(
+    keys: dict[str, Any], is_unknown: bool, convert: Convert
+) -> None:
+    assert (OTHER_ENDS in said(convert(AXOLOTL, **keys))) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("keys", "strategy"),
+    [
+        ({"saves_per_epoch": 1, "max_steps": 2000}, "epoch"),
+        ({"saves_per_epoch": 1}, None),
+        ({"max_steps": 2000}, "epoch"),
+        ({"save_steps": 10, "max_steps": 2000}, None),
+        ({"save_strategy": "no", "max_steps": 2000}, None),
+    ],
+)
+def test_axolotl_saves_at_each_epoch_that_max_steps_goes_through(
+    keys: dict[str, Any], strategy: str | None, convert: Convert
+) -> None:
+    """save_strategy: epoch of its _configure_save_and_eval_strategy, which max_steps does not change."""
+    assert convert(AXOLOTL, **keys).recipe.get("save_strategy") == strategy
+
+
+def test_automodel_saves_at_each_epoch_that_max_steps_goes_through(convert: Convert) -> None:
+    steps = {"max_steps": 100, "ckpt_every_steps": None}
+    assert convert(AUTOMODEL, step_scheduler=steps).recipe["save_strategy"] == "epoch"
+
+
+@pytest.mark.parametrize(("trusts", "line"), [(True, OWN_CODE), (False, NO_LAYER)])
+def test_a_layer_that_transformers_has_not_may_be_in_code_beside_the_files(
+    trusts: bool, line: str, convert: Convert
+) -> None:
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj", "out_proj"]}
+    name = "LnL-AI/dbrx-base-converted-v2"
+    made = convert(AXOLOTL, base_model=name, trust_remote_code=trusts, **lora)
+    assert [each for each in (OWN_CODE, NO_LAYER) if each in said(made)] == [line]
+
+
+def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> None:
+    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
+    assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
+    assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [({}, True), ({"lr_warmup_steps": 0}, False)])
+def test_automodels_warm_up_begins_at_a_tenth_where_there_is_one(
+    steps: dict[str, int], is_said: bool, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", **steps})
+    assert (SLOW_START in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "are_rounded"),
+    [
+        ("nvidia/Qwen3-30B-A3B-NVFP4", {"use_sonicmoe": True}, True),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", {"use_scattermoe": True}, False),
+        ("Qwen/Qwen3-30B-A3B", {"use_sonicmoe": True}, False),
+    ],
+)
+def test_inputs_of_experts_in_nvfp4_may_be_in_4_bits_in_axolotl(
+    name: str, keys: dict[str, Any], are_rounded: bool, convert: Convert
+) -> None:
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj"]}
+    assert (INPUTS_IN_4_BITS in said(convert(AXOLOTL, base_model=name, **lora, **keys))) == (
+        are_rounded
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_default"),
+    [({}, True), ({"warmup_ratio": 0.1}, False), ({"warmup_steps": 9}, False)],
+)
+def test_axolotls_default_warm_up_is_rounded_down_too(
+    keys: dict[str, Any], is_default: bool, convert: Convert
+) -> None:
+    """_configure_warmup_and_logging: min(int(0.03 * total_num_steps), 100)."""
+    lines = said(convert(AXOLOTL, **keys))
+    assert (WARMUP_THERE in lines) == is_default
+    assert "rounded down" in WARMUP_THERE
