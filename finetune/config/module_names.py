@@ -392,6 +392,15 @@ def _find_conversions(model_type: str, kind: str) -> tuple[tuple[Any, Any], ...]
     )
 
 
+def find_alias(model_type: str) -> str | None:
+    """Returns the other family whose conversions transformers applies to this one.
+
+    >>> find_alias("qwen3_moe"), find_alias("qwen2_moe")
+    ('qwen2_moe', None)
+    """
+    return _read_table()[1].get(model_type)
+
+
 @cache
 def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
     """Reads (family -> the list of its conversions, family -> the one whose conversions it

@@ -15,6 +15,7 @@ from finetune.config.facts import (
     read_family_source,
 )
 from finetune.config.families import IMAGE_FAMILIES, find_family
+from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
@@ -1059,27 +1060,6 @@ def _may_adapt_tower(targets: Any, family: str) -> bool:
     return not of_tower or not names or bool(of_tower & names)
 
 
-# _MODEL_TO_CONVERSION_PATTERN of transformers 5: families for which peft reads the names of an
-# MLP's layers as those of experts (its _convert_peft_config_moe)
-NAMED_AS_EXPERTS = (
-    "afmoe",
-    "beam",
-    "cohere2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "hunyuan_v1_moe",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "solar_open",
-)
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 ONTO_EXPERTS = (
@@ -1095,7 +1075,8 @@ def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     family = guess_family(name_model(settings)) or ""
     targets = recipe.get("lora_target_modules", ALL_LINEAR)
-    is_read_so = conversion.tool in WITH_PEFT and family in NAMED_AS_EXPERTS
+    # _convert_peft_config_moe of peft: not Qwen2 MoE itself, which is no alias
+    is_read_so = conversion.tool in WITH_PEFT and find_alias(family) == "qwen2_moe"
     if not is_read_so or not recipe.get("use_peft"):
         return
     # a list of names in other tools, where shared experts and dense layers have them

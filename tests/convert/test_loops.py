@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
 from finetune.convert.automodel import (
     FIRST_TO_COME,
@@ -47,7 +48,6 @@ from finetune.convert.model_names import (
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
     MLP_NAMES,
-    NAMED_AS_EXPERTS,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
@@ -759,6 +759,7 @@ def test_layers_that_a_tower_does_not_have_get_no_adapter_there(
         ("Qwen/Qwen3-30B-A3B", ["q_proj", "gate_proj", "up_proj"], True),
         ("Qwen/Qwen3-30B-A3B", ["q_proj"], False),
         ("Qwen/Qwen3-8B", ["gate_proj", "up_proj"], False),
+        ("Qwen/Qwen1.5-MoE-A2.7B", ["gate_proj", "up_proj"], False),
         ("zai-org/GLM-4.5-Air", ALL_LINEAR, True),
     ],
 )
@@ -775,9 +776,13 @@ def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
         _MOE_TARGET_MODULE_MAPPING,
     )
 
-    for family in NAMED_AS_EXPERTS:
-        pattern = _MODEL_TO_CONVERSION_PATTERN.get(family, family)
-        assert _MOE_TARGET_MODULE_MAPPING[pattern].keys() >= MLP_NAMES, family
+    taken = {
+        family: pattern
+        for family, pattern in _MODEL_TO_CONVERSION_PATTERN.items()
+        if _MOE_TARGET_MODULE_MAPPING.get(pattern, {}).keys() >= MLP_NAMES
+    }
+    assert taken == {family: find_alias(family) for family in taken}
+    assert set(taken.values()) == {"qwen2_moe"} and "qwen2_moe" not in taken
 
 
 @pytest.mark.parametrize(
