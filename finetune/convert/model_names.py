@@ -185,14 +185,19 @@ QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
-# Models whose published files are in FP8, for which transformers keeps them so.
-FP8_MODEL = re.compile(
-    r"^(?!.*(bf16|nvfp4|bnb|distill)).*([-_]fp8\b|minimax-m2|deepseek-(v3|r1)\b|kimi-k2(?!\.)|"
-    r"mimo-v2|devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
+# Models whose names say that their files are in FP8, for which transformers keeps them so.
+FP8_MODEL = re.compile(r"^(?!.*(bf16|nvfp4|bnb)).*[-_]fp8\b")
+# Of which only their config says it.
+MAYBE_FP8_MODEL = re.compile(
+    r"^(?!.*(bf16|fp8|nvfp4|bnb|distill)).*(minimax-m2|deepseek-(v3|r1)\b|mimo-v2|"
+    r"devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
 )
 KEPT_IN_FP8 = (
     "the base stays in FP8 there, and the inputs of its linear layers are rounded to FP8 too; it "
     "is dequantized here, and computed in 16 bits"
+)
+MAYBE_KEPT_IN_FP8 = (
+    f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 # fp4_cute of its integrations/kernels, "native W4A4"
@@ -857,8 +862,9 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     loads_plain = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
         settings, "model_quantization_config_kwargs"
     ).get("dequantize")
-    if FP8_MODEL.search(name) and not loads_plain:
-        conversion.add_difference("model", name_model(settings), KEPT_IN_FP8)
+    for pattern, note in ((FP8_MODEL, KEPT_IN_FP8), (MAYBE_FP8_MODEL, MAYBE_KEPT_IN_FP8)):
+        if pattern.search(name) and not loads_plain:
+            conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     if "nvfp4" in name and settings.get("use_sonicmoe"):
