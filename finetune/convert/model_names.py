@@ -1087,6 +1087,9 @@ NAMED_AS_EXPERTS = (
     "solar_open",
 )
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
+# and for which it reads these, of a Mixtral's files
+NAMED_AS_MIXTRALS = ("mixtral", "minimax", "minimax_m2")
+MIXTRAL_NAMES = frozenset({"w1", "w2", "w3"})
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 ONTO_EXPERTS = (
     "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
@@ -1096,8 +1099,33 @@ ONTO_EXPERTS = (
 )
 
 
+MIXTRALS_ONTO_EXPERTS = (
+    "since transformers 5 peft takes w1, w2 and w3 for the parameters of the experts, with twice "
+    "the rank where two are one: their adapters are on these there, and on none here without "
+    "lora_target_parameters"
+)
+
+
+def _report_mixtrals_names(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports adapters of experts by the names of a Mixtral's files, in place of the remark that
+    there are none.
+    """
+    family = guess_family(name_model(settings)) or ""
+    asked = settings.get("lora_target_modules") or settings.get("lora_target")
+    names = {name.rpartition(".")[2] for name in convert_names(asked) or ()}
+    is_read_so = conversion.tool in WITH_PEFT and family in NAMED_AS_MIXTRALS
+    if is_read_so and conversion.recipe.get("use_peft") and names & MIXTRAL_NAMES:
+        conversion.remarks[:] = [
+            line
+            for line in conversion.remarks
+            if not (line.startswith("lora_target_modules:") and "nothing is adapted by" in line)
+        ]
+        conversion.add_difference("lora_target_modules", asked, MIXTRALS_ONTO_EXPERTS)
+
+
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where peft moves adapters onto routed experts."""
+    _report_mixtrals_names(settings, conversion)
     recipe = conversion.recipe
     family = guess_family(name_model(settings)) or ""
     targets = recipe.get("lora_target_modules", ALL_LINEAR)

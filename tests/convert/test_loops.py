@@ -48,6 +48,7 @@ from finetune.convert.model_names import (
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
     MAYBE_KEPT_IN_FP8,
+    MIXTRALS_ONTO_EXPERTS,
     MLP_NAMES,
     NAMED_AS_EXPERTS,
     NO_SUCH_LAYER,
@@ -920,3 +921,19 @@ def test_axolotls_default_warm_up_is_rounded_down_too(
     lines = said(convert(AXOLOTL, **keys))
     assert (WARMUP_THERE in lines) == is_default
     assert "rounded down" in WARMUP_THERE
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "is_said"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj", "w1", "w2", "w3"], True),
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj"], False),
+        ("Qwen/Qwen3-8B", ["q_proj", "w1"], False),
+    ],
+)
+def test_a_mixtrals_names_are_those_of_experts(
+    name: str, names: list[str], is_said: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
+    assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
+    assert not (is_said and "nothing is adapted" in text)
