@@ -12,6 +12,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.asked_layout import read_layout
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
@@ -220,6 +221,11 @@ EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
+# autocast_adapter_dtype=False of TRL's trainers under ZeRO-3, since 1.16
+ADAPTERS_UNDER_ZERO_3 = (
+    "under DeepSpeed's ZeRO-3 adapters are in bfloat16 there, as the base is, in TRL's newest "
+    "version; in float32 here"
+)
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 # torchtune's models by their builders' names -> what they compute otherwise than transformers'
@@ -277,6 +283,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         and recipe.get("use_peft")
     ):
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
+    _report_adapters_under_zero_3(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
     is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
@@ -287,6 +294,24 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
+
+
+def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the dtype of TRL's adapters where the file, or the one of its launch, shards by
+    DeepSpeed.
+    """
+    recipe = conversion.recipe
+    is_quantized = any(map(recipe.get, LOAD_KEYS))
+    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    is_in_16_bits = dtype in ("bfloat16", "auto")
+    if conversion.tool != "TRL" or not recipe.get("use_peft") or is_quantized or not is_in_16_bits:
+        return
+    if settings.get("deepspeed"):
+        sharding = read_layout("TRL", settings, "").sharding
+        if sharding in ("full", "offload"):
+            conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
+    else:
+        conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
 def _cuts_loss(settings: ToolFile) -> bool:

@@ -186,14 +186,19 @@ QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
-# Models whose published files are in FP8, for which transformers keeps them so.
-FP8_MODEL = re.compile(
-    r"^(?!.*(bf16|nvfp4|bnb|distill)).*([-_]fp8\b|minimax-m2|deepseek-(v3|r1)\b|kimi-k2(?!\.)|"
-    r"mimo-v2|devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
+# Models whose names say that their files are in FP8, for which transformers keeps them so.
+FP8_MODEL = re.compile(r"^(?!.*(bf16|nvfp4|bnb)).*[-_]fp8\b")
+# Of which only their config says it.
+MAYBE_FP8_MODEL = re.compile(
+    r"^(?!.*(bf16|fp8|nvfp4|bnb|distill)).*(minimax-m2|deepseek-(v3|r1)\b|mimo-v2|"
+    r"devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
 )
 KEPT_IN_FP8 = (
     "the base stays in FP8 there, and the inputs of its linear layers are rounded to FP8 too; it "
     "is dequantized here, and computed in 16 bits"
+)
+MAYBE_KEPT_IN_FP8 = (
+    f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
 # fp4_cute of its integrations/kernels, "native W4A4"
@@ -858,8 +863,9 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     loads_plain = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
         settings, "model_quantization_config_kwargs"
     ).get("dequantize")
-    if FP8_MODEL.search(name) and not loads_plain:
-        conversion.add_difference("model", name_model(settings), KEPT_IN_FP8)
+    for pattern, note in ((FP8_MODEL, KEPT_IN_FP8), (MAYBE_FP8_MODEL, MAYBE_KEPT_IN_FP8)):
+        if pattern.search(name) and not loads_plain:
+            conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
         conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
     if "nvfp4" in name and settings.get("use_sonicmoe"):
@@ -1061,6 +1067,9 @@ def _may_adapt_tower(targets: Any, family: str) -> bool:
 
 
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
+# and for which it reads these, of a Mixtral's files
+NAMED_AS_MIXTRALS = ("mixtral", "minimax", "minimax_m2")
+MIXTRAL_NAMES = frozenset({"w1", "w2", "w3"})
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 ONTO_EXPERTS = (
     "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
@@ -1070,8 +1079,33 @@ ONTO_EXPERTS = (
 )
 
 
+MIXTRALS_ONTO_EXPERTS = (
+    "since transformers 5 peft takes w1, w2 and w3 for the parameters of the experts, with twice "
+    "the rank where two are one: their adapters are on these there, and on none here without "
+    "lora_target_parameters"
+)
+
+
+def _report_mixtrals_names(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports adapters of experts by the names of a Mixtral's files, in place of the remark that
+    there are none.
+    """
+    family = guess_family(name_model(settings)) or ""
+    asked = settings.get("lora_target_modules") or settings.get("lora_target")
+    names = {name.rpartition(".")[2] for name in convert_names(asked) or ()}
+    is_read_so = conversion.tool in WITH_PEFT and family in NAMED_AS_MIXTRALS
+    if is_read_so and conversion.recipe.get("use_peft") and names & MIXTRAL_NAMES:
+        conversion.remarks[:] = [
+            line
+            for line in conversion.remarks
+            if not (line.startswith("lora_target_modules:") and "nothing is adapted by" in line)
+        ]
+        conversion.add_difference("lora_target_modules", asked, MIXTRALS_ONTO_EXPERTS)
+
+
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where peft moves adapters onto routed experts."""
+    _report_mixtrals_names(settings, conversion)
     recipe = conversion.recipe
     family = guess_family(name_model(settings)) or ""
     targets = recipe.get("lora_target_modules", ALL_LINEAR)

@@ -94,8 +94,12 @@ UNDIVIDED = (
     "the entropy of the likeliest tokens is divided by 3 here, and max_grad_norm by 3 ** "
     "eaft_alpha: AdamW's steps are the same"
 )
-# -> token_loss
-LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft", "enable_dft_loss")
+# each tool's own -> token_loss
+LABEL_LOSSES: Mapping[str, tuple[str, ...]] = {
+    "Axolotl": ("use_dft", "use_eaft"),
+    "LLaMA-Factory": ("use_dft_loss", "use_eaft_loss"),
+    "ms-swift": ("enable_dft_loss",),
+}
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
 # TRL's rewards by the names that its command knows: ours, or a function to import.
@@ -515,7 +519,8 @@ def _set_comparison_loss(
 
 
 def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
-    asked = next((key for key in LABEL_LOSSES if settings.get(key)), "")
+    keys = LABEL_LOSSES.get(conversion.tool, ())
+    asked = next((key for key in keys if settings.get(key)), "")
     if not asked and settings.get("loss_type") == "dft":
         asked = "dft"
     if asked:

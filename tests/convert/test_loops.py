@@ -26,6 +26,7 @@ from finetune.convert.automodel import (
 )
 from finetune.convert.by_tool import (
     ADAPTERS_IN_16_BITS,
+    ADAPTERS_UNDER_ZERO_3,
     BEST_AMONG_KEPT,
     BY_SOFTMAX,
     CARRIED_OVER,
@@ -47,6 +48,8 @@ from finetune.convert.model_names import (
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
+    MAYBE_KEPT_IN_FP8,
+    MIXTRALS_ONTO_EXPERTS,
     MLP_NAMES,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
@@ -569,7 +572,6 @@ def test_axolotls_adapters_of_parameters_alone_are_on_no_linear_layer(
 @pytest.mark.parametrize(
     ("name", "keys", "is_kept"),
     [
-        ("MiniMaxAI/MiniMax-M2", {}, True),
         ("Qwen/Qwen3-8B-FP8", {}, True),
         (
             "Qwen/Qwen3-8B-FP8",
@@ -591,6 +593,56 @@ def test_a_base_in_fp8_is_computed_in_fp8_by_transformers(
     factory = {"model_name_or_path": name, "stage": "sft", "finetuning_type": "lora"}
     rows = {"dataset": "identity", "template": "qwen3", "output_dir": "out"}
     assert KEPT_IN_FP8 not in said(convert(factory | rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("MiniMaxAI/MiniMax-M2", True),
+        ("mistralai/Ministral-3-3B-Instruct-2512", True),
+        ("mistralai/Ministral-3-3B-Instruct-2512-BF16", False),
+        ("MiniMaxAI/MiniMax-M2-FP8", False),  # whose name says it
+    ],
+)
+def test_what_only_the_config_of_a_base_says_is_said_on_condition(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_linear=True)
+    assert (MAYBE_KEPT_IN_FP8 in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "losses"),
+    [
+        ({"use_dft": True}, "dft"),
+        ({"use_eaft": True}, "eaft"),
+        ({"use_dft_loss": True}, None),
+        ({"use_eaft_loss": True}, None),
+    ],
+)
+def test_a_loss_by_another_tools_key_is_none_for_axolotl(
+    keys: dict[str, Any], losses: str | None, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, **keys)
+    assert made.recipe.get("token_loss") == losses
+    assert ("not known here" in said(made)) == (losses is None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"use_peft": True, "dtype": "bfloat16"}, True),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero3.json"}, True),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero2.json"}, False),
+        ({"use_peft": True, "dtype": "bfloat16", "load_in_4bit": True}, False),
+        ({"use_peft": True}, False),  # loaded in float32
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_adapters_in_bfloat16_under_zero_3_are_said(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    assert (ADAPTERS_UNDER_ZERO_3 in said(convert(TRL, **keys))) == is_said
 
 
 @pytest.mark.parametrize(
@@ -874,3 +926,19 @@ def test_axolotls_default_warm_up_is_rounded_down_too(
     lines = said(convert(AXOLOTL, **keys))
     assert (WARMUP_THERE in lines) == is_default
     assert "rounded down" in WARMUP_THERE
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "is_said"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj", "w1", "w2", "w3"], True),
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj"], False),
+        ("Qwen/Qwen3-8B", ["q_proj", "w1"], False),
+    ],
+)
+def test_a_mixtrals_names_are_those_of_experts(
+    name: str, names: list[str], is_said: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
+    assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
+    assert not (is_said and "nothing is adapted" in text)
