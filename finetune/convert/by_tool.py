@@ -489,7 +489,7 @@ def _loads_best(recipe: Mapping[str, Any]) -> bool:
 
 def _describe_mean(settings: ToolFile) -> str:
     """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
-    if any(map(settings.get, LABEL_LOSSES)):
+    if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
     name = name_model(settings)
     if _has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:

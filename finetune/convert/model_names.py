@@ -1067,8 +1067,6 @@ def _may_adapt_tower(targets: Any, family: str) -> bool:
 
 
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
-# and for which it reads these, of a Mixtral's files
-NAMED_AS_MIXTRALS = ("mixtral", "minimax", "minimax_m2")
 MIXTRAL_NAMES = frozenset({"w1", "w2", "w3"})
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 ONTO_EXPERTS = (
@@ -1093,7 +1091,7 @@ def _report_mixtrals_names(settings: ToolFile, conversion: Conversion) -> None:
     family = guess_family(name_model(settings)) or ""
     asked = settings.get("lora_target_modules") or settings.get("lora_target")
     names = {name.rpartition(".")[2] for name in convert_names(asked) or ()}
-    is_read_so = conversion.tool in WITH_PEFT and family in NAMED_AS_MIXTRALS
+    is_read_so = conversion.tool in WITH_PEFT and "mixtral" in (family, find_alias(family))
     if is_read_so and conversion.recipe.get("use_peft") and names & MIXTRAL_NAMES:
         conversion.remarks[:] = [
             line
