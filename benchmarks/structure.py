@@ -9,11 +9,11 @@ names in "The life of a step"), and in how many files five recipe keys are menti
 sources as text; nothing is imported.
 """
 
+import argparse
 import ast
 import io
 import re
 import subprocess
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -216,8 +216,14 @@ def loaded_modules(module: str, trees: Mapping[str, ast.Module]) -> set[str]:
     return loaded - {module}
 
 
-def main(revisions: list[str]) -> None:
+def main() -> None:
     """Prints a column for each revision and one for the working tree."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("revisions", nargs="*", metavar="REVISION")
+    revisions = parser.parse_args().revisions
+    for revision in revisions:
+        if not _is_revision(revision):
+            parser.error(f"{revision}: git knows no such revision; `git log --oneline` lists them")
     columns = {revision: measure(read_revision(revision)) for revision in revisions}
     columns["working tree"] = measure(read_working_tree())
     print(f"{'':40}" + "".join(f"{name:>14}" for name in columns))
@@ -239,5 +245,10 @@ def _git(*arguments: str) -> str:
     ).stdout
 
 
+def _is_revision(name: str) -> bool:
+    asked = ["git", "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True).returncode == 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
