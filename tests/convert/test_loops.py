@@ -942,3 +942,22 @@ def test_a_mixtrals_names_are_those_of_experts(
     text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
     assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
     assert not (is_said and "nothing is adapted" in text)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_random_weights_of_a_named_model_are_refused(is_on: bool, convert: Convert) -> None:
+    """_load_model_from_config of Axolotl's loaders/model.py: none of the model's own are read."""
+    if is_on:
+        with pytest.raises(Refusal, match="random weights"):
+            convert(AXOLOTL, reinit_weights=True)
+    else:
+        assert "reinit_weights" not in said(convert(AXOLOTL, reinit_weights=False))
+
+
+def test_a_key_that_a_line_is_about_is_not_called_without_effect(convert: Convert) -> None:
+    conversion = convert(
+        AXOLOTL, base_model="Qwen/Qwen3-30B-A3B-NVFP4", use_sonicmoe=True, use_kernels=True
+    )
+    assert INPUTS_IN_4_BITS in said(conversion)
+    assert "use_sonicmoe" not in conversion.ignored
+    assert "use_kernels" in conversion.ignored
