@@ -25,6 +25,8 @@ from finetune.convert.automodel import (
     UNMEASURED_IN_STAGES,
 )
 from finetune.convert.by_tool import (
+    ADAPTERS_AS_BASE,
+    ADAPTERS_BESIDE_NVFP4,
     ADAPTERS_IN_16_BITS,
     ADAPTERS_UNDER_ZERO_3,
     BEST_AMONG_KEPT,
@@ -961,3 +963,25 @@ def test_a_key_that_a_line_is_about_is_not_called_without_effect(convert: Conver
     assert INPUTS_IN_4_BITS in said(conversion)
     assert "use_sonicmoe" not in conversion.ignored
     assert "use_kernels" in conversion.ignored
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"fsdp_config": {"fsdp_version": 2}}, ADAPTERS_BESIDE_NVFP4),
+        ({"peft_autocast_adapter_dtype": False}, ADAPTERS_AS_BASE),
+        ({"fsdp_config": {"fsdp_version": 2}, "lora_fp32_gradients": True}, None),
+        ({"peft_autocast_adapter_dtype": True}, None),
+        ({}, None),
+    ],
+)
+def test_axolotls_adapters_may_be_in_16_bits(
+    keys: dict[str, Any], expected: str | None, convert: Convert
+) -> None:
+    """cast_residual_fp32 leaves NF4's adapters alone, and is called under FSDP2."""
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj"]}
+    text = said(convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B-NVFP4", **lora, **keys))
+    for note in (ADAPTERS_BESIDE_NVFP4, ADAPTERS_AS_BASE):
+        assert (note in text) == (note == expected)
+    plain = said(convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B", **lora, **keys))
+    assert ADAPTERS_BESIDE_NVFP4 not in plain
