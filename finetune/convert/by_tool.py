@@ -229,8 +229,8 @@ ADAPTERS_UNDER_ZERO_3 = (
 # cast_residual_fp32 of Axolotl's monkeypatch/accelerate/fsdp2_quantized.py, unless
 # lora_fp32_gradients
 ADAPTERS_BESIDE_NVFP4 = (
-    "under FSDP adapters and their moments are in bfloat16 there over a base that stays in NVFP4, "
-    "in float32 here"
+    "under FSDP adapters with their moments, and what else is in float32 beside a base that stays "
+    "in NVFP4, are in bfloat16 there; in float32 here"
 )
 # autocast_adapter_dtype of peft, which its loaders/adapter.py passes on
 ADAPTERS_AS_BASE = "adapters and their moments have the dtype of the base there, float32 here"
