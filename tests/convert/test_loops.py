@@ -10,6 +10,7 @@ import yaml
 
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
+from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     FIRST_TO_COME,
     HELD_OUT_ROWS_LEFT,
@@ -985,3 +986,17 @@ def test_axolotls_adapters_may_be_in_16_bits(
         assert (note in text) == (note == expected)
     plain = said(convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B", **lora, **keys))
     assert ADAPTERS_BESIDE_NVFP4 not in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "is_divided"),
+    [("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False), ("Qwen/Qwen3-8B", True)],
+)
+def test_no_group_of_ranks_is_left_where_rows_are_whole(
+    name: str, is_divided: bool, convert: Convert
+) -> None:
+    """Layers that need the whole row on a rank: the shipped Accelerate file does it."""
+    conversion = convert(AXOLOTL, base_model=name, context_parallel_size=2)
+    assert (conversion.accelerate_file is not None) == is_divided
+    assert (ONE_GROUP in said(conversion)) == is_divided
+    assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
