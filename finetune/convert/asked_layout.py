@@ -24,6 +24,12 @@ FILES: Mapping[AskedSharding, str] = {
 }
 
 
+ONE_GROUP = (
+    "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it "
+    "to the number of groups"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AskedLayout:
     """The layout that a file asks for. `precision` is Accelerate's mixed_precision."""
@@ -77,10 +83,7 @@ class AskedLayout:
                 "yours"
             )
         elif "parallelism_config" in self.changes:
-            yield (
-                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of "
-                "ranks; set it to the number of groups"
-            )
+            yield ONE_GROUP
 
 
 def write_accelerate(layout: AskedLayout) -> str | None:
@@ -94,10 +97,15 @@ def write_accelerate(layout: AskedLayout) -> str | None:
     """
     if not layout.changes:
         return None
-    shipped = yaml.safe_load(
-        (ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_dump(read_shipped(str(layout.file)) | layout.changes, sort_keys=False)
+
+
+def read_shipped(name: str) -> dict[str, Any]:
+    """Reads an Accelerate file that this toolkit ships."""
+    shipped: dict[str, Any] = yaml.safe_load(
+        (ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     )
-    return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
+    return shipped
 
 
 def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:

@@ -226,6 +226,14 @@ ADAPTERS_UNDER_ZERO_3 = (
     "under DeepSpeed's ZeRO-3 adapters are in bfloat16 there, as the base is, in TRL's newest "
     "version; in float32 here"
 )
+# cast_residual_fp32 of Axolotl's monkeypatch/accelerate/fsdp2_quantized.py, unless
+# lora_fp32_gradients
+ADAPTERS_BESIDE_NVFP4 = (
+    "under FSDP adapters with their moments, and what else is in float32 beside a base that stays "
+    "in NVFP4, are in bfloat16 there; in float32 here"
+)
+# autocast_adapter_dtype of peft, which its loaders/adapter.py passes on
+ADAPTERS_AS_BASE = "adapters and their moments have the dtype of the base there, float32 here"
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 # torchtune's models by their builders' names -> what they compute otherwise than transformers'
@@ -284,6 +292,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     ):
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     _report_adapters_under_zero_3(settings, conversion)
+    _report_axolotls_adapters(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
     is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
@@ -312,6 +321,18 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
             conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
     else:
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
+
+
+def _report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl's adapters are in 16 bits."""
+    is_in_fp32 = settings.get("lora_fp32_gradients")
+    if conversion.tool != "Axolotl" or not conversion.recipe.get("use_peft") or is_in_fp32:
+        return
+    name = name_model(settings)
+    if settings.get("peft_autocast_adapter_dtype") is False:
+        conversion.add_difference("peft_autocast_adapter_dtype", False, ADAPTERS_AS_BASE)
+    elif "nvfp4" in name.lower() and settings.get("fsdp_config"):
+        conversion.add_difference("base_model", name, ADAPTERS_BESIDE_NVFP4)
 
 
 def _cuts_loss(settings: ToolFile) -> bool:

@@ -299,10 +299,18 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_losses(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
+    _list_once(conversion)
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
+
+
+def _list_once(conversion: Conversion) -> None:
+    """Removes the keys that a line is about from those without effect."""
+    lines = "\n".join([*conversion.differences, *conversion.remarks])
+    about = set(re.findall(r"(?:^|, )([\w.]+): ", lines, re.MULTILINE))
+    conversion.ignored = [key for key in conversion.ignored if key not in about]
 
 
 def _report_trackers(

@@ -48,6 +48,7 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "Axolotl": {
         "a reward for each step of an answer": ("process_reward_model",),
         "distillation": ("kd_trainer",),
+        FROM_SCRATCH: ("reinit_weights",),
     },
     "LLaMA-Factory": {
         "LLaMA-Factory's v1 schema with that key": (

@@ -26,6 +26,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.asked_layout import ONE_GROUP, read_shipped
 from finetune.convert.model_names import guess_family, is_mixture
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
@@ -244,13 +245,23 @@ def _change(problem: Problem, conversion: Conversion) -> None:
 
 
 def _change_file(key: str, value: Any, conversion: Conversion) -> None:
-    """Changes a key of the Accelerate file that is written beside the recipe."""
+    """Changes a key of the Accelerate file that is written beside the recipe; none is where the
+    shipped one does it.
+    """
     file = yaml.safe_load(conversion.accelerate_file or "{}")
+    mesh = file.get("parallelism_config", {})
     if key == "mixed_precision":
         file[key] = value
     else:
-        file.get("parallelism_config", {})[f"parallelism_config_{key}"] = value
-    conversion.accelerate_file = yaml.safe_dump(file, sort_keys=False)
+        mesh[f"parallelism_config_{key}"] = value
+    if mesh and set(mesh.values()) == {1}:
+        del file["parallelism_config"]
+        conversion.remarks = [line for line in conversion.remarks if line != ONE_GROUP]
+    name = conversion.recipe.get("accelerate_config")
+    if name and file == read_shipped(str(name)):
+        conversion.accelerate_file = None
+    else:
+        conversion.accelerate_file = yaml.safe_dump(file, sort_keys=False)
 
 
 def _say(problem: Problem, conversion: Conversion) -> str:

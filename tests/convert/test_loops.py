@@ -10,6 +10,7 @@ import yaml
 
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
+from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     FIRST_TO_COME,
     HELD_OUT_ROWS_LEFT,
@@ -25,6 +26,8 @@ from finetune.convert.automodel import (
     UNMEASURED_IN_STAGES,
 )
 from finetune.convert.by_tool import (
+    ADAPTERS_AS_BASE,
+    ADAPTERS_BESIDE_NVFP4,
     ADAPTERS_IN_16_BITS,
     ADAPTERS_UNDER_ZERO_3,
     BEST_AMONG_KEPT,
@@ -942,3 +945,58 @@ def test_a_mixtrals_names_are_those_of_experts(
     text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
     assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
     assert not (is_said and "nothing is adapted" in text)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_random_weights_of_a_named_model_are_refused(is_on: bool, convert: Convert) -> None:
+    """_load_model_from_config of Axolotl's loaders/model.py: none of the model's own are read."""
+    if is_on:
+        with pytest.raises(Refusal, match="random weights"):
+            convert(AXOLOTL, reinit_weights=True)
+    else:
+        assert "reinit_weights" not in said(convert(AXOLOTL, reinit_weights=False))
+
+
+def test_a_key_that_a_line_is_about_is_not_called_without_effect(convert: Convert) -> None:
+    conversion = convert(
+        AXOLOTL, base_model="Qwen/Qwen3-30B-A3B-NVFP4", use_sonicmoe=True, use_kernels=True
+    )
+    assert INPUTS_IN_4_BITS in said(conversion)
+    assert "use_sonicmoe" not in conversion.ignored
+    assert "use_kernels" in conversion.ignored
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"fsdp_config": {"fsdp_version": 2}}, ADAPTERS_BESIDE_NVFP4),
+        ({"peft_autocast_adapter_dtype": False}, ADAPTERS_AS_BASE),
+        ({"fsdp_config": {"fsdp_version": 2}, "lora_fp32_gradients": True}, None),
+        ({"peft_autocast_adapter_dtype": True}, None),
+        ({}, None),
+    ],
+)
+def test_axolotls_adapters_may_be_in_16_bits(
+    keys: dict[str, Any], expected: str | None, convert: Convert
+) -> None:
+    """cast_residual_fp32 leaves NF4's adapters alone, and is called under FSDP2."""
+    lora = {"adapter": "lora", "lora_target_modules": ["q_proj"]}
+    text = said(convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B-NVFP4", **lora, **keys))
+    for note in (ADAPTERS_BESIDE_NVFP4, ADAPTERS_AS_BASE):
+        assert (note in text) == (note == expected)
+    plain = said(convert(AXOLOTL, base_model="Qwen/Qwen3-30B-A3B", **lora, **keys))
+    assert ADAPTERS_BESIDE_NVFP4 not in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "is_divided"),
+    [("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False), ("Qwen/Qwen3-8B", True)],
+)
+def test_no_group_of_ranks_is_left_where_rows_are_whole(
+    name: str, is_divided: bool, convert: Convert
+) -> None:
+    """Layers that need the whole row on a rank: the shipped Accelerate file does it."""
+    conversion = convert(AXOLOTL, base_model=name, context_parallel_size=2)
+    assert (conversion.accelerate_file is not None) == is_divided
+    assert (ONE_GROUP in said(conversion)) == is_divided
+    assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
