@@ -22,6 +22,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def walk(path: Path) -> list[ast.AST]:
+    """All nodes of a file. Python walks the package's in seconds."""
+    return list(ast.walk(parse(path)))
+
+
 def first_line(path: Path) -> str:
     """The first paragraph of a module's docstring on one line, without its end."""
     docstring = ast.get_docstring(parse(path))
@@ -55,7 +61,7 @@ def test_no_file_name_is_used_twice() -> None:
 def test_no_class_name_is_used_twice() -> None:
     names: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
-        names.update(node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef))
+        names.update(node.name for node in walk(path) if isinstance(node, ast.ClassDef))
     # peft's layer, under whose name both of its variants are known.
     assert [name for name, count in names.items() if count > 1 and name != "Linear"] == []
 
@@ -67,7 +73,7 @@ def test_no_function_is_a_maze() -> None:
     """Ruff's C901 counts neither conditional expressions nor comprehensions, each of which a reader follows."""
     mazes = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
                 if branches > 15:
@@ -79,7 +85,7 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
     """As in a swap: `a, b = b, a`."""
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
                 continue
             target = node.targets[0]
@@ -97,9 +103,10 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
 def test_no_conditional_expression_lies_within_another_one() -> None:
     nested = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
-            inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
-            if any(isinstance(part, ast.IfExp) for part in inner):
+        for node in walk(path):
+            if not isinstance(node, ast.IfExp):
+                continue
+            if any(isinstance(part, ast.IfExp) for part in ast.walk(node) if part is not node):
                 nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert nested == []
 
@@ -124,12 +131,12 @@ def test_the_design_page_names_files_that_exist() -> None:
     )
 
 
+@cache
 def strings(path: Path) -> list[tuple[int, str]]:
     """The strings of a file, each with its line; docstrings, whose examples may name anything, are left out."""
-    tree = parse(path)
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    prose = {id(node.value) for node in walk(path) if isinstance(node, ast.Expr)}
     constants = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose
+        node for node in walk(path) if isinstance(node, ast.Constant) and id(node) not in prose
     ]
     return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
 
