@@ -15,6 +15,7 @@ from finetune.config.schedules import SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
@@ -74,7 +75,7 @@ def test_no_function_is_a_maze() -> None:
     mazes = []
     for path in PACKAGE.rglob("*.py"):
         for node in walk(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, FUNCTIONS):
                 branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
                 if branches > 15:
                     mazes.append(f"{path.relative_to(PACKAGE)}: {node.name}")
@@ -109,6 +110,21 @@ def test_no_conditional_expression_lies_within_another_one() -> None:
             if any(isinstance(part, ast.IfExp) for part in ast.walk(node) if part is not node):
                 nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert nested == []
+
+
+def test_every_argument_is_described_on_a_line_of_its_own() -> None:
+    joined = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in walk(path):
+            docstring = ast.get_docstring(node) if isinstance(node, FUNCTIONS) else None
+            for name in re.findall(r"\S\. (\w+): ", docstring or ""):
+                if name in {
+                    argument.arg
+                    for argument in ast.walk(node.args)
+                    if isinstance(argument, ast.arg)
+                }:
+                    joined.append(f"{path.relative_to(PACKAGE)}: {node.name}: {name}")
+    assert joined == []
 
 
 def test_every_file_says_what_it_is() -> None:

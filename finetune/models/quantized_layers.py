@@ -306,10 +306,11 @@ def _dequantize(
     Args:
         codes: [numbers], with padding.
         scales: [numbers], with padding.
-        rows, columns, bits, quant_type, double, block: See `Form`. dtype: Of the result. after: A
-        backward passes its gradient. With the forward's arguments alone, torch.compile would merge
-        both calls
-            and keep the weight from one to the other.
+        rows, columns, bits, quant_type, double, block: See `Form`.
+        dtype: Of the result.
+        after: The gradient that a backward has, which nothing is computed from. Without it
+            torch.compile would merge the backward's call with the forward's, and keep the weight
+            between them.
     """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)

@@ -153,8 +153,14 @@ class EmbeddedEngine:
     ) -> None:
         """Samples from `model`.
 
-        images: Of the prompts, where they hold any. routing: Of the model, where the experts that
-            it chooses are part of a completion.
+        Args:
+            model: In whatever layout it is trained.
+            world: The ranks.
+            stop_ids: Token ids that end a completion.
+            rows: How many completions are sampled at once.
+            images: Reads the prompts' images; None where they hold none.
+            routing: Records the experts that the model chooses, as part of a completion; None:
+                nothing is recorded.
         """
         self._model = model
         self._images = images
