@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.config.facts import has_compiler
-from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
+from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD, ceil_div
 from finetune.models.decoder_layers import configure_compiler
 
 
@@ -167,7 +167,7 @@ def make_block_mask(first: Tensor) -> BlockMask:
     """
     tokens = len(first)
     # dynamo takes a size of 1 for a constant: a graph of its own
-    blocks = max(2, -(-tokens // BLOCK_TOKENS))
+    blocks = max(2, ceil_div(tokens, BLOCK_TOKENS))
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
     first_of_start = first[starts.clamp(max=tokens - 1)][:, None]

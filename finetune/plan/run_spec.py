@@ -21,7 +21,7 @@ from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
-from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS
+from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, ceil_div
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
@@ -186,7 +186,7 @@ class RunSpec:
             heads=architecture.heads // ranks,
             key_value_heads=architecture.key_value_heads // ranks,
             intermediate=architecture.intermediate // ranks,
-            vocabulary=-(-architecture.vocabulary // ranks),
+            vocabulary=ceil_div(architecture.vocabulary, ranks),
         )
 
     @cached_property
@@ -445,8 +445,8 @@ class RunSpec:
         parts = self.sharding.sequence_parallel_size
         tokens = rows * self.recipe.row_tokens
         if self.recipe.data.packing:
-            return -(-tokens // (ROUND_TOKENS * parts)) * ROUND_TOKENS
-        return rows * -(-self.recipe.row_tokens // parts)
+            return ceil_div(tokens, ROUND_TOKENS * parts) * ROUND_TOKENS
+        return rows * ceil_div(self.recipe.row_tokens, parts)
 
     @property
     def global_batch_size(self) -> int:
@@ -505,7 +505,7 @@ class RunSpec:
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step on one rank; the last may contain filler rows."""
-        return -(-self.rows_per_step // (self.rows * self.data_ranks))
+        return ceil_div(self.rows_per_step, self.rows * self.data_ranks)
 
 
 def count_multiplied(architecture: Architecture) -> int:

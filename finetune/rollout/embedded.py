@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from finetune.config.pretrained import text_config_of
-from finetune.constants import PROMPTS_AT_ONCE
+from finetune.constants import PROMPTS_AT_ONCE, round_up
 from finetune.data.images import EncodedImage, ImageProcessor
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import keep_gathered
@@ -292,7 +292,7 @@ class _Wave:
             positions = self._positions + (step - 1)
             self._read_drawn(positions, mask)
         else:
-            shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
+            shown = min(round_up(seen, CAPTURED_TOKENS), self._mask.shape[-1])
             self._graph.run(len(self._drawn), shown)
 
     def _advance_captured(self, shown: int) -> None:
