@@ -142,6 +142,24 @@ def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
     return max(budget // (ITEMSIZE["float32"] * vocabulary), LOSS_CHUNK_MIN_TOKENS)
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up.
+
+    >>> ceil_div(7, 3), ceil_div(6, 3), ceil_div(0, 3)
+    (3, 2, 0)
+    """
+    return -(-number // divisor)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `number`.
+
+    >>> round_up(7, 3), round_up(6, 3)
+    (9, 6)
+    """
+    return ceil_div(number, multiple) * multiple
+
+
 def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
     """Tokens in a chunk of the divergence from a teacher, at most: half as many, since two models'
     logits meet in it.
@@ -149,7 +167,7 @@ def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
     >>> divergence_chunk_tokens(32_000, "cpu"), divergence_chunk_tokens(128_256, "cuda")
     (262, 1046)
     """
-    return -(-loss_chunk_tokens(vocabulary, device_type) // 2)
+    return ceil_div(loss_chunk_tokens(vocabulary, device_type), 2)
 
 
 def count_steps(interval: float | None, steps: int) -> int | None:
@@ -177,4 +195,4 @@ def grow_rows(rows: int, tokens: int, multiple: int) -> int:
     """
     if tokens <= rows:
         return rows
-    return -(-tokens // multiple) * multiple
+    return round_up(tokens, multiple)

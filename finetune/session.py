@@ -286,12 +286,9 @@ class Session:
                 self.world,
                 recipe.quantization,
                 recipe.optimization,
-                self._opened.vocabulary,
-                recipe.quantization_aware,
-                self._opened.blank_document,
-                self._opened.scores,
-                self._opened.trains_head,
-                self._base,
+                self._opened.build_options,
+                quantization_aware=recipe.quantization_aware,
+                shared=self._base,
             )
             self._opened.refuse_unreached_tower(model)
             optimizer = build_optimizer(model, recipe.optimization, self.world)
@@ -332,10 +329,7 @@ class Session:
                 self.world,
                 recipe.quantization,
                 recipe.optimization,
-                self._opened.vocabulary,
-                self._opened.blank_document,
-                self._opened.scores,
-                self._opened.trains_head,
+                self._opened.build_options,
             )
         if recipe.teacher is not None and is_here(recipe.teacher):
             build_teacher(recipe, self.world)
@@ -421,13 +415,13 @@ class Session:
         Args:
             batch: Of `batches` or `batch`; or rows.
             loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
-                method. The log-probabilities, fp32[positions], are the labels' at
-                `micro_batch.trained_positions`, 0 where there is none;
-                `micro_batch.trained_documents` says which document each belongs to (0 also where
-                there is no label: use sums, not means), and
-                `micro_batch.columns` has what `batch` was asked for. The function
-                returns a sum (0-dim), which is divided by the trained tokens of the batch over all
-                ranks, or by its pairs where the method compares.
+                method. The log-probabilities, fp32[positions], are those of the labels at
+                `micro_batch.trained_positions`, 0 where there is no label.
+                `micro_batch.trained_documents` says which document each position belongs to; it
+                is 0 also where there is no label, so use sums, not means. `micro_batch.columns`
+                has what `batch` was asked for. The function returns a sum (0-dim), which is
+                divided by the trained tokens of the batch over all ranks, or by its pairs where
+                the method compares.
 
         Returns:
             The averages over all ranks. Reading them waits for the device.

@@ -15,11 +15,18 @@ from finetune.config.schedules import SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def walk(path: Path) -> list[ast.AST]:
+    """All nodes of a file. Python walks the package's in seconds."""
+    return list(ast.walk(parse(path)))
 
 
 def first_line(path: Path) -> str:
@@ -55,7 +62,7 @@ def test_no_file_name_is_used_twice() -> None:
 def test_no_class_name_is_used_twice() -> None:
     names: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
-        names.update(node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef))
+        names.update(node.name for node in walk(path) if isinstance(node, ast.ClassDef))
     # peft's layer, under whose name both of its variants are known.
     assert [name for name, count in names.items() if count > 1 and name != "Linear"] == []
 
@@ -67,8 +74,8 @@ def test_no_function_is_a_maze() -> None:
     """Ruff's C901 counts neither conditional expressions nor comprehensions, each of which a reader follows."""
     mazes = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for node in walk(path):
+            if isinstance(node, FUNCTIONS):
                 branches = 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(node))
                 if branches > 15:
                     mazes.append(f"{path.relative_to(PACKAGE)}: {node.name}")
@@ -79,7 +86,7 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
     """As in a swap: `a, b = b, a`."""
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
+        for node in walk(path):
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
                 continue
             target = node.targets[0]
@@ -97,11 +104,27 @@ def test_one_statement_assigns_several_values_only_where_they_depend_on_each_oth
 def test_no_conditional_expression_lies_within_another_one() -> None:
     nested = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(parse(path)):
-            inner = list(ast.walk(node))[1:] if isinstance(node, ast.IfExp) else []
-            if any(isinstance(part, ast.IfExp) for part in inner):
+        for node in walk(path):
+            if not isinstance(node, ast.IfExp):
+                continue
+            if any(isinstance(part, ast.IfExp) for part in ast.walk(node) if part is not node):
                 nested.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert nested == []
+
+
+def test_every_argument_is_described_on_a_line_of_its_own() -> None:
+    joined = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in walk(path):
+            docstring = ast.get_docstring(node) if isinstance(node, FUNCTIONS) else None
+            for name in re.findall(r"\S\. (\w+): ", docstring or ""):
+                if name in {
+                    argument.arg
+                    for argument in ast.walk(node.args)
+                    if isinstance(argument, ast.arg)
+                }:
+                    joined.append(f"{path.relative_to(PACKAGE)}: {node.name}: {name}")
+    assert joined == []
 
 
 def test_every_file_says_what_it_is() -> None:
@@ -124,12 +147,12 @@ def test_the_design_page_names_files_that_exist() -> None:
     )
 
 
+@cache
 def strings(path: Path) -> list[tuple[int, str]]:
     """The strings of a file, each with its line; docstrings, whose examples may name anything, are left out."""
-    tree = parse(path)
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    prose = {id(node.value) for node in walk(path) if isinstance(node, ast.Expr)}
     constants = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose
+        node for node in walk(path) if isinstance(node, ast.Constant) and id(node) not in prose
     ]
     return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
 

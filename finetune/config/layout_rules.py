@@ -6,6 +6,7 @@ from finetune.config.layout import describe_sizes
 from finetune.config.model_rules import set_to_divisor
 from finetune.config.rule import Case, Rule, has_ep, has_pp, is_fsdp1, is_set, layout_rule
 from finetune.config.yaml_file import COMMAND_LINE, LOAD_RECIPE
+from finetune.constants import ceil_div
 from finetune.units import counted
 
 DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another
@@ -35,9 +36,8 @@ def _describe_stages(case: Case) -> str:
 
 def _count_micro_batches(case: Case) -> int:
     ranks = case.ranks // case.layout.ranks_per_batch
-    return -(
-        -case.global_batch_size // (case.recipe.batch.per_device_train_batch_size * max(1, ranks))
-    )
+    rows = case.recipe.batch.per_device_train_batch_size * max(1, ranks)
+    return ceil_div(case.global_batch_size, rows)
 
 
 def _find_unequal_numbers(case: Case) -> list[str]:
@@ -255,7 +255,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=lambda c: (
             f"set global_batch_size: {c['per_device_train_batch_size'] * c.ranks}, or "
-            f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}"
+            f"per_device_train_batch_size: {ceil_div(c.global_batch_size, c.ranks)}"
         ),
     ),
     layout_rule(

@@ -36,7 +36,7 @@ from finetune.config.rule import (
     samples,
 )
 from finetune.config.schema import Quantization
-from finetune.constants import ALL_LINEAR, HEADS, LARGEST_FLASH_HEAD
+from finetune.constants import ALL_LINEAR, HEADS, LARGEST_FLASH_HEAD, ceil_div
 
 # that are in models of every family
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")
@@ -641,7 +641,7 @@ RULES: tuple[Rule, ...] = (
             c.model.family.tensor_parallel
             and (ranks := c.layout.tensor_parallel_size) > 1
             # a rank would have no row
-            and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary
+            and (ranks - 1) * ceil_div(c.model.vocabulary, ranks) >= c.model.vocabulary
         ),
         message=(
             "tp_size {layout.tensor_parallel_size}: {name} has vocab_size "

@@ -141,9 +141,16 @@ def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
 def refuse_unknown_layers(
     lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool
 ) -> None:
-    """Raises `UserError` if a name in `lora_target_modules` matches no linear layer in `layers`.
+    """Refuses names in `lora_target_modules` that match no linear layer.
 
-    model: Its name in the message. has_experts: The message also gives the key for routed experts.
+    Args:
+        lora: With the names.
+        layers: The names of the model's linear layers.
+        model: Its name in the message.
+        has_experts: Whether the message also gives the key for routed experts.
+
+    Raises:
+        UserError: A name matches none.
     """
     wrong = [
         target

@@ -18,7 +18,7 @@ from finetune.config.schedules import (
     Schedule,
     ScheduleName,
 )
-from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT
+from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT, round_up
 
 QUANTIZED_MIN_NUMEL = 4096
 QUANTIZED_BLOCK = 256
@@ -317,9 +317,7 @@ def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
     >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
     (12288, 16384)
     """
-    return sum(
-        -(-numel * itemsize // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for itemsize in itemsizes
-    )
+    return sum(round_up(numel * itemsize, OFFLOAD_ALIGNMENT) for itemsize in itemsizes)
 
 
 # A key: its type and marks, then its help and default.

@@ -6,6 +6,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Lora, recipe_keys
+from finetune.constants import ceil_div
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
@@ -101,7 +102,7 @@ def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
         defaults["learning_rate"] = 1e-5
     rows = recipe.get("per_device_train_batch_size", 1)
     if "gradient_accumulation_steps" not in recipe and isinstance(rows, int) and rows > 0:
-        recipe["gradient_accumulation_steps"] = -(-16 // rows)
+        recipe["gradient_accumulation_steps"] = ceil_div(16, rows)
         conversion.add_remark(
             "gradient_accumulation_steps", None, "16 rows a step there, divided by the processes"
         )

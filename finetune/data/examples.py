@@ -170,7 +170,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     size = store.group_size
     to_drop = np.repeat(overlong.reshape(-1, size).any(1), size) & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")
-    parts = np.where(to_split, -(-lengths // max_length), 1)
+    parts = np.where(to_split, (lengths + max_length - 1) // max_length, 1)
     parts[to_drop] = 0
     examples = _cut_into(store, parts, max_length)
     trained_tokens = examples.trained.sum(dtype=np.int64)

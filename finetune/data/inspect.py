@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, groupby, pairwise
 from operator import itemgetter
@@ -301,23 +301,39 @@ def format_example(
     )
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
-    for _, run in groupby(enumerate(find_image_tokens(examples, example_id)), key=itemgetter(1)):
-        places = [i for i, is_image in run if is_image]
-        if places:  # an image's tokens are one word
-            word = f"[image: {counted(len(places), 'token')}]"
-            texts[places[0] : places[-1] + 1] = [word] + [""] * (len(places) - 1)
+    _name_images(texts, find_image_tokens(examples, example_id))
     tokens = list(zip(texts, trained, strict=True))
     if color:
-        yield "".join(
-            f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}"
-            for i, (text, on) in enumerate(tokens)
-        )
-        return
-    spans = [
-        (on, "".join(text for text, _ in run))
-        for on, run in groupby(tokens, key=lambda token: token[1])
-    ]
-    yield "".join(f">>{text}<<" if on else text for on, text in spans)
+        yield _paint(tokens)
+    else:
+        yield _bracket(tokens)
+
+
+def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
+    """Replaces the texts of an image's tokens by one word."""
+    for _, run in groupby(enumerate(is_image), key=itemgetter(1)):
+        places = [place for place, of_image in run if of_image]
+        if places:
+            word = f"[image: {counted(len(places), 'token')}]"
+            texts[places[0] : places[-1] + 1] = [word] + [""] * (len(places) - 1)
+
+
+def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
+    """The text of (text, is trained on), in two shades of each of two colors by turns."""
+    painted = ""
+    for place, (text, is_trained) in enumerate(tokens):
+        shades = TRAINED if is_trained else UNTRAINED
+        painted += f"{shades[place % 2]}{text}{RESET}"
+    return painted
+
+
+def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
+    """The text of (text, is trained on), with what is trained on between >> and <<."""
+    marked = ""
+    for is_trained, run in groupby(tokens, key=itemgetter(1)):
+        text = "".join(text for text, _ in run)
+        marked += f">>{text}<<" if is_trained else text
+    return marked
 
 
 def decode_tokens(example: Example, tokenizer: Any) -> list[str]:

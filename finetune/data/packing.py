@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
+from finetune.constants import IGNORE_INDEX, ROUND_TOKENS, ceil_div, round_up
 from finetune.data.batches import Ids, MicroBatch, StepBatch
 from finetune.data.examples import Example, Examples, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
@@ -124,7 +124,7 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
             else:
                 free = capacity
                 first = opened
-                rows = -(-left // (capacity // length))
+                rows = ceil_div(left, capacity // length)
                 opened += rows
             each = free // length
             full = min(rows, left // each)
@@ -492,7 +492,7 @@ def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 
     `example_ids` are left empty.
     """
     lengths = [len(document.input_ids) for document in documents]
-    longest = -(-max(lengths) // parts) * parts
+    longest = round_up(max(lengths), parts)
     input_ids = np.full((len(documents), longest), pad_token_id, np.int64)
     labels = np.full((len(documents), longest), IGNORE_INDEX, np.int64)
     for row, document in enumerate(documents):

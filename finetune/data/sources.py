@@ -23,6 +23,7 @@ import xxhash
 
 from finetune.config import user_code
 from finetune.config.schema import DatasetSource
+from finetune.constants import ceil_div
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
 from finetune.data.readers import (
@@ -335,7 +336,7 @@ def _hash_samples(path: str, most: int) -> tuple[int, str]:
     digest = xxhash.xxh3_128()
     with convert_os_errors(path), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        last = max(0, -(-size // SAMPLE_BYTES) - 1)  # number of the last sample
+        last = max(0, ceil_div(size, SAMPLE_BYTES) - 1)  # number of the last sample
         count = min(last + 1, most)
         for index in range(count):
             file.seek(index * last // max(1, count - 1) * SAMPLE_BYTES)

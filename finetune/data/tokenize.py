@@ -164,11 +164,15 @@ def _label_steps(
 
 
 def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
-    """Gives a label, which says nothing more, to each token of a document whose state is part of
-    its embedding.
+    """Marks the tokens whose hidden states make the document's embedding: the last one, or all.
+
+    The label that marks them is 0, and no loss reads it.
     """
     labels[:] = IGNORE_INDEX
-    labels[-1 if pooling == "lasttoken" else 0 :] = 0
+    if pooling == "lasttoken":
+        labels[-1:] = 0
+    else:
+        labels[:] = 0
 
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
@@ -227,8 +231,9 @@ def _cut_document(document: RenderedText, encoder: Encoder) -> list[_Piece]:
 
 
 def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
-    """The piece in parts of about LONG_TEXT, cut where it has the same tokens: encoding takes 150
-    times its text.
+    """Cuts a long piece into parts of about LONG_TEXT characters, where a cut changes no token.
+
+    The tokenizer needs memory of 150 times the text that it encodes at once.
     """
     text = piece.text
     start = 0  # of the part that is not yielded yet
@@ -236,10 +241,14 @@ def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
     while search_from < len(text):
         border = _find_border(text, search_from, encoder)
         if border is not None:
-            yield replace(piece, text=text[start:border], before="\n" if start else piece.before)
+            before = "\n" if start else piece.before
+            yield replace(piece, text=text[start:border], before=before)
             start = border
         search_from = (border or search_from) + LONG_TEXT
-    yield replace(piece, text=text[start:], before="\n") if start else piece
+    if start == 0:
+        yield piece
+    else:
+        yield replace(piece, text=text[start:], before="\n")
 
 
 def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
@@ -255,27 +264,28 @@ def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
 
 
 def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
-    """The ids of each piece, without those of what stands before it; a stretch of pieces is encoded
-    at a time.
+    """Yields the ids of each piece, without those of its `before`. Encodes as many pieces at a time
+    as have LONG_TEXT characters.
     """
-    stretch: list[_Piece] = []
+    batch: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if stretch and size + len(piece.text) > LONG_TEXT:
-            yield from _encode_stretch(stretch, encoder)
-            stretch = []
+        if batch and size + len(piece.text) > LONG_TEXT:
+            yield from _encode_batch(batch, encoder)
+            batch = []
             size = 0
-        stretch.append(piece)
+        batch.append(piece)
         size += len(piece.text)
-    yield from _encode_stretch(stretch, encoder)
+    yield from _encode_batch(batch, encoder)
 
 
 def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
     """The ids of a text that follows the special token `before`, as within the whole text."""
-    return _encode_stretch([_Piece(text, trained=False, before=before)], encoder)[0]
+    return _encode_batch([_Piece(text, trained=False, before=before)], encoder)[0]
 
 
-def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
+def _encode_batch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
+    """Encodes each piece behind its `before`, and removes the ids of that again."""
     contexts = {piece.before for piece in pieces} - {"", "\n"}
     context_ids = {
         text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts
@@ -284,14 +294,14 @@ def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int
     texts = [
         piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces
     ]
-    stretch_ids = []
-    for piece, encoded in zip(
-        pieces, encoder.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-    ):
+    encodings = encoder.backend.encode_batch_fast(texts, add_special_tokens=False)
+    ids_of_pieces = []
+    for piece, encoding in zip(pieces, encodings, strict=True):
         before = context_ids[piece.before]
-        ids = encoded.ids
+        ids = encoding.ids
         if ids[: len(before)] == before:
-            stretch_ids.append(ids[len(before) :])
+            ids_of_pieces.append(ids[len(before) :])
         else:  # the two were merged into one token
-            stretch_ids.append(encoder.backend.encode(piece.text, add_special_tokens=False).ids)
-    return stretch_ids
+            alone = encoder.backend.encode(piece.text, add_special_tokens=False)
+            ids_of_pieces.append(alone.ids)
+    return ids_of_pieces

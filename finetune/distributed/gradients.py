@@ -93,12 +93,14 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 def _norm_over_meshes(
     gradients: list[torch.Tensor], copied: Collection[int], stages: int
 ) -> torch.Tensor:
-    """The 2-norm of gradients that are sharded over different meshes.
+    """Computes the 2-norm of gradients that are sharded over different meshes.
 
     All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
 
-    copied: ids of those that another stage counts. stages: groups of ranks that hold different
-    layers.
+    Args:
+        gradients: DTensors.
+        copied: `id` of each gradient that another stage counts.
+        stages: Groups of ranks that hold different layers.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in (each for each in gradients if id(each) not in copied):

@@ -371,16 +371,20 @@ def use_model(
     is_served: bool,
     opens_in_mlx: bool,
 ) -> dict[str, str]:
-    """The commands that use a Hugging Face folder, by the program. is_served: whether vLLM was seen
-    to.
+    """Returns the commands that use a Hugging Face folder, by the program.
+
+    Args:
+        folder: The export.
+        has_template: Whether its tokenizer has a chat template.
+        is_vision_language: Whether it reads images.
+        is_served: Whether vLLM was seen to serve its family.
+        opens_in_mlx: Whether mlx-lm opens it.
     """
     if has_template:
         asked = f"[dict(role='user', content='{QUESTION}')]"
-    else:
-        asked = f"'{QUESTION}'"
-    if has_template:
         answer = "[0]['generated_text'][-1]['content']"
     else:
+        asked = f"'{QUESTION}'"
         answer = "[0]['generated_text']"
     code = (
         "from transformers import pipeline; print(pipeline('text-generation', "

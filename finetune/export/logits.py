@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
 from finetune.config.pretrained import text_config_of
+from finetune.constants import ceil_div
 from finetune.distributed.model_parts import (
     has_other_parts,
     head_of,
@@ -385,7 +386,7 @@ def _fill(model: Any) -> None:
         for name, buffer in parts.named_buffers():
             buffer.copy_(buffers[name])
         for index, parameter in enumerate(parts.parameters()):
-            repeated = noise.roll(index * 7919).repeat(-(-parameter.numel() // len(noise)))[
+            repeated = noise.roll(index * 7919).repeat(ceil_div(parameter.numel(), len(noise)))[
                 : parameter.numel()
             ]
             values = repeated.view(parameter.shape)

@@ -18,6 +18,7 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKin
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
+from finetune.constants import round_up
 from finetune.data.classes import LABEL
 from finetune.data.formats import (
     LABEL_COLUMNS,
@@ -438,10 +439,7 @@ def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
 def _choose_batch(packed_rows: float, hardware: Hardware, most: int) -> Keys:
     """The rows in a step: an epoch has some steps, and no rank gets a filler row."""
     size = min(most, max(1, int(packed_rows) // STEPS_AN_EPOCH))
-    return {
-        "global_batch_size": -(-size // hardware.ranks) * hardware.ranks,
-        "per_device_train_batch_size": 1,
-    }
+    return {"global_batch_size": round_up(size, hardware.ranks), "per_device_train_batch_size": 1}
 
 
 def _widen(fit: Fit, hardware: Hardware) -> Fit:

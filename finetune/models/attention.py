@@ -120,17 +120,20 @@ def packed_attention(
     sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention inside each document, causal unless they say otherwise; transformers' attention
-    interface.
+    """Computes attention inside each document; transformers' attention interface.
 
     Args:
-        query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head
-            size].
-        attention_mask: empty in training; what `sdpa_mask` made, in generation.
-        dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`. documents: of
-        the rows. sequence_group: the ranks that divide the row's tokens between them: `tokens` are
-        this rank's, and the documents
-            those of the whole row.
+        module: The attention layer.
+        query: [rows, heads, tokens, head size].
+        key: [rows, key heads, tokens, head size].
+        value: As `key`.
+        attention_mask: Empty in training; what `sdpa_mask` made, in generation.
+        dropout, scaling, sliding_window, softcap, s_aux (sinks): See `ScoreOptions`.
+        documents: Of the rows; they say whether attention is causal.
+        sequence_group: The ranks that divide a row's tokens between them. `tokens` are those of
+            this rank then, and `documents` those of the whole row.
+        kwargs: What else transformers passes; what `UNSUPPORTED` names is refused.
+
     Returns:
         [rows, tokens, heads, head size], and None for the attention weights.
     """

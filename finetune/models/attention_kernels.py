@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.config.facts import has_compiler
-from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
+from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD, ceil_div
 from finetune.models.decoder_layers import configure_compiler
 
 
@@ -167,7 +167,7 @@ def make_block_mask(first: Tensor) -> BlockMask:
     """
     tokens = len(first)
     # dynamo takes a size of 1 for a constant: a graph of its own
-    blocks = max(2, -(-tokens // BLOCK_TOKENS))
+    blocks = max(2, ceil_div(tokens, BLOCK_TOKENS))
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
     first_of_start = first[starts.clamp(max=tokens - 1)][:, None]
@@ -209,8 +209,17 @@ def can_attend_in_blocks(query: Tensor, value: Tensor, options: ScoreOptions) ->
 def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options: ScoreOptions
 ) -> Tensor:
-    """Attention under `mask`. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
-    size].
+    """Computes attention under `mask` by flex_attention.
+
+    Args:
+        query: [rows, heads, tokens, head size].
+        key: [rows, key heads, tokens, head size].
+        value: As `key`.
+        mask: Which keys each query sees.
+        options: How scores are computed.
+
+    Returns:
+        [rows, tokens, heads, head size].
     """
     if torch.compiler.is_compiling():
         attend = _attend
@@ -445,11 +454,19 @@ def _attend_varlen(
     *,
     is_causal: bool = True,
 ) -> Tensor:
-    """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head
-    size].
+    """Computes attention within each document by torch's varlen flash kernel, over all documents at
+    once.
 
-    of_keys: Their boundaries and longest document, where queries are the last tokens of their
-    documents only.
+    Args:
+        query: [rows, heads, tokens, head size].
+        key: [rows, key heads, tokens, head size].
+        value: As `key`.
+        cu_seq_lens: Where each document begins and the last one ends; None: a document is a row.
+        longest: Tokens of the longest document; None: those of a row.
+        options: How scores are computed.
+        of_keys: `cu_seq_lens` and `longest` of the keys, where queries are the last tokens of their
+            documents only.
+        is_causal: Whether a token sees only those before it.
     """
     rows, heads, tokens, size = query.shape
     value_size = value.shape[-1]
@@ -529,8 +546,15 @@ def _attend_each(
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, images: Tensor | None = None
 ) -> Tensor:
-    """Causal attention over whole rows, but an image's tokens see each other. query: [rows, heads,
-    tokens, size], the last of as many tokens as there are keys.
+    """Computes causal attention over whole rows, where an image's tokens see each other.
+
+    Args:
+        query: [rows, heads, tokens, head size], of the last tokens for which there are keys.
+        key: [rows, key heads, keys, head size].
+        value: As `key`.
+        options: How scores are computed.
+        images: int64[rows, keys], the number of each token's image, below 0 for text; None: no
+            image.
     """
     tokens = query.shape[2]
     keys = key.shape[2]
@@ -558,8 +582,14 @@ def _attend_causally(
 def _attend_all(
     query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, visible: Tensor | None = None
 ) -> Tensor:
-    """Attention over whole rows to the `visible` keys (bool, None: all). query: [rows, heads,
-    tokens, size].
+    """Computes attention over whole rows.
+
+    Args:
+        query: [rows, heads, tokens, head size].
+        key: [rows, key heads, keys, head size].
+        value: As `key`.
+        options: How scores are computed.
+        visible: bool, broadcast to [rows, heads, tokens, keys]: which keys a token sees; None: all.
     """
     if not options.is_fusible:
         if visible is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from finetune.constants import ceil_div
 from finetune.distributed.model_parts import base_of, has_scores, head_of, trunk_of
 from finetune.errors import UserError
 from finetune.models.loss_chunks import UNCHANGED, LogitTransform
@@ -91,9 +92,9 @@ def measure_head_factors(model: Any) -> HeadFactors:
 
 def _make_powers(length: int) -> Tensor:
     """Powers of two of both signs, float64[length]: no norm leaves them as they are."""
-    return torch.tensor([1.0, -0.5, 2.0, 4.0, -0.125], dtype=torch.float64).repeat(-(-length // 5))[
-        :length
-    ]
+    return torch.tensor([1.0, -0.5, 2.0, 4.0, -0.125], dtype=torch.float64).repeat(
+        ceil_div(length, 5)
+    )[:length]
 
 
 def _list_trunks(model: Any, head: nn.Module) -> list[nn.Module]:

@@ -106,6 +106,21 @@ from finetune.models.weights import (
 Scores = tuple[ScoreHead, int | None]
 """The output head, and the id that fills up rows."""
 VOCABULARY: Scores = (ScoreHead(), None)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What a run's tokenizer, method and data ask of the model that is built."""
+
+    vocabulary: Vocabulary | None = None  # of the tokens that the recipe adds
+    scores: Scores = VOCABULARY  # what its output head computes
+    # whether anything is asked of the head; else it is frozen, unless it is the embedding
+    trains_head: bool = True
+    # of a vision-language model, to find what an image reaches; None where no row holds one
+    blank_document: BlankDocument | None = None
+
+
+PLAIN = BuildOptions()
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -156,32 +171,23 @@ def build_model(
     world: World,
     quantization: Quantization = UNQUANTIZED,
     optimization: Optimization | None = None,
-    vocabulary: Vocabulary | None = None,
-    blank_document: BlankDocument | None = None,
-    scores: Scores = VOCABULARY,
-    trains_head: bool = True,
+    options: BuildOptions = PLAIN,
 ) -> BuiltModel:
-    """Builds the model on meta, grown to `vocabulary`, and adapts it.
+    """Builds the model on meta, grown to the vocabulary of `options`, and adapts it.
 
     Of its files the headers are read.
-
-    Args:
-        scores: What its output head computes.
-        trains_head: Whether that is asked for anything; else it is frozen, unless it is the
-            embedding.
-        blank_document: Of a vision-language model, to find what an image reaches. None where no row
-            holds one.
 
     Raises:
         UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
     """
+    vocabulary = options.vocabulary
     config = trained_config(load_config(model, vocabulary), model)
-    set_head(config, *scores)
+    set_head(config, *options.scores)
     # how the files are quantized: they are read here, and the model exported is not
     forget_quantization(config)
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
-    has_values = scores[0].has_values
+    has_values = options.scores[0].has_values
     if has_values:
         base = add_value_head(built, base)
     values = base
@@ -194,14 +200,15 @@ def build_model(
     if not lora.use_peft:
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)
-        if not trains_head and head_of(built).weight is not built.get_input_embeddings().weight:  # type: ignore
+        is_tied = head_of(built).weight is built.get_input_embeddings().weight  # type: ignore[operator]
+        if not options.trains_head and not is_tied:
             head_of(built).requires_grad_(False)
     else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
     if has_values:
         train_value_head(built, torch.float32 if lora.use_peft else DTYPES[model.dtype])
-    if blank_document is not None:
-        unreached = freeze_unreached(built, blank_document)
+    if options.blank_document is not None:
+        unreached = freeze_unreached(built, options.blank_document)
     else:
         unreached = ()
     checkpoints = world.sharding.activation_checkpointing
@@ -213,7 +220,7 @@ def build_model(
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
         checkpoint_activations(built, *keys, None if model.torch_compile else offload)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
-    if not trains_head:
+    if not options.trains_head:
         head = head_of(built).weight
         is_frozen = not head.requires_grad
         size = replace(
@@ -236,26 +243,27 @@ def load_model(
     world: World,
     quantization: Quantization = UNQUANTIZED,
     optimization: Optimization | None = None,
-    vocabulary: Vocabulary | None = None,
+    options: BuildOptions = PLAIN,
+    *,
     quantization_aware: QuantizationAware = UNROUNDED,
-    blank_document: BlankDocument | None = None,
-    scores: Scores = VOCABULARY,
-    trains_head: bool = True,
     shared: Mapping[str, Tensor] = NOTHING,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model as `build_model`, shards it, and reads every rank's slices.
 
-    `shared`: of `frozen_parts`, taken as they are in place of slices that would be read.
+    The rules have judged it before.
 
-    The rules have judged it before. Raises `UserError` for one that cannot be reached, or whose
-    files do not fit.
+    Args:
+        shared: What `frozen_parts` returned of an earlier model; taken in place of slices that
+            would be read.
+
+    Raises:
+        UserError: The model cannot be reached, or its files do not fit.
     """
     multiply_in_fp32(
         world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]}
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    keys = quantization, optimization, vocabulary, blank_document, scores, trains_head
-    made = build_model(model, lora, seed, world, *keys)
+    made = build_model(model, lora, seed, world, quantization, optimization, options)
     built = made.model
     unfilled = frozenset[str]()
     if quantization.bits is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.constants import IGNORE_INDEX, ceil_div, loss_chunk_tokens
 from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.tensor_parallel import VocabularyShard
 
@@ -27,7 +27,7 @@ def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_ty
     if shard is None:
         rows = weight.shape[0]
     else:
-        rows = -(-shard.rows // shard.group.size())
+        rows = ceil_div(shard.rows, shard.group.size())
     return loss_chunk_tokens(rows, device_type)
 
 
@@ -363,8 +363,8 @@ def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
     >>> _balance_chunks(tokens=1000, chunk_tokens=900)
     500
     """
-    chunks = max(-(-tokens // chunk_tokens), 1)
-    return max(-(-tokens // chunks), 1)
+    chunks = max(ceil_div(tokens, chunk_tokens), 1)
+    return max(ceil_div(tokens, chunks), 1)
 
 
 def compute_chunk(

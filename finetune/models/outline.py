@@ -86,10 +86,11 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     taken: set[Any] = {embedding}
     beside = [_take(part, names, taken) for part in other_parts(model)]
     taken.update(module for part in other_parts(model) for module in part.modules())
+    on_text = text_names(model)
     loose = {  # of llava_next the line break between two rows of an image
         names[parameter]: tuple(parameter.shape)
         for parameter in model.parameters()
-        if parameter not in taken and not names[parameter].startswith(text_names(model))
+        if parameter not in taken and not names[parameter].startswith(on_text)
     }
     taken.update(parameter for parameter in model.parameters() if names[parameter] in loose)
     described = tuple(_describe(model, layer, names, taken) for layer in layers)
@@ -106,7 +107,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         head_name=_name_head(model),
         beside=tuple(part for part in (*beside, loose) if part),
         prefix=next(name for name, module in model.named_modules() if module is trunk),
-        text_names=text_names(model),
+        text_names=on_text,
         heads=heads,
         key_value_heads=getattr(trunk.config, "num_key_value_heads", None) or heads,
         head_size=read_head_size(trunk.config),

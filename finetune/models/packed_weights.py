@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.config.quantization import find_bits, read_published_form
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
@@ -137,7 +137,7 @@ def _outputs_of_words(parts: Parts, rows: slice) -> tuple[slice, slice]:
     """The words that hold these outputs, and where the outputs are among theirs."""
     per_word = WORD // parts.bits
     first = rows.start // per_word
-    words = slice(first, -(-rows.stop // per_word))
+    words = slice(first, ceil_div(rows.stop, per_word))
     return words, slice(rows.start - first * per_word, rows.stop - first * per_word)
 
 
@@ -204,7 +204,7 @@ def _shape_of_aqlm(parts: Parts) -> tuple[int, int]:
 
 def _read_aqlm(parts: Parts, rows: slice) -> Tensor:
     books, size, height, width = parts.shape("codebooks")
-    groups = slice(rows.start // height, -(-rows.stop // height))
+    groups = slice(rows.start // height, ceil_div(rows.stop, height))
     codes = parts.read_rows("codes", groups).long() % size
     entries = parts.read("codebooks").float().reshape(books * size, height * width)
     flat = (codes + torch.arange(books) * size).flatten(0, 1)

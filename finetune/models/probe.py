@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Data, Model
-from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
+from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX, ceil_div
 from finetune.distributed.model_parts import has_scores, head_of, unwrap
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import gather_tokens
@@ -223,7 +223,7 @@ def _forward_in_parts(
     if "cu_seq_lens" in batch:
         tokens = PART
     else:
-        tokens = -(-length // group.size())
+        tokens = ceil_div(length, group.size())
     mine = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
     padding = (0, tokens * group.size() - length)
     labels = F.pad(batch["labels"], padding, value=IGNORE_INDEX)[:, mine]

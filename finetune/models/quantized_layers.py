@@ -27,6 +27,7 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
+from finetune.constants import ceil_div
 from finetune.distributed.model_parts import (
     Values,
     find_local_slices,
@@ -166,7 +167,7 @@ class QuantizedWeight(nn.Module):
         )
         self.keeps_dequantized = False
         for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
-            numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
+            numbers = torch.empty(ceil_div(size, dtype.itemsize), dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
 
     def take_part(self, part: slice) -> "QuantizedWeight":
@@ -306,10 +307,11 @@ def _dequantize(
     Args:
         codes: [numbers], with padding.
         scales: [numbers], with padding.
-        rows, columns, bits, quant_type, double, block: See `Form`. dtype: Of the result. after: A
-        backward passes its gradient. With the forward's arguments alone, torch.compile would merge
-        both calls
-            and keep the weight from one to the other.
+        rows, columns, bits, quant_type, double, block: See `Form`.
+        dtype: Of the result.
+        after: The gradient that a backward has, which nothing is computed from. Without it
+            torch.compile would merge the backward's call with the forward's, and keep the weight
+            between them.
     """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
@@ -469,13 +471,13 @@ def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> 
     in_rows = layer.quantization.bits == 8
     block = columns if in_rows else layer.block  # numbers
     block_bytes = block if in_rows else block // 2
-    magnitudes = torch.zeros(-(-prod(layer.full_shape) // block), device=world.device)
+    magnitudes = torch.zeros(ceil_div(prod(layer.full_shape), block), device=world.device)
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     if begin < end:
         # of this rank's experts
         start = layer.part.start * prod(layer.full_shape[1:]) // block * block_bytes
         first = (start + begin) // block_bytes
-        last = -(-(start + end) // block_bytes)
+        last = ceil_div(start + end, block_bytes)
         last_number = min(last * block, prod(layer.full_shape))
         numbers = _read_numbers(weight, layer.full_shape, values, first * block, last_number).to(
             world.device
@@ -523,6 +525,6 @@ def _read_numbers(
     """Reads the numbers `begin` to `end` of a weight of `shape`, in row-major order."""
     row_size = prod(shape[1:])  # of an expert, where the weight is one of experts
     first = begin // row_size
-    last = -(-end // row_size)
+    last = ceil_div(end, row_size)
     rows = values(weight, (slice(first, last), *(slice(0, size) for size in shape[1:])))
     return rows.reshape(-1)[begin - first * row_size : end - first * row_size]

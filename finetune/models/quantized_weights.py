@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from finetune.config.module_names import base_name
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
-from finetune.constants import CONFIG_FILE, FP32
+from finetune.constants import CONFIG_FILE, FP32, ceil_div, round_up
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
@@ -145,8 +145,8 @@ def split_nested_scales(quantized: QuantizedTensor) -> tuple[Tensor, Tensor, Ten
     """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean,
     fp32[].
     """
-    blocks = -(-prod(quantized.shape) // quantized.block)
-    nested = quantized.scales[-(-blocks // FP32) * FP32 :].view(torch.float32)
+    blocks = ceil_div(prod(quantized.shape), quantized.block)
+    nested = quantized.scales[round_up(blocks, FP32) :].view(torch.float32)
     return quantized.scales[:blocks], nested[:-1], nested[-1]
 
 
@@ -515,7 +515,7 @@ def _fit_blocks(
     grid = scales.shape[-2:]
     for height, width in (sizes, (rows // max(1, grid[0]), columns // max(1, grid[-1]))):
         # The last block of a row or column may be short; transformers misreads its size.
-        if height and width and grid == (-(-rows // height), -(-columns // width)):
+        if height and width and grid == (ceil_div(rows, height), ceil_div(columns, width)):
             return height, width
     raise _misfit(where, scales, weight)
 
@@ -532,8 +532,8 @@ class Fp8Blocks:
     def read(self, slices: Slices) -> Tensor:
         """These slices of the weight, dequantized."""
         *lead, rows, columns = slices
-        down = slice(rows.start // self.height, -(-rows.stop // self.height))
-        across = slice(columns.start // self.width, -(-columns.stop // self.width))
+        down = slice(rows.start // self.height, ceil_div(rows.stop, self.height))
+        across = slice(columns.start // self.width, ceil_div(columns.stop, self.width))
         numbers = self._read_numbers(lead, down, across)
         values = _multiply_by_scales(numbers, self._read_scales(lead, down, across))
         top = rows.start - down.start * self.height
@@ -591,7 +591,7 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
 
         own, inputs, columns = slices
         first = inputs.start // MXFP4_BLOCK
-        last = -(-inputs.stop // MXFP4_BLOCK)
+        last = ceil_div(inputs.stop, MXFP4_BLOCK)
         part = (own, columns, slice(first, last))
         values: Tensor = convert_moe_packed_tensors(
             read_slice(blocks, part), read_slice(scales, part), dtype=torch.float32

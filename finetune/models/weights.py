@@ -16,6 +16,7 @@ from torch import nn
 
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
+from finetune.constants import ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
@@ -69,7 +70,9 @@ class BoxedTensor:
         known: dict[Any, Callable[..., Any]] = {
             torch.cat: _cat,
             torch.stack: _stack,
-            torch.chunk: lambda box, chunks, dim=0: _split(box, -(-box.shape[dim] // chunks), dim),
+            torch.chunk: lambda box, chunks, dim=0: _split(
+                box, ceil_div(box.shape[dim], chunks), dim
+            ),
             torch.split: _split,
         }
         if function not in known:
@@ -324,7 +327,7 @@ def _stack(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
 def _split(box: BoxedTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[BoxedTensor, ...]:
     length = box.shape[dim]
     if isinstance(sizes, int):
-        each = [sizes] * -(-length // sizes)
+        each = [sizes] * ceil_div(length, sizes)
     else:
         each = list(sizes)
     starts = [sum(each[:index]) for index in range(len(each))]

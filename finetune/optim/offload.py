@@ -32,7 +32,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from finetune.config.optimization import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
-from finetune.constants import COMPUTE_DTYPE, OFFLOAD_ALIGNMENT
+from finetune.constants import COMPUTE_DTYPE, OFFLOAD_ALIGNMENT, round_up
 from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
 from finetune.distributed.parallelize import take_master_weights
 from finetune.distributed.world import RankGroup, World
@@ -51,7 +51,7 @@ def align(byte_count: int) -> int:
     >>> align(1), align(4096), align(0)
     (4096, 4096, 0)
     """
-    return -(-byte_count // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT
+    return round_up(byte_count, OFFLOAD_ALIGNMENT)
 
 
 TOUCHING_THREADS = 8

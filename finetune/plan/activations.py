@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from finetune.config.layout import divides_heads
 from finetune.config.module_names import find_value, is_parameter_named
 from finetune.config.schema import Lora
-from finetune.constants import BLOCK_TOKENS, EXPERT_RANK_MULTIPLE, FP32, LARGEST_FLASH_HEAD
+from finetune.constants import (
+    BLOCK_TOKENS,
+    EXPERT_RANK_MULTIPLE,
+    FP32,
+    LARGEST_FLASH_HEAD,
+    ceil_div,
+    round_up,
+)
 from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import is_adapted
 
@@ -58,7 +65,7 @@ def mask_bytes(architecture: Architecture, computation: "Computation", tokens: i
     if not needs_masks(architecture, computation):
         return 0
     tokens *= computation.sequence_ranks
-    blocks = max(2, -(-tokens // BLOCK_TOKENS))
+    blocks = max(2, ceil_div(tokens, BLOCK_TOKENS))
     return KINDS * INT32 * (4 * blocks * (blocks + 1) + tokens)
 
 
@@ -258,7 +265,7 @@ def offloaded_bytes(architecture: Architecture, computation: Computation, tokens
     """
     if not computation.offloads or computation.checkpoint_every is None:
         return 0
-    layers = -(-architecture.layers // computation.checkpoint_every)
+    layers = ceil_div(architecture.layers, computation.checkpoint_every)
     return layers * sum(
         1 << (tokens * each - 1).bit_length()
         for each in checkpointed_tensors(architecture, computation)
@@ -530,7 +537,7 @@ def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
     ):
         return 0, 0
     rank = find_value(name, computation.lora.rank_pattern, computation.lora.lora_r)
-    return rank, -(-rank // EXPERT_RANK_MULTIPLE) * EXPERT_RANK_MULTIPLE
+    return rank, round_up(rank, EXPERT_RANK_MULTIPLE)
 
 
 def _read_by_trained_experts(computation: Computation) -> tuple[int, int]:

@@ -102,11 +102,11 @@ def sharded_points(
     else:
         yield from _reduction_points(
             backward,
-            "head",
-            "the head",
-            memory.tail,
-            kept_for_backward(spec),
-            memory.layer.arriving,
+            part="head",
+            name="the head",
+            unit=memory.tail,
+            activations=kept_for_backward(spec),
+            gathered=memory.layer.arriving,
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
@@ -139,7 +139,12 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
         yield replace(point, communication=communication, activations=moment.activations)
     passed = spec.part.layers if is_last else done + 1
     yield from _reduction_points(
-        backward, "layer", name, memory.layer, _activations_after_layers(spec, passed), staying
+        backward,
+        part="layer",
+        name=name,
+        unit=memory.layer,
+        activations=_activations_after_layers(spec, passed),
+        gathered=staying,
     )
 
 
@@ -160,11 +165,19 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
         communication=backward.reducing_before + unit.unreduced,
     )
     backward.waiting_gradient = 0
-    yield from _reduction_points(backward, "embedding", "the embedding", unit, activations, 0)
+    yield from _reduction_points(
+        backward,
+        part="embedding",
+        name="the embedding",
+        unit=unit,
+        activations=activations,
+        gathered=0,
+    )
 
 
 def _reduction_points(
     backward: ShardedBackward,
+    *,
     part: str,
     name: str,
     unit: UnitMemory,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from finetune.constants import FP32, PROMPTS_AT_ONCE
+from finetune.constants import FP32, PROMPTS_AT_ONCE, ceil_div
 from finetune.plan.activations import evaluation_bytes, mask_bytes
 from finetune.plan.loss_memory import chunk_bytes, compared_bytes, vector_bytes
 from finetune.plan.run_spec import RunSpec
@@ -32,8 +32,8 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     computation = spec.computation
     keys = spec.recipe.rollout
     length = spec.recipe.data.max_length
-    rows = min(keys.per_device_generation_batch_size, -(-spec.rows_per_step // spec.data_ranks))
-    prompts = -(-rows // keys.num_generations)
+    rows = min(keys.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks))
+    prompts = ceil_div(rows, keys.num_generations)
     tokens = length - keys.max_completion_length  # of a prompt
     # a turn reads all before it as a prompt of its own, of any length beside that of the others
     if keys.takes_turns:

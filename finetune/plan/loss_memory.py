@@ -1,6 +1,12 @@
 """The memory of a loss and of its backward: chunks of logits, gradients, compared vectors."""
 
-from finetune.constants import CONTRASTED_QUERIES, FP32, divergence_chunk_tokens, loss_chunk_tokens
+from finetune.constants import (
+    CONTRASTED_QUERIES,
+    FP32,
+    ceil_div,
+    divergence_chunk_tokens,
+    loss_chunk_tokens,
+)
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
@@ -197,7 +203,7 @@ def divergence_chunk_bytes(
 
 def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
     """Tokens in each of as many chunks as are needed."""
-    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
+    return ceil_div(tokens, max(ceil_div(tokens, chunk_tokens), 1))
 
 
 def log_probability_backward_bytes(

@@ -2,7 +2,7 @@
 and hosts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -21,7 +21,7 @@ from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
-from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS
+from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, ceil_div
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
@@ -186,7 +186,7 @@ class RunSpec:
             heads=architecture.heads // ranks,
             key_value_heads=architecture.key_value_heads // ranks,
             intermediate=architecture.intermediate // ranks,
-            vocabulary=-(-architecture.vocabulary // ranks),
+            vocabulary=ceil_div(architecture.vocabulary, ranks),
         )
 
     @cached_property
@@ -445,8 +445,8 @@ class RunSpec:
         parts = self.sharding.sequence_parallel_size
         tokens = rows * self.recipe.row_tokens
         if self.recipe.data.packing:
-            return -(-tokens // (ROUND_TOKENS * parts)) * ROUND_TOKENS
-        return rows * -(-self.recipe.row_tokens // parts)
+            return ceil_div(tokens, ROUND_TOKENS * parts) * ROUND_TOKENS
+        return rows * ceil_div(self.recipe.row_tokens, parts)
 
     @property
     def global_batch_size(self) -> int:
@@ -505,7 +505,7 @@ class RunSpec:
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step on one rank; the last may contain filler rows."""
-        return -(-self.rows_per_step // (self.rows * self.data_ranks))
+        return ceil_div(self.rows_per_step, self.rows * self.data_ranks)
 
 
 def count_multiplied(architecture: Architecture) -> int:
@@ -630,32 +630,45 @@ def _count_bytes(tensors: Iterable[StateTensor]) -> int:
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     """The memory of one node, for all its ranks, each of which has `peak_bytes` on its device."""
     ranks = min(spec.ranks, spec.ranks_per_node)
+    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
     files = spec.files()
     on_cpu = spec.device == "cpu"
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    optim = spec.recipe.optimization.optim
-    if files is None:
-        state = _count_bytes(trained)
-        state += sum(
-            count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
-        )
-    else:
-        state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    gradients = _count_bytes(trained)
-    teacher = _count_bytes(spec.teacher_tensors)
     frozen = _count_bytes([tensor for tensor in spec.tensors if not tensor.trainable])
-    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
-    saved = state + (0 if spec.recipe.lora.use_peft else frozen)
-    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(
-        t.numel for t in spec.tensors
-    )
+    state = _count_saved_state(spec, trained)
+    process = CPU_PROCESS_BYTES + peak_bytes if on_cpu else PROCESS_BYTES
+    offloaded = 0
+    if spec.sharding.cpu_offload:
+        gradients = _count_bytes(trained)
+        teacher = _count_bytes(spec.teacher_tensors)
+        offloaded = int((state + frozen + gradients + teacher) * share)
+    saving = 0
+    if files is None and not on_cpu:
+        saved = state if spec.recipe.lora.use_peft else state + frozen
+        saving = int(saved * min(share, 1))
+    buffers = 0
+    if files is not None and not on_cpu:
+        buffers = 2 * files.buffer * ranks
+    exported = 0
+    if spec.recipe.checkpoint.export_at_end:
+        shard = min(EXPORT_SHARD_BYTES, FP32 * spec.architecture.parameters)
+        exported = shard + FP32 * max(tensor.numel for tensor in spec.tensors)
     return Host(
-        processes=ranks * (CPU_PROCESS_BYTES + peak_bytes if on_cpu else PROCESS_BYTES),
-        offloaded=int((state + frozen + gradients + teacher) * share)
-        if spec.sharding.cpu_offload
-        else 0,
+        processes=ranks * process,
+        offloaded=offloaded,
         activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
-        saving=int(saved * min(share, 1)) if files is None and not on_cpu else 0,
-        export=exported if spec.recipe.checkpoint.export_at_end else 0,
-        buffers=2 * files.buffer * ranks if files is not None and not on_cpu else 0,
+        saving=saving,
+        export=exported,
+        buffers=buffers,
     )
+
+
+def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:
+    """The bytes of `trained` parameters and their optimizer's state, as a checkpoint has them in
+    memory; of those in files the copies for the computation alone.
+    """
+    if spec.files() is not None:
+        return sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
+    optim = spec.recipe.optimization.optim
+    moments = (count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
+    return _count_bytes(trained) + sum(moments)

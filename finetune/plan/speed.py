@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from finetune.config.layout import divides_heads
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data
-from finetune.constants import FP32, ITEMSIZE
+from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.files.json_files import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.forward_memory import kv_cache_bytes
@@ -163,7 +163,7 @@ def _padded(tensor: StateTensor, shards: int) -> int:
     if tensor.divided > 1:
         return tensor.numel // tensor.divided
     rows = tensor.shape[0]
-    return tensor.numel // rows * -(-rows // shards) * shards
+    return tensor.numel // rows * ceil_div(rows, shards) * shards
 
 
 def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
@@ -190,7 +190,7 @@ def _count_passes(spec: RunSpec) -> tuple[int, int]:
     every = spec.computation.checkpoint_every
     reference = spec.reference == "adapters off"
     layers = spec.part.layers
-    recomputed = 0 if every is None else -(-layers // every)
+    recomputed = 0 if every is None else ceil_div(layers, every)
     return spec.accumulation * (layers * (1 + reference) + recomputed), spec.accumulation * layers
 
 
@@ -524,7 +524,7 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     if not spec.recipe.samples_itself:
         return 0.0
     keys = spec.recipe.rollout
-    per_rank = -(-spec.rows_per_step // spec.data_ranks)
+    per_rank = ceil_div(spec.rows_per_step, spec.data_ranks)
     rows = min(keys.per_device_generation_batch_size, per_rank)
     weights = sum(
         t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors
@@ -535,7 +535,9 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     prompts = (
         per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
     )
-    seconds = -(-per_rank // rows) * keys.max_completion_length * token + prompts * forward / speed
+    seconds = (
+        ceil_div(per_rank, rows) * keys.max_completion_length * token + prompts * forward / speed
+    )
     return seconds / keys.num_iterations
 
 

@@ -29,7 +29,7 @@ from finetune.config.optimization import (
 )
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION
+from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, ceil_div, round_up
 from finetune.plan.architecture import Architecture, TensorShape
 
 _P = ParamSpec("_P")
@@ -72,7 +72,7 @@ class StateTensor:
             held = shard_experts(self.shape, self.divided, others)
         else:
             held = None
-        block = -(-own // others)
+        block = ceil_div(own, others)
         return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
 
 
@@ -286,7 +286,7 @@ def _list_quantized(
         quantization = divide_quantization(weight.numel // ranks, quantization)
     held = quantized_bytes(prod(weight.shape[:-1]) // ranks, weight.shape[-1], quantization)
     for part, byte_count in (("codes", held.codes), ("scales", held.scales)):
-        numbers = -(-byte_count // itemsize)
+        numbers = ceil_div(byte_count, itemsize)
         yield StateTensor(f"{weight.name}.{part}", (ranks * numbers,), unit, itemsize, False, ranks)
 
 
@@ -416,10 +416,10 @@ def _split_flat(
             unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]]
         )
         for tensor in unit:
-            start = -(-end // align) * align
+            start = round_up(end, align)
             end = start + tensor.numel
             spans.append((start, end, tensor.trainable))
-        share = -(-end // shards)
+        share = ceil_div(end, shards)
         mine = [
             max(0, min(stop, (rank + 1) * share) - max(start, rank * share))
             for start, stop, _ in spans

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
-from finetune.constants import FP32, ITEMSIZE
+from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.plan.activations import Computation, expert_adapter_rank
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
@@ -101,29 +101,25 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds
     it; else 0.
     """
-    if (name := spec.recipe.quantization_aware.quantization_aware_training) is None:
+    name = spec.recipe.quantization_aware.quantization_aware_training
+    if name is None:
         return 0
-    if SCHEMES[name].block:
-        of_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * spec.recipe.lora.use_peft
-        return max(
-            max(of_weight * linear.numel, ROUNDED_IN_BLOCKS * tokens * linear.shape[1])
-            for linear in spec.architecture.linears()
-        )
-    if SCHEMES[name].is_ternary:
+    scheme = SCHEMES[name]
+    adapts = spec.recipe.lora.use_peft
+    linears = spec.architecture.linears()
+    if scheme.block:  # weights and inputs one after the other
+        a_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * adapts
+        an_input = ROUNDED_IN_BLOCKS
+        return max(max(a_weight * w.numel, an_input * tokens * w.shape[1]) for w in linears)
+    if scheme.is_ternary:
         copies = 1 if spec.computation.itemsize == FP32 else 2
-        of_input = copies * FP32
-        of_weight = of_input + MERGED_IN_FP32 * spec.recipe.lora.use_peft
-        return max(
-            of_weight * linear.numel + of_input * tokens * linear.shape[1]
-            for linear in spec.architecture.linears()
-        )
-    rounds_inputs = SCHEMES[name].input_bits is not None
-    size = spec.computation.itemsize
-    of_weight = ROUNDED + spec.recipe.lora.use_peft  # and the gradient of base and adapter together
-    return size * max(
-        of_weight * linear.numel + ROUNDED * rounds_inputs * tokens * linear.shape[1]
-        for linear in spec.architecture.linears()
-    )
+        an_input = copies * FP32
+        a_weight = an_input + MERGED_IN_FP32 * adapts
+    else:
+        size = spec.computation.itemsize
+        an_input = size * ROUNDED * (scheme.input_bits is not None)
+        a_weight = size * (ROUNDED + adapts)  # and the gradient of base and adapter together
+    return max(a_weight * w.numel + an_input * tokens * w.shape[1] for w in linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +177,13 @@ class InBackwardMemory:
 def update_temporaries(spec: RunSpec) -> int:
     """Returns the bytes that norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
-    if spec.sharding.cpu_offload:
+    if spec.files() is not None:
+        # one tensor after another: the root of its second moment, and that over the correction
+        at_once = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
+    elif spec.sharding.cpu_offload:
         at_once = 0
     else:
         at_once = spec.state().gradients
-    if (
-        spec.files() is not None
-    ):  # one tensor after another: the root of its second moment, and that over the correction
-        at_once = 2 * FP32 * -(-max(tensor.numel for tensor in trained) // spec.shards)
     return _count_temporaries(spec, trained, at_once)
 
 
@@ -198,30 +193,38 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
 
     A tied head is updated with the embedding.
     """
-    layers, embedding, tail = (_list_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
-    if spec.part.tied:
-        embedding = [*embedding, *tail]
-        tail = []
-    layer = layers
+    layer = _list_trained(spec, "layer")
+    embedding = _list_trained(spec, "embedding")
+    tail = _list_trained(spec, "tail")
     waiting = 0
+    if spec.part.tied and not spec.sharding.is_fsdp:
+        # the head's gradient waits for the embedding's, whole, as the loss computes it
+        waiting = FP32 * sum(tensor.numel for tensor in embedding)
+    if spec.part.tied:
+        embedding += tail
+        tail = []
     if spec.sharding.is_fsdp:
         units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
-        if units.layer != units.layers:
-            layer = [
-                tensor for tensor in layers if tensor.unit == f"layer {spec.part.widest_layer}"
-            ]
-    elif (
-        spec.part.tied
-    ):  # the head's gradient waits for the embedding's, whole, as the loss computes it
-        waiting = FP32 * sum(tensor.numel for tensor in embedding if tensor.unit == "embedding")
-    memory_by_part = {}
-    for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
-        largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-        temporaries = _count_temporaries(spec, tensors, -(-largest // spec.shards))
-        memory_by_part[part] = InBackwardMemory(
-            largest + (0 if part == "head" else waiting), temporaries
-        )
-    return memory_by_part
+        if units.layer != units.layers:  # each layer is a unit
+            widest = f"layer {spec.part.widest_layer}"
+            layer = [tensor for tensor in layer if tensor.unit == widest]
+    return {
+        "head": _plan_update(spec, tail),
+        "layer": _plan_update(spec, layer, waiting),
+        "embedding": _plan_update(spec, embedding, waiting),
+    }
+
+
+def _plan_update(
+    spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
+) -> InBackwardMemory:
+    """Plans the memory while one of `tensors` is updated.
+
+    `waiting`: bytes of gradients that wait for a later update.
+    """
+    largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
+    temporaries = _count_temporaries(spec, tensors, ceil_div(largest, spec.shards))
+    return InBackwardMemory(waiting + largest, temporaries)
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
@@ -231,7 +234,7 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: i
     their second moments.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
-    largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
+    largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
     largest_matrix = facts.update_bytes * max(
         (t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0
@@ -375,22 +378,21 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     )
     cast = computation.itemsize * multiplied if is_cast else 0
 
-    def unit(name: str, gathered: int = 0) -> UnitMemory:
-        return UnitMemory(
-            gathered,
-            shard=sum(
-                t.numel * t.itemsize for t in spec.part_tensors if t.unit == name and t.trainable
-            ),
-        )
-
-    embedding = unit("embedding")
+    embedding = _trained_bytes(spec, "embedding")
+    layer = _trained_bytes(spec, f"layer {architecture.widest_layer}")
     return LayoutMemory(
-        embedding=embedding,
-        layer=unit(f"layer {architecture.widest_layer}", cast),
-        tail=unit("tail"),
+        embedding=UnitMemory(shard=embedding),
+        layer=UnitMemory(gathered=cast, shard=layer),
+        tail=UnitMemory(shard=_trained_bytes(spec, "tail")),
         layers=architecture.layers,
         layer_staying=cast if computation.checkpoint_every is None else 0,
         kept_in_forward=cast * architecture.layers,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
-        waiting_gradient=embedding.shard if architecture.tied else 0,
+        waiting_gradient=embedding if architecture.tied else 0,
     )
+
+
+def _trained_bytes(spec: RunSpec, unit: str) -> int:
+    """The bytes of a unit's trained parameters, whole."""
+    tensors = [tensor for tensor in spec.part_tensors if tensor.unit == unit]
+    return sum(tensor.numel * tensor.itemsize for tensor in tensors if tensor.trainable)

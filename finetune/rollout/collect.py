@@ -313,10 +313,10 @@ class Sampler:
         )
         completions: list[Any] = []
         for row, said, text in zip(rows, messages, texts, strict=True):
-            is_text = isinstance(row["prompt"], str)
-            completions.append(
-                text if is_text else said or [{"role": "assistant", "content": text}]
-            )
+            if isinstance(row["prompt"], str):
+                completions.append(text)
+            else:
+                completions.append(said or [{"role": "assistant", "content": text}])
         return completions
 
     def _score_by_model(
@@ -480,10 +480,13 @@ class RolloutBatches:
         optimizer step.
         """
         keys = self.sampler.recipe.rollout
-        generations_before, within = divmod(step, keys.updates_per_generation)
-        # at the end there may be fewer
-        left = -(-(self.prompts.steps - step + within) // keys.num_iterations)
-        iteration, own = divmod(within, min(keys.steps_per_generation, left))
+        generations_before, update = divmod(step, keys.updates_per_generation)
+        updates_left = self.prompts.steps - (step - update)  # of this generation and later ones
+        # the run may end within the generation
+        steps_of_prompts = min(
+            keys.steps_per_generation, math.ceil(updates_left / keys.num_iterations)
+        )
+        iteration, own = divmod(update, steps_of_prompts)
         return generations_before * keys.steps_per_generation + own, iteration
 
     def _sample_step(
@@ -618,20 +621,19 @@ class RolloutBatches:
         for i in range(min(keys.log_completions * rollout.generations, len(rollout.sampled))):
             each = rollout.sampled[i]
             scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])
-            yield {
+            line = {
                 "step": step + 1,
                 "prompt": tokenizer.decode(rollout.prompts[i]),
                 "completion": tokenizer.decode(each.token_ids),
                 "token_ids": each.token_ids,
                 "ended": each.ended.value,
-                **(
-                    {"tool_mask": each.tool_mask, "parts": _split_by_speaker(each, tokenizer)}
-                    if each.tool_mask
-                    else {}
-                ),
-                "rewards": dict(zip(names, scores, strict=True)),
-                "advantage": float(advantages[i]),
             }
+            if each.tool_mask:
+                parts = _split_by_speaker(each, tokenizer)
+                line |= {"tool_mask": each.tool_mask, "parts": parts}
+            line["rewards"] = dict(zip(names, scores, strict=True))
+            line["advantage"] = float(advantages[i])
+            yield line
 
 
 def _write_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from finetune.config.pretrained import text_config_of
-from finetune.constants import PROMPTS_AT_ONCE
+from finetune.constants import PROMPTS_AT_ONCE, round_up
 from finetune.data.images import EncodedImage, ImageProcessor
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import keep_gathered
@@ -153,8 +153,14 @@ class EmbeddedEngine:
     ) -> None:
         """Samples from `model`.
 
-        images: Of the prompts, where they hold any. routing: Of the model, where the experts that
-            it chooses are part of a completion.
+        Args:
+            model: In whatever layout it is trained.
+            world: The ranks.
+            stop_ids: Token ids that end a completion.
+            rows: How many completions are sampled at once.
+            images: Reads the prompts' images; None where they hold none.
+            routing: Records the experts that the model chooses, as part of a completion; None:
+                nothing is recorded.
         """
         self._model = model
         self._images = images
@@ -230,15 +236,18 @@ class _Wave:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._most = max(limits)
-        self._cache, self._mask, self._positions, self._logits, ends = _read_prompts(
-            reader, requests, self._most
-        )
+        prompts = _read_prompts(reader, requests, self._most)
+        self._cache = prompts.cache
+        self._mask = prompts.mask
+        self._positions = prompts.positions
+        self._logits = prompts.logits
         self._routing = routing
         if routing is not None:
             read = routing.take_choices()
+            ends = prompts.ends.flatten().tolist()
             self._experts_of_prompts = [
                 read[end - len(request.prompt_ids) : end].cpu().numpy()
-                for end, request in zip(ends.flatten().tolist(), requests, strict=True)
+                for end, request in zip(ends, requests, strict=True)
             ]
             # [requests, tokens, layers, chosen]: of each token that was sampled and read
             self._experts = read.new_full((len(requests), self._most, *read.shape[1:]), -1)
@@ -286,7 +295,7 @@ class _Wave:
             positions = self._positions + (step - 1)
             self._read_drawn(positions, mask)
         else:
-            shown = min(-(-seen // CAPTURED_TOKENS) * CAPTURED_TOKENS, self._mask.shape[-1])
+            shown = min(round_up(seen, CAPTURED_TOKENS), self._mask.shape[-1])
             self._graph.run(len(self._drawn), shown)
 
     def _advance_captured(self, shown: int) -> None:
@@ -455,16 +464,21 @@ class _Read(NamedTuple):
     positions: Tensor  # int64[prompts, 1]: of the token after each
 
 
-def _read_prompts(
-    reader: _PromptReader, requests: Sequence[Request], most: int
-) -> tuple[DynamicCache, Tensor, Tensor, Tensor, Tensor]:
-    """Reads each prompt once, and gives each request a row of the cache that ends with the last
-    token of its prompt.
+class _ReadyRequests(NamedTuple):
+    """Requests whose prompts have been read."""
 
-    Returns:
-        The cache; the attention mask of the prompts and `most` more tokens, int64[requests, tokens]
-        or bool[requests, 1, 1, tokens]; the position of each next token, int64[requests, 1]; the
-        logits after each prompt; where each prompt ends among all tokens read, int64[requests, 1].
+    cache: DynamicCache  # a row a request, which ends with the last token of its prompt
+    # int64[requests, tokens] or bool[requests, 1, 1, tokens]: of prompts and what will be sampled
+    mask: Tensor
+    positions: Tensor  # int64[requests, 1]: of the next token
+    logits: Tensor  # fp32[requests, vocabulary]: after the prompt
+    ends: Tensor  # int64[requests, 1]: where the prompt ends among all tokens that were read
+
+
+def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int) -> _ReadyRequests:
+    """Reads each prompt once, and gives its cache to each request that has it.
+
+    `most`: tokens that will be sampled, for which the cache has room.
     """
     device = reader.device
     of_requests = [_Prompt(request.prompt_ids, request.images) for request in requests]
@@ -478,14 +492,8 @@ def _read_prompts(
     cache = make_cache(config, longest + most)
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
     packs = is_plain and config._attn_implementation == PACKED
-    if is_plain:  # some at once, of similar length
-        some = [
-            prompts[start : start + PROMPTS_AT_ONCE]
-            for start in range(0, len(prompts), PROMPTS_AT_ONCE)
-        ]
-        parts = [DynamicCache(config=config) for _ in some]
-        reads = [_read(reader, *each, packs) for each in zip(parts, some, strict=True)]
-        read = _Read(*map(torch.cat, zip(*reads, strict=True)))
+    if is_plain:
+        parts, read = _read_in_parts(reader, prompts, packs)
         ends = read.sizes.cumsum(0)[:, None]
         # What is before a prompt is masked, but it must not be nan: its first token stands there.
         tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
@@ -495,13 +503,31 @@ def _read_prompts(
         read = _read(reader, cache, prompts, packs)
         ends = read.sizes.cumsum(0)[:, None]
         cache.reorder_cache(of_request)
-    return (
+    return _ReadyRequests(
         cache,
-        mask[:, None, None] if packs else mask.long(),
-        read.positions[of_request],
-        read.logits[of_request],
-        ends[of_request],
+        mask=mask[:, None, None] if packs else mask.long(),
+        positions=read.positions[of_request],
+        logits=read.logits[of_request],
+        ends=ends[of_request],
     )
+
+
+def _read_in_parts(
+    reader: _PromptReader, prompts: Sequence[_Prompt], packs: bool
+) -> tuple[list[DynamicCache], _Read]:
+    """Reads PROMPTS_AT_ONCE prompts at a time, which are of similar length: they are sorted.
+
+    Returns:
+        (a cache for each part, what was read of all prompts).
+    """
+    config = text_config_of(reader.transformer.config)
+    caches = []
+    reads = []
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+        cache = DynamicCache(config=config)
+        reads.append(_read(reader, cache, prompts[start : start + PROMPTS_AT_ONCE], packs))
+        caches.append(cache)
+    return caches, _Read(*map(torch.cat, zip(*reads, strict=True)))
 
 
 def _read(

@@ -26,7 +26,7 @@ from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
 from finetune.files.phases import Phases
-from finetune.models.load import Scores, trains_tower
+from finetune.models.load import BuildOptions, trains_tower
 from finetune.models.reach import BlankDocument
 from finetune.plan.architecture import read_reward_model
 from finetune.training.lifecycle import fix_template_date, open_run_folder
@@ -46,17 +46,17 @@ class OpenedRun:
     data: PreparedData | None  # None where the recipe names none: all rows are given
 
     @property
-    def scores(self) -> Scores:
-        """The head that computes scores, if the recipe has one, and the id that pads its rows."""
-        return self.recipe.score_head, find_pad_id(self.tokenizer)
+    def build_options(self) -> BuildOptions:
+        """What the recipe's method, the tokenizer and the data ask of the model."""
+        return BuildOptions(
+            vocabulary=self.vocabulary,
+            scores=(self.recipe.score_head, find_pad_id(self.tokenizer)),
+            trains_head=not self.recipe.method_facts.embeds,
+            blank_document=self._blank_document,
+        )
 
     @property
-    def trains_head(self) -> bool:
-        """Whether the output head is asked for anything."""
-        return not self.recipe.method_facts.embeds
-
-    @property
-    def blank_document(self) -> BlankDocument | None:
+    def _blank_document(self) -> BlankDocument | None:
         """A document of one small image, for a model whose rows may hold images; None where none
         holds one.
         """

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -143,18 +144,45 @@ def converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
     return convert
 
 
-def test_a_file_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended, and what it has said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_convert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ended]:
+    """Runs `finetune convert ARGUMENTS` in the test's folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Ended:
+        capsys.readouterr()
+        code = main(["convert", *arguments])
+        said = capsys.readouterr()
+        return Ended(code, said.out, said.err)
+
+    return run
+
+
+def test_a_file_is_replaced_only_where_that_is_asked_for(
+    tmp_path: Path, run_convert: Callable[..., Ended]
+) -> None:
     source, output = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     source.write_text(TRL)
     output.write_text("what took an afternoon\n")
-    command = ["python", "-m", "finetune", "convert", str(source), "--output", str(output)]
-    refused = run_command(command)
+    command = [str(source), "--output", str(output)]
+    refused = run_convert(*command)
     assert (refused.returncode, refused.stderr) == (
         2,
         f"{output}: exists; name another file, or replace it with --overwrite\n",
     )
     assert output.read_text() == "what took an afternoon\n"
-    assert run_command([*command, "--overwrite"]).returncode == 0
+    assert run_convert(*command, "--overwrite").returncode == 0
     assert yaml.safe_load(output.read_text())["max_length"] == 1024
 
 
@@ -483,11 +511,13 @@ def test_a_misspelled_key_is_asked_about(converted: Convert) -> None:
     assert all(f"#   {line}\n" in path.read_text() for line in asked)
 
 
-def test_what_is_nobodys_file_is_one_sentence(tmp_path: Path) -> None:
+def test_what_is_nobodys_file_is_one_sentence(
+    tmp_path: Path, run_convert: Callable[..., Ended]
+) -> None:
     for text in ("a: 1\n", "- 1\n", "a: [\n"):
         source = tmp_path / "theirs.yaml"
         source.write_text(text)
-        ended = run_command(["python", "-m", "finetune", "convert", str(source)])
+        ended = run_convert(str(source))
         assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1), ended.stderr
         assert str(source) in ended.stderr
 
@@ -824,10 +854,12 @@ def test_a_prompt_that_stays_masked_is_reported(converted: Convert) -> None:
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "ours.yaml"]])
-def test_a_recipe_of_ours_is_refused_as_such(tmp_path: Path, output: list[str]) -> None:
+def test_a_recipe_of_ours_is_refused_as_such(
+    tmp_path: Path, output: list[str], run_convert: Callable[..., Ended]
+) -> None:
     ours = "model_name_or_path: a/b\ndatasets: [{path: c/d, prompt_column: q, completion_column: a}]\nmax_steps: 2\n"
     (tmp_path / "mine.yaml").write_text(ours)
-    ended = run_command(["python", "-m", "finetune", "convert", "mine.yaml", *output], cwd=tmp_path)
+    ended = run_convert("mine.yaml", *output)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr.startswith("mine.yaml: a recipe of this toolkit already")
@@ -836,9 +868,11 @@ def test_a_recipe_of_ours_is_refused_as_such(tmp_path: Path, output: list[str]) 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def test_what_is_left_to_do_is_listed_and_is_exit_code_1(tmp_path: Path) -> None:
+def test_what_is_left_to_do_is_listed_and_is_exit_code_1(
+    tmp_path: Path, run_convert: Callable[..., Ended]
+) -> None:
     (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY)
-    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
+    ended = run_convert("theirs.yaml")
     assert ended.returncode == EXIT_TO_DO
     line = "datasets: questions is not in data/dataset_info.json; put its file or hub name as path"
     assert f"to do: {line}\n" in ended.stderr and f"# To do:\n#   {line}\n" in ended.stdout
@@ -856,9 +890,11 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
 
 
 @pytest.mark.parametrize("entries", ["foo", "[foo]", "{path: a/b}", "[[path]]"])
-def test_what_are_no_data_sets_is_one_sentence(tmp_path: Path, entries: str) -> None:
+def test_what_are_no_data_sets_is_one_sentence(
+    tmp_path: Path, entries: str, run_convert: Callable[..., Ended]
+) -> None:
     (tmp_path / "theirs.yaml").write_text(_datasets(entries))
-    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
+    ended = run_convert("theirs.yaml")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert ended.stderr.startswith("theirs.yaml: datasets") and ended.stderr.endswith(
         "; write `- path: ...`\n"
@@ -866,11 +902,13 @@ def test_what_are_no_data_sets_is_one_sentence(tmp_path: Path, entries: str) -> 
 
 
 @pytest.mark.parametrize("info", ["{bad", "[1]", '{"questions": "questions.json"}'])
-def test_a_broken_dataset_info_is_one_sentence(tmp_path: Path, info: str) -> None:
+def test_a_broken_dataset_info_is_one_sentence(
+    tmp_path: Path, info: str, run_convert: Callable[..., Ended]
+) -> None:
     (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(info)
-    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
+    ended = run_convert("theirs.yaml")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert ended.stderr.startswith("data/dataset_info.json: ")
 
@@ -1057,12 +1095,11 @@ def test_references_are_resolved(converted: Convert) -> None:
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),
     ],
 )
-def test_another_method_is_refused_by_name(tmp_path: Path, theirs: str, cause: str) -> None:
+def test_another_method_is_refused_by_name(
+    tmp_path: Path, theirs: str, cause: str, run_convert: Callable[..., Ended]
+) -> None:
     (tmp_path / "theirs.yaml").write_text(theirs)
-    ended = run_command(
-        ["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"],
-        cwd=tmp_path,
-    )
+    ended = run_convert("theirs.yaml", "--output", "ours.yaml")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
     assert cause in ended.stderr and not (tmp_path / "ours.yaml").exists()
 
@@ -1075,12 +1112,11 @@ def test_aliases_of_single_values_are_read(converted: Convert) -> None:
     assert ours["per_device_eval_batch_size"] == 2
 
 
-def test_a_recipe_that_our_reader_refuses_is_not_written(tmp_path: Path) -> None:
+def test_a_recipe_that_our_reader_refuses_is_not_written(
+    tmp_path: Path, run_convert: Callable[..., Ended]
+) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL + "seed: -1\n")
-    ended = run_command(
-        ["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"],
-        cwd=tmp_path,
-    )
+    ended = run_convert("theirs.yaml", "--output", "ours.yaml")
     assert (
         ended.returncode == 2
         and "not converted; the recipe would be wrong" in ended.stderr

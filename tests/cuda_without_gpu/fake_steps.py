@@ -29,7 +29,7 @@ from finetune.distributed.world import World
 from finetune.models import cross_entropy, load, quantized_weights
 from finetune.models import loss_chunks as head_chunks
 from finetune.models.head_factors import HeadFactors, measure_head_factors
-from finetune.models.load import build_on_meta, load_model
+from finetune.models.load import BuildOptions, build_on_meta, load_model
 from finetune.optim.optimizers import build_optimizer
 from finetune.training.step import make_guard, train_step
 from finetune.training.update_in_backward import UpdateInBackward
@@ -102,8 +102,8 @@ def take_steps(case: Case, world: World, waits: DeviceWaits) -> dict[str, Any]:
     keys = Model(model_config=config_of(case), **case.model)
     first = next(iter(case.optimizations.values()))
     of_case = Recipe(path="recipe.yaml", method=case.method, data=case.data)
-    scores = (of_case.score_head, 0)
-    model, _ = load_model(keys, case.lora, 0, world, case.quantization, first, scores=scores)
+    options = BuildOptions(scores=(of_case.score_head, 0))
+    model, _ = load_model(keys, case.lora, 0, world, case.quantization, first, options)
     micro_batches_of_all = world.data_parallel.size * case.accumulation
     tokens, groups = micro_batches_of_all * sum(LENGTHS), micro_batches_of_all * len(LENGTHS)
     for name, optimization in case.optimizations.items():

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 import finetune
+from finetune.constants import round_up
 from finetune.errors import UserError
 from finetune.export.formats.gguf_model import FileTensor
 from finetune.export.target import prefetch, raw_bytes
@@ -70,7 +71,7 @@ def byte_count(tensor: FileTensor, kind: gguf.GGMLQuantizationType) -> int:
 
 
 def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return round_up(size, ALIGNMENT)
 
 
 def choose_kind(tensor: FileTensor, file_type: str) -> gguf.GGMLQuantizationType:

@@ -86,9 +86,9 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
         recipe: With its loss and `importance_sampling_level`.
 
     Returns:
-        At `loss_level`: of each sequence, the product of its tokens' ratios (RLOO); of each token,
-            its own (GRPO), or
-        the geometric mean of its sequence's (GSPO: Zheng et al. 2025, arXiv:2507.18071, eq. 7).
+        At `loss_level`. A sequence's ratio is the product of its tokens' (RLOO). A token's is its
+        own (GRPO), or the geometric mean over its sequence (GSPO: Zheng et al. 2025,
+        arXiv:2507.18071, eq. 7).
     """
     if loss_level(recipe) is Level.SEQUENCE:
         return completions.sum(log_ratios).exp()
