@@ -12,7 +12,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.asked_layout import read_layout
+from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
@@ -49,7 +49,7 @@ DIONS_MUON = (
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 NOT_CUT = (None, False, "do_not_truncate")
-MLP_LAYERS = ("w1", "w3", "w2")
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_ALPACA = (
@@ -306,11 +306,10 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
     is_in_16_bits = dtype in ("bfloat16", "auto")
     if conversion.tool != "TRL" or not recipe.get("use_peft") or is_quantized or not is_in_16_bits:
         return
-    if settings.get("deepspeed"):
-        sharding = read_layout("TRL", settings, "").sharding
-        if sharding in ("full", "offload"):
-            conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
-    else:
+    stage = find_zero_stage(settings.get("deepspeed"))
+    if stage == 3:
+        conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
+    elif stage is None:
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
