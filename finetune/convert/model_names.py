@@ -958,7 +958,7 @@ def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
         return
     shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
     family = guess_family(name_model(settings)) or ""
-    if shared and "shared_expert" in read_family_source(family):
+    if shared and SHARED_EXPERTS.search(read_family_source(family)):
         note = "the shared experts get adapters by these names too here, not by the pattern there"
         conversion.add_difference("lora_target_modules", pattern, note)
 
@@ -1067,55 +1067,43 @@ def _may_adapt_tower(targets: Any, family: str) -> bool:
 
 
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
-MIXTRAL_NAMES = frozenset({"w1", "w2", "w3"})
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
+SHARED_EXPERTS = re.compile("shared_(expert|mlp)")
 ONTO_EXPERTS = (
     "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
     "experts: their adapters are on these there, of twice the rank where two are one, and on no "
     "shared expert or dense layer; here on linear layers of these names, and on experts by "
     "lora_target_parameters"
 )
-
-
-MIXTRALS_ONTO_EXPERTS = (
-    "since transformers 5 peft takes w1, w2 and w3 for the parameters of the experts, with twice "
-    "the rank where two are one: their adapters are on these there, and on none here without "
-    "lora_target_parameters"
+ALL_WITH_EXPERTS = (
+    "since transformers 5 peft's all-linear is also the routed experts, of twice the rank where "
+    "two are one, and the routers, but no shared expert or dense layer; here all linear layers, "
+    "and experts by lora_target_parameters"
+)
+TWICE_THE_RANK = (
+    "w1 and w3 of the experts are one parameter since transformers 5, whose adapter has twice the "
+    "rank there, and lora_r here"
 )
 
 
-def _report_mixtrals_names(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports adapters of experts by the names of a Mixtral's files, in place of the remark that
-    there are none.
-    """
-    family = guess_family(name_model(settings)) or ""
-    asked = settings.get("lora_target_modules") or settings.get("lora_target")
-    names = {name.rpartition(".")[2] for name in convert_names(asked) or ()}
-    is_read_so = conversion.tool in WITH_PEFT and "mixtral" in (family, find_alias(family))
-    if is_read_so and conversion.recipe.get("use_peft") and names & MIXTRAL_NAMES:
-        conversion.remarks[:] = [
-            line
-            for line in conversion.remarks
-            if not (line.startswith("lora_target_modules:") and "nothing is adapted by" in line)
-        ]
-        conversion.add_difference("lora_target_modules", asked, MIXTRALS_ONTO_EXPERTS)
-
-
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where peft moves adapters onto routed experts."""
-    _report_mixtrals_names(settings, conversion)
+    """Reports where peft moves adapters onto routed experts, by its _convert_peft_config_moe."""
     recipe = conversion.recipe
-    family = guess_family(name_model(settings)) or ""
-    targets = recipe.get("lora_target_modules", ALL_LINEAR)
-    # _convert_peft_config_moe of peft: not Qwen2 MoE itself, which is no alias
-    is_read_so = conversion.tool in WITH_PEFT and find_alias(family) == "qwen2_moe"
-    if not is_read_so or not recipe.get("use_peft"):
+    if conversion.tool not in WITH_PEFT or not recipe.get("use_peft"):
         return
-    # a list of names in other tools, where shared experts and dense layers have them
-    has_others = conversion.tool == "TRL" or "shared_expert" in read_family_source(family)
+    family = guess_family(name_model(settings)) or ""
+    is_mixtrals = "mixtral" in (family, find_alias(family))
+    is_qwens = find_alias(family) == "qwen2_moe"  # not Qwen2 MoE itself, which is no alias
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
     named = {name.rpartition(".")[2] for name in ([] if targets == ALL_LINEAR else targets)}
-    if named & MLP_NAMES or (ALL_LINEAR in targets and has_others):
+    # a list of names in other tools than TRL, where shared experts have them
+    has_others = bool(SHARED_EXPERTS.search(read_family_source(family)))
+    if ALL_LINEAR in targets and conversion.tool == "TRL" and (is_mixtrals or is_qwens):
+        conversion.add_difference("lora_target_modules", targets, ALL_WITH_EXPERTS)
+    elif is_qwens and (named & MLP_NAMES or (ALL_LINEAR in targets and has_others)):
         conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
+    elif is_mixtrals and named & {"w1", "w3"}:
+        conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)
 
 
 def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:

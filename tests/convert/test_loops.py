@@ -44,22 +44,23 @@ from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
+    ALL_WITH_EXPERTS,
     AUXILIARY,
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
     MAYBE_KEPT_IN_FP8,
-    MIXTRALS_ONTO_EXPERTS,
     MLP_NAMES,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
     OWN_THOUGHT,
+    TWICE_THE_RANK,
     UNKNOWN_IMAGES,
 )
 from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
-from finetune.convert.runnable import NO_LAYER, OWN_CODE
+from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -634,6 +635,8 @@ def test_a_loss_by_another_tools_key_is_none_for_axolotl(
         ({"use_peft": True, "dtype": "bfloat16"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero3.json"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero2.json"}, False),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "ds_z2_offload.json"}, False),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "ds_z3_offload.json"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "load_in_4bit": True}, False),
         ({"use_peft": True}, False),  # loaded in float32
         ({"dtype": "bfloat16"}, False),
@@ -939,6 +942,27 @@ def test_axolotls_default_warm_up_is_rounded_down_too(
 def test_a_mixtrals_names_are_those_of_experts(
     name: str, names: list[str], is_said: bool, convert: Convert
 ) -> None:
-    text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
-    assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
-    assert not (is_said and "nothing is adapted" in text)
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names)
+    assert (TWICE_THE_RANK in said(made)) == is_said
+    assert (made.recipe["lora_target_modules"] == names) == (name != "Qwen/Qwen3-8B")
+    assert ("nothing is adapted" in said(made)) == (name == "Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "line"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", "all-linear", ALL_WITH_EXPERTS),
+        ("Qwen/Qwen3-30B-A3B", "all-linear", ALL_WITH_EXPERTS),
+        ("Qwen/Qwen2-57B-A14B", "all-linear", None),
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj", "gate"], ROUTERS),
+        ("Qwen/Qwen2-57B-A14B", ["q_proj", "gate"], ROUTERS),
+        ("Qwen/Qwen3-8B", ["q_proj", "gate"], NO_LAYER),
+    ],
+)
+def test_pefts_experts_and_routers_are_reported(
+    name: str, targets: Any, line: str | None, convert: Convert
+) -> None:
+    """_convert_peft_config_moe: gate is gate.weight, and all-linear all that it maps."""
+    text = said(convert(TRL, model_name_or_path=name, use_peft=True, lora_target_modules=targets))
+    lines = (ALL_WITH_EXPERTS, ONTO_EXPERTS, ROUTERS, NO_LAYER)
+    assert [each for each in lines if each in text] == [line] * bool(line)
