@@ -1018,6 +1018,8 @@ UNKNOWN_IMAGES = (
 FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
 TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
 FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
+# MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
+ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
 FUSION_ROWS = "the embedding's rows for images are trained too there"
 
 
@@ -1036,6 +1038,8 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
             recipe["lora_target_modules"] = [f"cross_attn.{each}" for each in own]
             if own != targets:
                 conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
+        if recipe.get("load_in_4bit"):
+            _report_fusion_bits(parts, conversion)
         return
     if all(value in (True, "full") for value in (parts["decoder"], parts["fusion"])):
         trained = ["language_model", "lm_head"]
@@ -1048,6 +1052,16 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
     if parts["encoder"] in (True, "full"):
         trained += ["vision_model", "multi_modal_projector"]
     recipe["trainable_modules"] = trained
+
+
+def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> None:
+    """Reports which parts of Llama 3.2 Vision QLoRA has in 4 bits there, or in 16."""
+    for part, layers in (("decoder", "layers of text"), ("fusion", "layers that read images")):
+        if parts[part] != "lora":
+            note = ATTENTION_IN_16_BITS.format(layers)
+            conversion.add_difference(f"model.{part}_trainable", parts[part], note)
+    if "lora" in (parts["encoder"], parts["fusion"]):
+        conversion.add_difference("load_in_4bit", True, QUANTIZED_TOWER)
 
 
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:

@@ -16,7 +16,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 # The key that names the losses of preferences, and the one for their weights, where it is not
@@ -791,6 +791,10 @@ ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
 )
+# swap_lora_linear_with_qat of torchtune
+ADAPTED_ALONE = (
+    "layers that get no adapter are not rounded there; here all linear layers but the output head"
+)
 
 
 def asks_for_rounding(settings: ToolFile) -> bool:
@@ -837,8 +841,14 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     key = "qat" if "qat" in settings else "quantizer"
     if conversion.tool == "Axolotl" and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
-    component = str(read_section(settings, "model").get("_component_"))
-    if not TIED_IN_TORCHTUNE.search(component):
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    is_tunes_lora = "lora" in component
+    has_head = not is_tunes_lora or model.get("apply_lora_to_output")
+    if has_head and not TIED_IN_TORCHTUNE.search(component):
         conversion.add_difference(key, settings[key], HEAD_ROUNDED)
-    if settings.get("adapter") or settings.get("peft") or "lora" in component:
+    if settings.get("adapter") or settings.get("peft") or is_tunes_lora:
         conversion.add_difference(key, settings[key], ADAPTER_APART)
+    adapted = conversion.recipe.get("lora_target_modules") or ()
+    if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
+        conversion.add_difference(key, settings[key], ADAPTED_ALONE)

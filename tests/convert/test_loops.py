@@ -45,6 +45,7 @@ from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     ALL_WITH_EXPERTS,
+    ATTENTION_IN_16_BITS,
     AUXILIARY,
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
@@ -55,10 +56,11 @@ from finetune.convert.model_names import (
     ONTO_EXPERTS,
     OTHER_ENDS,
     OWN_THOUGHT,
+    QUANTIZED_TOWER,
     TWICE_THE_RANK,
     UNKNOWN_IMAGES,
 )
-from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
+from finetune.convert.objectives import ADAPTED_ALONE, HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
 from finetune.convert.value_conversion import Conversion
@@ -264,6 +266,55 @@ def test_a_head_that_is_torchtunes_embedding_is_not_rounded(
     made = convert(TUNE, model=model, quantizer=quantizer)
     assert made.recipe["quantization_aware_training"] == "int8-int4"
     assert (HEAD_ROUNDED in said(made)) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({"lora_attn_modules": ["q_proj"]}, [ADAPTED_ALONE]),
+        (
+            {
+                "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+                "apply_lora_to_mlp": True,
+                "apply_lora_to_output": True,
+            },
+            [HEAD_ROUNDED],
+        ),
+    ],
+)
+def test_torchtune_rounds_the_layers_that_get_adapters(
+    keys: dict[str, Any], lines: list[str], convert: Convert
+) -> None:
+    """swap_lora_linear_with_qat, of LoRALinear alone."""
+    quantizer = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}
+    model = {"_component_": "torchtune.models.llama3.lora_llama3_8b", **keys}
+    text = said(convert(TUNE, model=model, quantizer=quantizer))
+    assert [each for each in (ADAPTED_ALONE, HEAD_ROUNDED) if each in text] == lines
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder", "fusion", "parts", "is_tower"),
+    [
+        ("frozen", "lora", "lora", ["layers of text"], True),
+        ("lora", "frozen", "frozen", ["layers that read images"], False),
+        ("lora", "frozen", "lora", [], True),
+    ],
+)
+def test_the_parts_that_qlora_of_torchtune_leaves_in_16_bits_are_said(
+    decoder: str, encoder: str, fusion: str, parts: list[str], is_tower: bool, convert: Convert
+) -> None:
+    """lora_llama3_2_vision_11b: quantize_base is for the layers of parts with adapters."""
+    model = {
+        "_component_": "torchtune.models.llama3_2_vision.qlora_llama3_2_vision_11b",
+        "decoder_trainable": decoder,
+        "encoder_trainable": encoder,
+        "fusion_trainable": fusion,
+        "lora_attn_modules": ["q_proj"],
+    }
+    text = said(convert(TUNE, model=model))
+    named = ("layers of text", "layers that read images")
+    assert [each for each in named if ATTENTION_IN_16_BITS.format(each) in text] == parts
+    assert (QUANTIZED_TOWER in text) == is_tower
 
 
 @pytest.mark.parametrize(
