@@ -835,6 +835,26 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
+# get_processing_strategy of Axolotl's processing_strategies.py, by whose other classes no role is
+# left out of the loss, whatever train_on_inputs says: chat templates, and families by model_support
+ROLES_BY_TEMPLATE = (
+    "qwen2_vl",
+    "qwen3_5",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "llama3_2_vision",
+    "llama4",
+    "pixtral",
+    "mistral_v7_tekken",
+)
+ROLES_BY_FAMILY = ("cohere2_vision", "paddleocr_vl", "qwen3_5_moe", "qwen4_exp")
+ROLES_BY_KEY = ("role_boundaries", "tokenizer_use_mistral_common")
+ALL_OF_IMAGES = (
+    "no role is known of this model there, and all text of a row is trained on; so it is here by "
+    "assistant_only_loss: false, and by true the answers alone"
+)
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # utils/collators/mm_chat.py of Axolotl
@@ -1132,5 +1152,14 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
-    if "train_on_inputs" not in settings:
+    knows_roles = (
+        settings.get("chat_template") in ROLES_BY_TEMPLATE
+        or conversion.images in ROLES_BY_FAMILY
+        or any(map(settings.get, ROLES_BY_KEY))
+        or settings.get("rl")  # TRL's
+    )
+    if not knows_roles:
+        conversion.recipe["assistant_only_loss"] = False
+        conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
+    elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

@@ -44,9 +44,11 @@ from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
+    ALL_OF_IMAGES,
     ALL_WITH_EXPERTS,
     ATTENTION_IN_16_BITS,
     AUXILIARY,
+    IMAGE_LABELS,
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
@@ -486,6 +488,27 @@ def test_images_of_a_family_that_the_name_does_not_say_are_said(
     text = said(convert(AXOLOTL, base_model=model, processor_type="AutoProcessor"))
     assert (UNKNOWN_IMAGES in text) != is_known and (IMAGES_UNCUT in text) == is_known
     assert UNKNOWN_IMAGES not in said(convert(AXOLOTL, base_model=model))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "trains_all"),
+    [
+        ("zai-org/GLM-4.6V-Flash", {}, True),
+        ("zai-org/GLM-4.6V-Flash", {"train_on_inputs": False}, True),
+        ("zai-org/GLM-4.6V-Flash", {"role_boundaries": [{"role": "user"}]}, False),
+        ("llava-hf/llava-1.5-7b-hf", {"chat_template": "llava"}, True),
+        ("mistral-community/pixtral-12b", {"chat_template": "pixtral"}, False),
+        ("Qwen/Qwen3.5-35B-A3B", {"chat_template": "tokenizer_default"}, False),
+    ],
+)
+def test_axolotl_leaves_no_role_out_where_it_knows_none(
+    name: str, keys: dict[str, Any], trains_all: bool, convert: Convert
+) -> None:
+    """_mask_non_assistant_keep of its processing_strategies.py."""
+    made = convert(AXOLOTL, base_model=name, processor_type="AutoProcessor", **keys)
+    assert (made.recipe.get("assistant_only_loss") is False) == trains_all
+    assert (ALL_OF_IMAGES in said(made)) == trains_all
+    assert not (trains_all and IMAGE_LABELS in said(made))
 
 
 def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
