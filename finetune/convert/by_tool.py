@@ -25,7 +25,7 @@ from finetune.convert.model_names import (
     report_own_thoughts,
     report_turn_ends,
 )
-from finetune.convert.objectives import LABEL_LOSSES
+from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
@@ -202,7 +202,6 @@ PARTS_IN_FP32 = (
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
-CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -286,7 +285,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     _report_adapters_under_zero_3(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
-    is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
+    is_cast = any(map(settings.get, CASTING_KEYS)) or cuts_loss(settings)
     if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
@@ -311,12 +310,6 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
         conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
     elif stage is None:
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
-
-
-def _cuts_loss(settings: ToolFile) -> bool:
-    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
-    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
-    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -521,7 +514,7 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     is_upcast = (
         settings.get("adapter") == "qlora"
         and bool(settings.get("fsdp") or settings.get("fsdp_config"))
-        and not (_cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
+        and not (cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
     )
     is_bf16 = settings.get("bf16") or settings.get("bfloat16")
     if copies and settings.get("adapter") and is_bf16 and not is_upcast:

@@ -496,6 +496,13 @@ ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
     "follows the prompt of inference"
 )
+EARLIER_THOUGHTS = (
+    "of a row with several answers one text is made there, in which the template leaves out the "
+    "thinking of all but the last; here each has its own, after the prompt of inference"
+)
+EARLIER_ENDS = (
+    "answers before the last one of a row end with <|end|> there, all with <|return|> here"
+)
 SCORED_END = (
     "the EOS token follows an answer here, and is scored; there the line break before it is"
 )
@@ -712,7 +719,8 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         return
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
-        conversion.add_difference("datasets.type", "chat_template", CHANNEL)
+        for note in (CHANNEL, EARLIER_THOUGHTS, EARLIER_ENDS):
+            conversion.add_difference("datasets.type", "chat_template", note)
     has_own = not settings.get("tokenizer_use_mistral_common")  # which comes later
     if has_own and "chat_template" not in conversion.recipe and not conversion.images:
         report_own_thoughts(name, "datasets.type", "chat_template", conversion)
@@ -772,6 +780,8 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     lower = name.lower()
     if THINKING.search(lower):
         conversion.add_difference(key, value, OWN_THOUGHT)
+        if conversion.tool == "Axolotl":
+            conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
         # LLaMA-Factory's v1 splits the turns as here
         note = ONE_TEXT if conversion.tool == "Axolotl" else OWN_THOUGHT

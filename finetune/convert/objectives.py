@@ -779,6 +779,7 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("nvfp4", "nvfp4"): ("nvfp4", 16),
     ("mxfp4", "mxfp4"): ("mxfp4", 32),
 }
+CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
 # torchtune's models whose head is the embedding (TiedLinear), which no quantizer replaces
 TIED_IN_TORCHTUNE = re.compile(r"gemma|llama3_2\.|qwen2(_5)?_(0_5b|1_5b|3b)|qwen3_(0_6b|1_7b|4b)")
@@ -795,6 +796,12 @@ ADAPTER_APART = (
 ADAPTED_ALONE = (
     "layers that get no adapter are not rounded there; here all linear layers but the output head"
 )
+
+
+def cuts_loss(settings: ToolFile) -> bool:
+    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
+    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
+    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def asks_for_rounding(settings: ToolFile) -> bool:
@@ -844,7 +851,9 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     component = str(model.get("_component_"))
     is_tunes_lora = "lora" in component
-    has_head = not is_tunes_lora or model.get("apply_lora_to_output")
+    # which read the head's weight, and do not call it
+    has_kernel = settings.get("liger_fused_linear_cross_entropy") or cuts_loss(settings)
+    has_head = model.get("apply_lora_to_output") if is_tunes_lora else not has_kernel
     if has_head and not TIED_IN_TORCHTUNE.search(component):
         conversion.add_difference(key, settings[key], HEAD_ROUNDED)
     if settings.get("adapter") or settings.get("peft") or is_tunes_lora:

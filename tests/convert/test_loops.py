@@ -271,6 +271,22 @@ def test_a_head_that_is_torchtunes_embedding_is_not_rounded(
 
 
 @pytest.mark.parametrize(
+    ("keys", "is_rounded"),
+    [
+        ({}, True),
+        ({"liger_fused_linear_cross_entropy": True}, False),
+        ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, False),
+    ],
+)
+def test_a_head_whose_weight_a_kernel_reads_is_not_rounded(
+    keys: dict[str, Any], is_rounded: bool, convert: Convert
+) -> None:
+    """lm_head.weight in Axolotl's integrations/liger/models/base.py."""
+    qat = {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"}
+    assert (HEAD_ROUNDED in said(convert(AXOLOTL, qat=qat, **keys))) == is_rounded
+
+
+@pytest.mark.parametrize(
     ("keys", "lines"),
     [
         ({"lora_attn_modules": ["q_proj"]}, [ADAPTED_ALONE]),
