@@ -16,7 +16,7 @@ from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
-from finetune.convert.hints import is_factory_v1
+from finetune.convert.hints import find_texts, is_factory_v1
 from finetune.convert.model_names import (
     HEADER_TRAINED,
     guess_family,
@@ -117,6 +117,11 @@ BY_SOFTMAX = (
 WINDOWS = (
     "a longer text is cut into pieces there of which each repeats the 256 tokens before it and "
     "ends with the EOS token; here none repeats any, and the last one ends with it"
+)
+# load of prompt_strategies/completion.py
+TEXTS_CUT = (
+    "what follows the first 64 times sequence_len tokens of a text is left out there; here all of "
+    "it is trained on"
 )
 # create_train_validation_split, which draws no rows
 LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
@@ -504,6 +509,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("sample_packing")
     if settings.get("pretraining_dataset") and packs:
         conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
+    if any(each.startswith("completion") for each in find_texts(settings, "type")):
+        conversion.add_remark("datasets.type", "completion", TEXTS_CUT)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     if packs and settings.get("eval_sample_packing") is False and holds_out:
         conversion.remarks.append(LAST_UNMEASURED)

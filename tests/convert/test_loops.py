@@ -37,6 +37,7 @@ from finetune.convert.by_tool import (
     LAST_UNMEASURED,
     PARTS_IN_FP32,
     SLOW_START,
+    TEXTS_CUT,
     WHOLE_STEPS,
     WINDOWS,
 )
@@ -525,6 +526,15 @@ def test_axolotl_leaves_no_role_out_where_it_knows_none(
     assert (made.recipe.get("assistant_only_loss") is False) == trains_all
     assert (ALL_OF_IMAGES in said(made)) == trains_all
     assert not (trains_all and IMAGE_LABELS in said(made))
+
+
+@pytest.mark.parametrize(("kind", "is_cut"), [("completion", True), ("chat_template", False)])
+def test_axolotl_leaves_the_end_of_very_long_texts_out(
+    kind: str, is_cut: bool, convert: Convert
+) -> None:
+    """max_length of CompletionPromptTokenizingStrategy."""
+    made = convert(AXOLOTL, datasets=[{"path": "a/rows", "type": kind}])
+    assert (TEXTS_CUT in said(made)) == is_cut
 
 
 def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
