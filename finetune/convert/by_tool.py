@@ -120,8 +120,8 @@ WINDOWS = (
 )
 # load of prompt_strategies/completion.py
 TEXTS_CUT = (
-    "what follows the first 64 times sequence_len tokens of a text is left out there; here all of "
-    "it is trained on"
+    "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
+    "trained on"
 )
 # create_train_validation_split, which draws no rows
 LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
@@ -510,7 +510,7 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("pretraining_dataset") and packs:
         conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
     if any(each.startswith("completion") for each in find_texts(settings, "type")):
-        conversion.add_remark("datasets.type", "completion", TEXTS_CUT)
+        conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     if packs and settings.get("eval_sample_packing") is False and holds_out:
         conversion.remarks.append(LAST_UNMEASURED)

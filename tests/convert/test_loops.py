@@ -62,6 +62,7 @@ from finetune.convert.model_names import (
     QUANTIZED_TOWER,
     TWICE_THE_RANK,
     UNKNOWN_IMAGES,
+    guess_family,
 )
 from finetune.convert.objectives import ADAPTED_ALONE, HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
 from finetune.convert.recognize import Refusal
@@ -535,6 +536,17 @@ def test_axolotl_leaves_the_end_of_very_long_texts_out(
     """max_length of CompletionPromptTokenizingStrategy."""
     made = convert(AXOLOTL, datasets=[{"path": "a/rows", "type": kind}])
     assert (TEXTS_CUT in said(made)) == is_cut
+
+
+@pytest.mark.parametrize(
+    "name", ["microsoft/phi-2", "nvidia/Nemotron-3-Nano-30B-A3B", "Qwen/Qwen3-8B"]
+)
+def test_trls_default_targets_are_pefts_of_the_family(name: str, convert: Convert) -> None:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[guess_family(name)]
+    made = convert(TRL, model_name_or_path=name, use_peft=True)
+    assert made.recipe["lora_target_modules"] == targets
 
 
 def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
