@@ -792,6 +792,9 @@ ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
 )
+# toggle_fake_quant of Axolotl looks for quantizers, which torchao's layers of these do not have
+ROUNDED_THROUGHOUT = ("mxfp4", "nvfp4")
+FROM_THE_START = "has no effect on this rounding there, which begins with the first step, as here"
 # swap_lora_linear_with_qat of torchtune
 ADAPTED_ALONE = (
     "layers that get no adapter are not rounded there; here all linear layers but the output head"
@@ -846,7 +849,11 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    if conversion.tool == "Axolotl" and keys["quantization_aware_training"] == "int8-int4":
+    after = "fake_quant_after_n_steps"
+    is_axolotl = conversion.tool == "Axolotl"
+    if is_axolotl and after in keys and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
+        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
     model = read_section(settings, "model")
     component = str(model.get("_component_"))

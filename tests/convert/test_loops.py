@@ -64,7 +64,13 @@ from finetune.convert.model_names import (
     UNKNOWN_IMAGES,
     guess_family,
 )
-from finetune.convert.objectives import ADAPTED_ALONE, HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
+from finetune.convert.objectives import (
+    ADAPTED_ALONE,
+    FROM_THE_START,
+    HEAD_ROUNDED,
+    KTO_ROWS_OF_FACTORY,
+    MIN_TO_MAX,
+)
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
 from finetune.convert.value_conversion import Conversion
@@ -286,6 +292,20 @@ def test_a_head_whose_weight_a_kernel_reads_is_not_rounded(
     """lm_head.weight in Axolotl's integrations/liger/models/base.py."""
     qat = {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"}
     assert (HEAD_ROUNDED in said(convert(AXOLOTL, qat=qat, **keys))) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weights", "is_put_off"),
+    [("nvfp4", "nvfp4", False), ("mxfp4", "mxfp4", False), ("int8", "int4", True)],
+)
+def test_rounding_to_floats_of_4_bits_is_not_put_off_by_axolotl(
+    inputs: str, weights: str, is_put_off: bool, convert: Convert
+) -> None:
+    """toggle_fake_quant of its utils/callbacks/qat.py, by the attributes of torchao's layers."""
+    qat = {"activation_dtype": inputs, "weight_dtype": weights, "fake_quant_after_n_steps": 9}
+    made = convert(AXOLOTL, qat=qat)
+    assert made.recipe.get("fake_quant_after_n_steps") == (9 if is_put_off else None)
+    assert (FROM_THE_START in said(made)) == (not is_put_off)
 
 
 @pytest.mark.parametrize(
