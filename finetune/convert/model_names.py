@@ -558,6 +558,7 @@ THOUGHTS_OF_IMAGES = re.compile(
 )
 # Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
 THINKING = re.compile(r"glm-?4\.[567]|nex-n2|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
+FORGETTING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking")  # in earlier turns
 THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
 # Of these some may.
 MAYBE_THINKING = re.compile(
@@ -780,7 +781,7 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     lower = name.lower()
     if THINKING.search(lower):
         conversion.add_difference(key, value, OWN_THOUGHT)
-        if conversion.tool == "Axolotl":
+        if conversion.tool == "Axolotl" and FORGETTING.search(lower):
             conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
         # LLaMA-Factory's v1 splits the turns as here

@@ -49,6 +49,7 @@ from finetune.convert.model_names import (
     ALL_WITH_EXPERTS,
     ATTENTION_IN_16_BITS,
     AUXILIARY,
+    EARLIER_THOUGHTS,
     IMAGE_LABELS,
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
@@ -567,6 +568,15 @@ def test_trls_default_targets_are_pefts_of_the_family(name: str, convert: Conver
     targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[guess_family(name)]
     made = convert(TRL, model_name_or_path=name, use_peft=True)
     assert made.recipe["lora_target_modules"] == targets
+
+
+@pytest.mark.parametrize(
+    ("name", "forgets"), [("zai-org/GLM-4.7-Flash", True), ("Qwen/Qwen3.8-Flash-Next", False)]
+)
+def test_templates_that_keep_earlier_thinking_are_not_said_to_leave_it_out(
+    name: str, forgets: bool, convert: Convert
+) -> None:
+    assert (EARLIER_THOUGHTS in said(convert(AXOLOTL, base_model=name))) == forgets
 
 
 def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
