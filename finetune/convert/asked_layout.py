@@ -15,6 +15,7 @@ from finetune.convert.value_conversion import read_section
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
 LAUNCHED = re.compile(r"--config_file[ =](\S*fsdp\S*)")  # in those of LLaMA-Factory's
+ZERO_STAGE = re.compile(r"'stage': (\d)|^[^{]*(?:z|zero|stage)[-_]?(\d)")  # in lower case
 COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
 FILES: Mapping[AskedSharding, str] = {
     "full": "fsdp_full_shard_auto",
@@ -215,15 +216,26 @@ def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
     return sharding
 
 
+def find_zero_stage(file: Any) -> int | None:
+    """Reads the stage of ZeRO off the name or the text of DeepSpeed's file; None where it says
+    none.
+
+    >>> find_zero_stage("ds_z2_offload_config.json"), find_zero_stage("ds_config.json")
+    (2, None)
+    >>> find_zero_stage({"zero_optimization": {"stage": 3}})
+    3
+    """
+    named = ZERO_STAGE.search(str(file).lower())
+    return int(named[1] or named[2]) if named else None
+
+
 def _read_deepspeed(file: str) -> AskedSharding:
-    """Reads the stage of ZeRO off the name or the text of DeepSpeed's file."""
-    if "z0" in file or "zero0" in file:
+    stage = find_zero_stage(file)
+    if stage == 0:
         return "none"
     if "offload" in file:
         return "offload"
-    if any(mark in file for mark in ("z3", "zero3", "zero_3", "'stage': 3")):
-        return "full"
-    return "grad_op"
+    return "full" if stage == 3 else "grad_op"
 
 
 def _read_fsdp(settings: ToolFile) -> AskedSharding:

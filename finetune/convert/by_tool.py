@@ -12,11 +12,11 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.asked_layout import read_layout
+from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
-from finetune.convert.hints import is_factory_v1
+from finetune.convert.hints import find_texts, is_factory_v1
 from finetune.convert.model_names import (
     HEADER_TRAINED,
     guess_family,
@@ -25,7 +25,7 @@ from finetune.convert.model_names import (
     report_own_thoughts,
     report_turn_ends,
 )
-from finetune.convert.objectives import LABEL_LOSSES
+from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
@@ -49,7 +49,7 @@ DIONS_MUON = (
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 NOT_CUT = (None, False, "do_not_truncate")
-MLP_LAYERS = ("w1", "w3", "w2")
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 V1_ALPACA = (
@@ -117,6 +117,11 @@ BY_SOFTMAX = (
 WINDOWS = (
     "a longer text is cut into pieces there of which each repeats the 256 tokens before it and "
     "ends with the EOS token; here none repeats any, and the last one ends with it"
+)
+# load of prompt_strategies/completion.py
+TEXTS_CUT = (
+    "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
+    "trained on"
 )
 # create_train_validation_split, which draws no rows
 LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
@@ -202,7 +207,6 @@ PARTS_IN_FP32 = (
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
-CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 # Trainer's evaluation_loop, which repeats a batch's loss for each of its rows
 HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
@@ -295,7 +299,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     _report_axolotls_adapters(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
-    is_cast = any(map(settings.get, CASTING_KEYS)) or _cuts_loss(settings)
+    is_cast = any(map(settings.get, CASTING_KEYS)) or cuts_loss(settings)
     if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
@@ -315,11 +319,10 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
     is_in_16_bits = dtype in ("bfloat16", "auto")
     if conversion.tool != "TRL" or not recipe.get("use_peft") or is_quantized or not is_in_16_bits:
         return
-    if settings.get("deepspeed"):
-        sharding = read_layout("TRL", settings, "").sharding
-        if sharding in ("full", "offload"):
-            conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
-    else:
+    stage = find_zero_stage(settings.get("deepspeed"))
+    if stage == 3:
+        conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
+    elif stage is None:
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
@@ -333,12 +336,6 @@ def _report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> Non
         conversion.add_difference("peft_autocast_adapter_dtype", False, ADAPTERS_AS_BASE)
     elif "nvfp4" in name.lower() and settings.get("fsdp_config"):
         conversion.add_difference("base_model", name, ADAPTERS_BESIDE_NVFP4)
-
-
-def _cuts_loss(settings: ToolFile) -> bool:
-    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
-    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
-    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -533,6 +530,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("sample_packing")
     if settings.get("pretraining_dataset") and packs:
         conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
+    if any(each.startswith("completion") for each in find_texts(settings, "type")):
+        conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     if packs and settings.get("eval_sample_packing") is False and holds_out:
         conversion.remarks.append(LAST_UNMEASURED)
@@ -543,7 +542,7 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     is_upcast = (
         settings.get("adapter") == "qlora"
         and bool(settings.get("fsdp") or settings.get("fsdp_config"))
-        and not (_cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
+        and not (cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
     )
     is_bf16 = settings.get("bf16") or settings.get("bfloat16")
     if copies and settings.get("adapter") and is_bf16 and not is_upcast:

@@ -8,6 +8,7 @@ from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Lora, recipe_keys
 from finetune.constants import ceil_div
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
+from finetune.convert.model_names import guess_family
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that
@@ -62,6 +63,12 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "lora_target_modules": "all-linear",
     },
     "Automodel": {"lora_r": 8},
+}
+# Of peft, by the model's family, where these are not TRL's above
+# (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
+PEFTS_TARGETS: Mapping[str | None, list[str]] = {
+    "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "phi": ["q_proj", "v_proj", "fc1", "fc2"],
 }
 # Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none
 # (torchtune: torchao's NF4).
@@ -158,6 +165,9 @@ def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
         recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 2 * FACTORY_RANK)
     if recipe.get("use_peft", defaults.get("use_peft")):
         defaults |= LORA_DEFAULTS[tool]
+        family = guess_family(str(recipe.get("model_name_or_path")))
+        if tool == "TRL" and family in PEFTS_TARGETS:
+            defaults["lora_target_modules"] = PEFTS_TARGETS[family]
     if read_recipe_quantization(recipe).bits == 4:
         defaults |= FOUR_BIT_DEFAULTS[tool]
 

@@ -496,6 +496,13 @@ ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
     "follows the prompt of inference"
 )
+EARLIER_THOUGHTS = (
+    "of a row with several answers one text is made there, in which the template leaves out the "
+    "thinking of all but the last; here each has its own, after the prompt of inference"
+)
+EARLIER_ENDS = (
+    "answers before the last one of a row end with <|end|> there, all with <|return|> here"
+)
 SCORED_END = (
     "the EOS token follows an answer here, and is scored; there the line break before it is"
 )
@@ -551,6 +558,7 @@ THOUGHTS_OF_IMAGES = re.compile(
 )
 # Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
 THINKING = re.compile(r"glm-?4\.[567]|nex-n2|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
+FORGETTING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking")  # in earlier turns
 THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
 # Of these some may.
 MAYBE_THINKING = re.compile(
@@ -712,7 +720,8 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         return
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
-        conversion.add_difference("datasets.type", "chat_template", CHANNEL)
+        for note in (CHANNEL, EARLIER_THOUGHTS, EARLIER_ENDS):
+            conversion.add_difference("datasets.type", "chat_template", note)
     has_own = not settings.get("tokenizer_use_mistral_common")  # which comes later
     if has_own and "chat_template" not in conversion.recipe and not conversion.images:
         report_own_thoughts(name, "datasets.type", "chat_template", conversion)
@@ -772,6 +781,8 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     lower = name.lower()
     if THINKING.search(lower):
         conversion.add_difference(key, value, OWN_THOUGHT)
+        if conversion.tool == "Axolotl" and FORGETTING.search(lower):
+            conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
         # LLaMA-Factory's v1 splits the turns as here
         note = ONE_TEXT if conversion.tool == "Axolotl" else OWN_THOUGHT
@@ -834,6 +845,26 @@ TRAINED_TOWER = (
 IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
+)
+# get_processing_strategy of Axolotl's processing_strategies.py, by whose other classes no role is
+# left out of the loss, whatever train_on_inputs says: chat templates, and families by model_support
+ROLES_BY_TEMPLATE = (
+    "qwen2_vl",
+    "qwen3_5",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "llama3_2_vision",
+    "llama4",
+    "pixtral",
+    "mistral_v7_tekken",
+)
+ROLES_BY_FAMILY = ("cohere2_vision", "paddleocr_vl", "qwen3_5_moe", "qwen4_exp")
+ROLES_BY_KEY = ("role_boundaries", "tokenizer_use_mistral_common")
+ALL_OF_IMAGES = (
+    "no role is known of this model there, and all text of a row is trained on; so it is here by "
+    "assistant_only_loss: false, and by true the answers alone"
 )
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
@@ -958,7 +989,7 @@ def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
         return
     shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
     family = guess_family(name_model(settings)) or ""
-    if shared and "shared_expert" in read_family_source(family):
+    if shared and SHARED_EXPERTS.search(read_family_source(family)):
         note = "the shared experts get adapters by these names too here, not by the pattern there"
         conversion.add_difference("lora_target_modules", pattern, note)
 
@@ -1018,6 +1049,8 @@ UNKNOWN_IMAGES = (
 FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
 TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
 FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
+# MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
+ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
 FUSION_ROWS = "the embedding's rows for images are trained too there"
 
 
@@ -1036,6 +1069,8 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
             recipe["lora_target_modules"] = [f"cross_attn.{each}" for each in own]
             if own != targets:
                 conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
+        if recipe.get("load_in_4bit"):
+            _report_fusion_bits(parts, conversion)
         return
     if all(value in (True, "full") for value in (parts["decoder"], parts["fusion"])):
         trained = ["language_model", "lm_head"]
@@ -1048,6 +1083,16 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
     if parts["encoder"] in (True, "full"):
         trained += ["vision_model", "multi_modal_projector"]
     recipe["trainable_modules"] = trained
+
+
+def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> None:
+    """Reports which parts of Llama 3.2 Vision QLoRA has in 4 bits there, or in 16."""
+    for part, layers in (("decoder", "layers of text"), ("fusion", "layers that read images")):
+        if parts[part] != "lora":
+            note = ATTENTION_IN_16_BITS.format(layers)
+            conversion.add_difference(f"model.{part}_trainable", parts[part], note)
+    if "lora" in (parts["encoder"], parts["fusion"]):
+        conversion.add_difference("load_in_4bit", True, QUANTIZED_TOWER)
 
 
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
@@ -1067,55 +1112,43 @@ def _may_adapt_tower(targets: Any, family: str) -> bool:
 
 
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
-MIXTRAL_NAMES = frozenset({"w1", "w2", "w3"})
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
+SHARED_EXPERTS = re.compile("shared_(expert|mlp)")
 ONTO_EXPERTS = (
     "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
     "experts: their adapters are on these there, of twice the rank where two are one, and on no "
     "shared expert or dense layer; here on linear layers of these names, and on experts by "
     "lora_target_parameters"
 )
-
-
-MIXTRALS_ONTO_EXPERTS = (
-    "since transformers 5 peft takes w1, w2 and w3 for the parameters of the experts, with twice "
-    "the rank where two are one: their adapters are on these there, and on none here without "
-    "lora_target_parameters"
+ALL_WITH_EXPERTS = (
+    "since transformers 5 peft's all-linear is also the routed experts, of twice the rank where "
+    "two are one, and the routers, but no shared expert or dense layer; here all linear layers, "
+    "and experts by lora_target_parameters"
+)
+TWICE_THE_RANK = (
+    "w1 and w3 of the experts are one parameter since transformers 5, whose adapter has twice the "
+    "rank there, and lora_r here"
 )
 
 
-def _report_mixtrals_names(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports adapters of experts by the names of a Mixtral's files, in place of the remark that
-    there are none.
-    """
-    family = guess_family(name_model(settings)) or ""
-    asked = settings.get("lora_target_modules") or settings.get("lora_target")
-    names = {name.rpartition(".")[2] for name in convert_names(asked) or ()}
-    is_read_so = conversion.tool in WITH_PEFT and "mixtral" in (family, find_alias(family))
-    if is_read_so and conversion.recipe.get("use_peft") and names & MIXTRAL_NAMES:
-        conversion.remarks[:] = [
-            line
-            for line in conversion.remarks
-            if not (line.startswith("lora_target_modules:") and "nothing is adapted by" in line)
-        ]
-        conversion.add_difference("lora_target_modules", asked, MIXTRALS_ONTO_EXPERTS)
-
-
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where peft moves adapters onto routed experts."""
-    _report_mixtrals_names(settings, conversion)
+    """Reports where peft moves adapters onto routed experts, by its _convert_peft_config_moe."""
     recipe = conversion.recipe
-    family = guess_family(name_model(settings)) or ""
-    targets = recipe.get("lora_target_modules", ALL_LINEAR)
-    # _convert_peft_config_moe of peft: not Qwen2 MoE itself, which is no alias
-    is_read_so = conversion.tool in WITH_PEFT and find_alias(family) == "qwen2_moe"
-    if not is_read_so or not recipe.get("use_peft"):
+    if conversion.tool not in WITH_PEFT or not recipe.get("use_peft"):
         return
-    # a list of names in other tools, where shared experts and dense layers have them
-    has_others = conversion.tool == "TRL" or "shared_expert" in read_family_source(family)
+    family = guess_family(name_model(settings)) or ""
+    is_mixtrals = "mixtral" in (family, find_alias(family))
+    is_qwens = find_alias(family) == "qwen2_moe"  # not Qwen2 MoE itself, which is no alias
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
     named = {name.rpartition(".")[2] for name in ([] if targets == ALL_LINEAR else targets)}
-    if named & MLP_NAMES or (ALL_LINEAR in targets and has_others):
+    # a list of names in other tools than TRL, where shared experts have them
+    has_others = bool(SHARED_EXPERTS.search(read_family_source(family)))
+    if ALL_LINEAR in targets and conversion.tool == "TRL" and (is_mixtrals or is_qwens):
+        conversion.add_difference("lora_target_modules", targets, ALL_WITH_EXPERTS)
+    elif is_qwens and (named & MLP_NAMES or (ALL_LINEAR in targets and has_others)):
         conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
+    elif is_mixtrals and named & {"w1", "w3"}:
+        conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)
 
 
 def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
@@ -1130,5 +1163,14 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
-    if "train_on_inputs" not in settings:
+    knows_roles = (
+        settings.get("chat_template") in ROLES_BY_TEMPLATE
+        or conversion.images in ROLES_BY_FAMILY
+        or any(map(settings.get, ROLES_BY_KEY))
+        or settings.get("rl")  # TRL's
+    )
+    if not knows_roles:
+        conversion.recipe["assistant_only_loss"] = False
+        conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
+    elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)

@@ -16,7 +16,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 # The key that names the losses of preferences, and the one for their weights, where it is not
@@ -779,6 +779,7 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("nvfp4", "nvfp4"): ("nvfp4", 16),
     ("mxfp4", "mxfp4"): ("mxfp4", 32),
 }
+CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
 # torchtune's models whose head is the embedding (TiedLinear), which no quantizer replaces
 TIED_IN_TORCHTUNE = re.compile(r"gemma|llama3_2\.|qwen2(_5)?_(0_5b|1_5b|3b)|qwen3_(0_6b|1_7b|4b)")
@@ -791,6 +792,19 @@ ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
 )
+# toggle_fake_quant of Axolotl looks for quantizers, which torchao's layers of these do not have
+ROUNDED_THROUGHOUT = ("mxfp4", "nvfp4")
+FROM_THE_START = "has no effect on this rounding there, which begins with the first step, as here"
+# swap_lora_linear_with_qat of torchtune
+ADAPTED_ALONE = (
+    "layers that get no adapter are not rounded there; here all linear layers but the output head"
+)
+
+
+def cuts_loss(settings: ToolFile) -> bool:
+    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
+    is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
+    return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def asks_for_rounding(settings: ToolFile) -> bool:
@@ -835,10 +849,22 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    if conversion.tool == "Axolotl" and keys["quantization_aware_training"] == "int8-int4":
+    after = "fake_quant_after_n_steps"
+    is_axolotl = conversion.tool == "Axolotl"
+    if is_axolotl and after in keys and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
+        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
-    component = str(read_section(settings, "model").get("_component_"))
-    if not TIED_IN_TORCHTUNE.search(component):
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    is_tunes_lora = "lora" in component
+    # which read the head's weight, and do not call it
+    has_kernel = settings.get("liger_fused_linear_cross_entropy") or cuts_loss(settings)
+    has_head = model.get("apply_lora_to_output") if is_tunes_lora else not has_kernel
+    if has_head and not TIED_IN_TORCHTUNE.search(component):
         conversion.add_difference(key, settings[key], HEAD_ROUNDED)
-    if settings.get("adapter") or settings.get("peft") or "lora" in component:
+    if settings.get("adapter") or settings.get("peft") or is_tunes_lora:
         conversion.add_difference(key, settings[key], ADAPTER_APART)
+    adapted = conversion.recipe.get("lora_target_modules") or ()
+    if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
+        conversion.add_difference(key, settings[key], ADAPTED_ALONE)

@@ -27,7 +27,7 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import ONE_GROUP, read_shipped
-from finetune.convert.model_names import guess_family, is_mixture
+from finetune.convert.model_names import WITH_PEFT, guess_family, is_mixture
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
@@ -79,6 +79,10 @@ NO_LAYER = "no such layer in this family: nothing is adapted by that name there 
 OWN_CODE = (
     "no such layer in transformers' code of this family; the code beside the model's files, which "
     "is run there, may have it"
+)
+ROUTERS = (
+    "the name of routers: they get adapters by it in some versions of transformers and peft, and "
+    "make others refuse it; none here"
 )
 REMOTE_CODE = "trust_remote_code is dropped: transformers has the code of {} itself"
 
@@ -299,6 +303,9 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         _name_fused_layers(missing, others, layers, conversion)
         return
     conversion.recipe["lora_target_modules"] = others or targets
+    if "gate" in missing and facts.family.mixture and conversion.tool in WITH_PEFT:
+        missing.remove("gate")
+        conversion.add_difference("lora_target_modules", "gate", ROUTERS)
     if missing:
         if conversion.images:
             reason = BESIDE_TEXT

@@ -81,7 +81,7 @@ OVERLENGTH = {
     "raise": "error",
 }
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+TORCHTUNE_LAYERS = {"output_proj": "o_proj"}
 LINEAR_LAYERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),

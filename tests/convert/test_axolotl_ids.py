@@ -19,9 +19,12 @@ from transformers import AutoTokenizer
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.conversion import convert_file
+from finetune.convert.model_names import EARLIER_ENDS, EARLIER_THOUGHTS
+from finetune.data.formats import Conversation
+from finetune.data.render import render_turns
 from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
-from finetune.data.tokenizer import read_template
+from finetune.data.tokenizer import make_renderer, read_template
 from tests.ranks import ROOT
 
 SHARED = ROOT.parent / "shared"
@@ -160,3 +163,29 @@ def test_what_of_gpt_oss_is_untrained_is_listed(
     entry = {"path": "rows.jsonl", "type": "chat_template", "field_thinking": "thinking"}
     file.write_text(yaml.safe_dump({"base_model": "openai/gpt-oss-20b", "datasets": [entry]}))
     assert any("<|channel|>" in line for line in convert_file(file).differences)
+
+
+def test_what_of_gpt_oss_is_written_otherwise_in_earlier_turns_is_listed(tmp_path: Path) -> None:
+    """Axolotl renders a row once, and trains its answers there; here each follows the prompt of inference."""
+    tokenizer = load("byte BPE")
+    tokenizer.chat_template = read_template("gpt-oss")
+    messages = tuple(
+        message
+        for i in (1, 2)
+        for message in (
+            {"role": "user", "content": f"{i} + {i}?"},
+            {"role": "assistant", "content": f"{2 * i}.", "reasoning_content": "Add."},
+        )
+    )
+    theirs = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    assert theirs.count("Add.") == 1 and "2.<|end|>" in theirs and theirs.endswith("4.<|return|>")
+    conversation = Conversation(messages, (False, True, False, True))
+    ours = render_turns(conversation, make_renderer(tokenizer, True))
+    assert [len(each.spans) for each in ours] == [1, 1]
+    trained = [each.text[start:end] for each in ours for start, end in each.spans]
+    assert all("Add." in each and each.endswith("<|return|>") for each in trained)
+    file = tmp_path / "theirs.yaml"
+    entry = {"path": "rows.jsonl", "type": "chat_template"}
+    file.write_text(yaml.safe_dump({"base_model": "openai/gpt-oss-20b", "datasets": [entry]}))
+    said = "\n".join(convert_file(file).differences)
+    assert EARLIER_THOUGHTS in said and EARLIER_ENDS in said

@@ -40,6 +40,7 @@ from finetune.convert.by_tool import (
     LAST_UNMEASURED,
     PARTS_IN_FP32,
     SLOW_START,
+    TEXTS_CUT,
     WHOLE_STEPS,
     WINDOWS,
 )
@@ -47,22 +48,35 @@ from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
+    ALL_OF_IMAGES,
+    ALL_WITH_EXPERTS,
+    ATTENTION_IN_16_BITS,
     AUXILIARY,
+    EARLIER_THOUGHTS,
+    IMAGE_LABELS,
     IMAGES_UNCUT,
     INPUTS_IN_4_BITS,
     KEPT_IN_FP8,
     MAYBE_KEPT_IN_FP8,
-    MIXTRALS_ONTO_EXPERTS,
     MLP_NAMES,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
     OWN_THOUGHT,
+    QUANTIZED_TOWER,
+    TWICE_THE_RANK,
     UNKNOWN_IMAGES,
+    guess_family,
 )
-from finetune.convert.objectives import HEAD_ROUNDED, KTO_ROWS_OF_FACTORY, MIN_TO_MAX
+from finetune.convert.objectives import (
+    ADAPTED_ALONE,
+    FROM_THE_START,
+    HEAD_ROUNDED,
+    KTO_ROWS_OF_FACTORY,
+    MIN_TO_MAX,
+)
 from finetune.convert.recognize import Refusal
-from finetune.convert.runnable import NO_LAYER, OWN_CODE
+from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -269,6 +283,85 @@ def test_a_head_that_is_torchtunes_embedding_is_not_rounded(
 
 
 @pytest.mark.parametrize(
+    ("keys", "is_rounded"),
+    [
+        ({}, True),
+        ({"liger_fused_linear_cross_entropy": True}, False),
+        ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, False),
+    ],
+)
+def test_a_head_whose_weight_a_kernel_reads_is_not_rounded(
+    keys: dict[str, Any], is_rounded: bool, convert: Convert
+) -> None:
+    """lm_head.weight in Axolotl's integrations/liger/models/base.py."""
+    qat = {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"}
+    assert (HEAD_ROUNDED in said(convert(AXOLOTL, qat=qat, **keys))) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weights", "is_put_off"),
+    [("nvfp4", "nvfp4", False), ("mxfp4", "mxfp4", False), ("int8", "int4", True)],
+)
+def test_rounding_to_floats_of_4_bits_is_not_put_off_by_axolotl(
+    inputs: str, weights: str, is_put_off: bool, convert: Convert
+) -> None:
+    """toggle_fake_quant of its utils/callbacks/qat.py, by the attributes of torchao's layers."""
+    qat = {"activation_dtype": inputs, "weight_dtype": weights, "fake_quant_after_n_steps": 9}
+    made = convert(AXOLOTL, qat=qat)
+    assert made.recipe.get("fake_quant_after_n_steps") == (9 if is_put_off else None)
+    assert (FROM_THE_START in said(made)) == (not is_put_off)
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({"lora_attn_modules": ["q_proj"]}, [ADAPTED_ALONE]),
+        (
+            {
+                "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+                "apply_lora_to_mlp": True,
+                "apply_lora_to_output": True,
+            },
+            [HEAD_ROUNDED],
+        ),
+    ],
+)
+def test_torchtune_rounds_the_layers_that_get_adapters(
+    keys: dict[str, Any], lines: list[str], convert: Convert
+) -> None:
+    """swap_lora_linear_with_qat, of LoRALinear alone."""
+    quantizer = {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}
+    model = {"_component_": "torchtune.models.llama3.lora_llama3_8b", **keys}
+    text = said(convert(TUNE, model=model, quantizer=quantizer))
+    assert [each for each in (ADAPTED_ALONE, HEAD_ROUNDED) if each in text] == lines
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder", "fusion", "parts", "is_tower"),
+    [
+        ("frozen", "lora", "lora", ["layers of text"], True),
+        ("lora", "frozen", "frozen", ["layers that read images"], False),
+        ("lora", "frozen", "lora", [], True),
+    ],
+)
+def test_the_parts_that_qlora_of_torchtune_leaves_in_16_bits_are_said(
+    decoder: str, encoder: str, fusion: str, parts: list[str], is_tower: bool, convert: Convert
+) -> None:
+    """lora_llama3_2_vision_11b: quantize_base is for the layers of parts with adapters."""
+    model = {
+        "_component_": "torchtune.models.llama3_2_vision.qlora_llama3_2_vision_11b",
+        "decoder_trainable": decoder,
+        "encoder_trainable": encoder,
+        "fusion_trainable": fusion,
+        "lora_attn_modules": ["q_proj"],
+    }
+    text = said(convert(TUNE, model=model))
+    named = ("layers of text", "layers that read images")
+    assert [each for each in named if ATTENTION_IN_16_BITS.format(each) in text] == parts
+    assert (QUANTIZED_TOWER in text) == is_tower
+
+
+@pytest.mark.parametrize(
     ("epochs", "micro_batches", "line"), [(1, 8, WHOLE_STEPS), (3, 8, CARRIED_OVER), (3, 1, WHOLE_STEPS)]
 )  # fmt: skip
 def test_torchtunes_left_over_micro_batches_are_added_to_the_next_epoch(
@@ -437,6 +530,56 @@ def test_images_of_a_family_that_the_name_does_not_say_are_said(
     text = said(convert(AXOLOTL, base_model=model, processor_type="AutoProcessor"))
     assert (UNKNOWN_IMAGES in text) != is_known and (IMAGES_UNCUT in text) == is_known
     assert UNKNOWN_IMAGES not in said(convert(AXOLOTL, base_model=model))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "trains_all"),
+    [
+        ("zai-org/GLM-4.6V-Flash", {}, True),
+        ("zai-org/GLM-4.6V-Flash", {"train_on_inputs": False}, True),
+        ("zai-org/GLM-4.6V-Flash", {"role_boundaries": [{"role": "user"}]}, False),
+        ("llava-hf/llava-1.5-7b-hf", {"chat_template": "llava"}, True),
+        ("mistral-community/pixtral-12b", {"chat_template": "pixtral"}, False),
+        ("Qwen/Qwen3.5-35B-A3B", {"chat_template": "tokenizer_default"}, False),
+    ],
+)
+def test_axolotl_leaves_no_role_out_where_it_knows_none(
+    name: str, keys: dict[str, Any], trains_all: bool, convert: Convert
+) -> None:
+    """_mask_non_assistant_keep of its processing_strategies.py."""
+    made = convert(AXOLOTL, base_model=name, processor_type="AutoProcessor", **keys)
+    assert (made.recipe.get("assistant_only_loss") is False) == trains_all
+    assert (ALL_OF_IMAGES in said(made)) == trains_all
+    assert not (trains_all and IMAGE_LABELS in said(made))
+
+
+@pytest.mark.parametrize(("kind", "is_cut"), [("completion", True), ("chat_template", False)])
+def test_axolotl_leaves_the_end_of_very_long_texts_out(
+    kind: str, is_cut: bool, convert: Convert
+) -> None:
+    """max_length of CompletionPromptTokenizingStrategy."""
+    made = convert(AXOLOTL, datasets=[{"path": "a/rows", "type": kind}])
+    assert (TEXTS_CUT in said(made)) == is_cut
+
+
+@pytest.mark.parametrize(
+    "name", ["microsoft/phi-2", "nvidia/Nemotron-3-Nano-30B-A3B", "Qwen/Qwen3-8B"]
+)
+def test_trls_default_targets_are_pefts_of_the_family(name: str, convert: Convert) -> None:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[guess_family(name)]
+    made = convert(TRL, model_name_or_path=name, use_peft=True)
+    assert made.recipe["lora_target_modules"] == targets
+
+
+@pytest.mark.parametrize(
+    ("name", "forgets"), [("zai-org/GLM-4.7-Flash", True), ("Qwen/Qwen3.8-Flash-Next", False)]
+)
+def test_templates_that_keep_earlier_thinking_are_not_said_to_leave_it_out(
+    name: str, forgets: bool, convert: Convert
+) -> None:
+    assert (EARLIER_THOUGHTS in said(convert(AXOLOTL, base_model=name))) == forgets
 
 
 def test_nex_has_the_lines_of_its_architecture(convert: Convert) -> None:
@@ -637,6 +780,8 @@ def test_a_loss_by_another_tools_key_is_none_for_axolotl(
         ({"use_peft": True, "dtype": "bfloat16"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero3.json"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "zero2.json"}, False),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "ds_z2_offload.json"}, False),
+        ({"use_peft": True, "dtype": "bfloat16", "deepspeed": "ds_z3_offload.json"}, True),
         ({"use_peft": True, "dtype": "bfloat16", "load_in_4bit": True}, False),
         ({"use_peft": True}, False),  # loaded in float32
         ({"dtype": "bfloat16"}, False),
@@ -942,9 +1087,30 @@ def test_axolotls_default_warm_up_is_rounded_down_too(
 def test_a_mixtrals_names_are_those_of_experts(
     name: str, names: list[str], is_said: bool, convert: Convert
 ) -> None:
-    text = said(convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names))
-    assert (MIXTRALS_ONTO_EXPERTS in text) == is_said
-    assert not (is_said and "nothing is adapted" in text)
+    made = convert(AXOLOTL, base_model=name, adapter="lora", lora_target_modules=names)
+    assert (TWICE_THE_RANK in said(made)) == is_said
+    assert (made.recipe["lora_target_modules"] == names) == (name != "Qwen/Qwen3-8B")
+    assert ("nothing is adapted" in said(made)) == (name == "Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "line"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", "all-linear", ALL_WITH_EXPERTS),
+        ("Qwen/Qwen3-30B-A3B", "all-linear", ALL_WITH_EXPERTS),
+        ("Qwen/Qwen2-57B-A14B", "all-linear", None),
+        ("mistralai/Mixtral-8x7B-v0.1", ["q_proj", "gate"], ROUTERS),
+        ("Qwen/Qwen2-57B-A14B", ["q_proj", "gate"], ROUTERS),
+        ("Qwen/Qwen3-8B", ["q_proj", "gate"], NO_LAYER),
+    ],
+)
+def test_pefts_experts_and_routers_are_reported(
+    name: str, targets: Any, line: str | None, convert: Convert
+) -> None:
+    """_convert_peft_config_moe: gate is gate.weight, and all-linear all that it maps."""
+    text = said(convert(TRL, model_name_or_path=name, use_peft=True, lora_target_modules=targets))
+    lines = (ALL_WITH_EXPERTS, ONTO_EXPERTS, ROUTERS, NO_LAYER)
+    assert [each for each in lines if each in text] == [line] * bool(line)
 
 
 @pytest.mark.parametrize("is_on", [True, False])

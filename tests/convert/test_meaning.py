@@ -186,7 +186,9 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         "per_device_train_batch_size": file.get("micro_batch_size", 1),
         "max_length": file.get("sequence_len", 512),
         "packing": bool(file.get("sample_packing")),
-        "assistant_only_loss": not file.get("train_on_inputs"),
+        # its classes for images know roles by the chat template that a file names
+        "assistant_only_loss": not file.get("train_on_inputs")
+        and ("processor_type" not in file or bool(file.get("chat_template"))),
         "use_peft": file.get("adapter") in ("lora", "qlora"),
         "load_in_4bit": bool(file.get("load_in_4bit")),
         "load_in_8bit": bool(file.get("load_in_8bit")),
