@@ -207,7 +207,7 @@ def adapted_layer(way: str, tokens: int = 512) -> Callable[[], None]:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from finetune.models.experts import keep_factors
+    from finetune.models.experts import multiply_by_factors
 
     torch.set_num_threads(1)
     sizes = {
@@ -224,7 +224,7 @@ def adapted_layer(way: str, tokens: int = 512) -> Callable[[], None]:
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     inject_adapter_in_model(LoraConfig(r=16, target_modules=[], target_parameters=targets), model)
     if way == "ours":
-        keep_factors(model)
+        multiply_by_factors(model)
     layer = model.model.layers[0].mlp
     hidden = torch.randn(1, tokens, 512, requires_grad=True)
 

@@ -26,6 +26,8 @@ WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
 Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
+Stretch = tuple[bool, list[int]]
+"""Ids that follow one another, and whether all of them are trained on or none."""
 
 
 def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
@@ -68,18 +70,14 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     )
 
 
-Stretch = tuple[bool, list[int]]
-"""Ids that follow one another, and whether all of them are trained on or none."""
-
-
 def _encode_documents(
     documents: Sequence[RenderedText], encoder: Encoder
 ) -> Iterator[list[Stretch]]:
     """Yields each document's stretches: the tokenizer's BOS before plain text, its pieces, and the
-    ids that a row has.
+    ids of a row that comes as ids.
     """
     pieces = [_cut_document(document, encoder) for document in documents]
-    encoded = _encode(list(chain.from_iterable(pieces)), encoder)
+    encoded = _encode(list(chain.from_iterable(pieces)), encoder)  # of all, one after another
     for document, own_pieces in zip(documents, pieces, strict=True):
         if document.is_plain:
             stretches: list[Stretch] = [(False, encoder.bos_ids)]
@@ -91,16 +89,17 @@ def _encode_documents(
 
 
 def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) -> list[int]:
-    """The ids of a prompt of messages, as those of the data.
+    """Returns the ids of a prompt of messages, encoded as the data is.
 
-    `row`: as rewards read it. Raises `BadRow` where the chat template rejects it.
+    `row`: with the prompt, as reward functions get it. Raises `BadRow` where the chat template
+    rejects it.
     """
     messages = tuple(row["prompt"])
     asked = Conversation(
         messages,
-        (False,) * len(messages),
-        tuple(row.get("tools") or ()),
-        row.get("variables") or {},
+        trained=(False,) * len(messages),
+        tools=tuple(row.get("tools") or ()),
+        variables=row.get("variables") or {},
     )
     text = render(Question(asked, json.dumps(row, default=str)), renderer)
     [stretches] = _encode_documents([text], encoder)
@@ -157,7 +156,10 @@ def _label_last(
 def _label_steps(
     labels: NDArray[np.int32], is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
 ) -> None:
-    """Gives a document a label at the last token of each separator."""
+    """Gives a document a label at the last token of each separator.
+
+    `is_separator` is true in as many stretches as there are labels: only separators are trained on.
+    """
     labels[:] = IGNORE_INDEX
     is_last = is_separator & ~np.append(is_separator[1:], False)
     labels[is_last] = step_labels
@@ -188,6 +190,7 @@ def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 
 def _hash(document: RenderedText) -> int:
+    """The hash by which duplicates are found: of the document's text, or its group's."""
     if document.group_hash is None:
         return xxhash.xxh3_64_intdigest(document.text.encode())
     return document.group_hash
@@ -290,6 +293,7 @@ def _encode_batch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]
     context_ids = {
         text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts
     }
+    # without ids where the tokenizer puts no space before a text: it needs no context
     context_ids |= {"": [], "\n": encoder.newline_ids}
     texts = [
         piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces

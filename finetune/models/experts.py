@@ -88,7 +88,7 @@ def set_experts_implementation(model: Any, name: str) -> None:
     """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a
     dense model.
     """
-    language_model = language_model_of(model)  # which may be another family's
+    language_model = language_model_of(model)  # inside of a vision-language model
     if language_model._can_set_experts_implementation():
         language_model.set_experts_implementation(name)
 
@@ -113,10 +113,11 @@ def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
     return adapters
 
 
-def keep_factors(model: nn.Module) -> None:
-    """Makes adapted layers of experts multiply with the adapters' factors, one after the other.
+def multiply_by_factors(model: nn.Module) -> None:
+    """Makes adapted layers of experts multiply by their adapters' factors A and B, in place of
+    adding A B to the weights.
 
-    Leaves a layer alone that has a forward of its own already.
+    A layer whose forward is replaced, since it is quantized or divided, does so itself.
     """
     for experts in expert_modules(model):
         if "forward" not in vars(experts):
@@ -267,15 +268,16 @@ def _add_adapter(
     Returns:
         [n, out].
     """
+    # peft adds left @ right to a weight [out, in]: A is right and B is left, else the transposes
     left, right, scale = factors
-    down = left.mT if is_transposed else right  # [experts, rank, in]
-    up = right.mT if is_transposed else left  # [experts, out, rank]
+    down = left.mT if is_transposed else right  # A: [experts, rank, in]
+    up = right.mT if is_transposed else left  # B: [experts, out, rank]
     padding = -down.shape[1] % EXPERT_RANK_MULTIPLE
     if padding:
         down = F.pad(down, (0, 0, 0, padding))
         up = F.pad(up, (0, padding))
     inner = multiply_grouped(rows, down.mT, ends)  # [n, rank]
-    # As peft keeps it, no row of an expert's B lies in one piece.
+    # peft keeps B of all experts in one matrix, in which the columns of one expert are apart.
     added = multiply_grouped(inner, up.contiguous().mT, ends)
     return product.add(added, alpha=scale)
 
@@ -406,6 +408,7 @@ def quantize_experts(
         }
         for name, parameter in frozen.items():
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
+            # the recomputed forward keeps it for the backward that follows at once
             weight.keeps_dequantized = experts in recomputed
             delattr(experts, name)  # torch refuses a module under the name of a parameter
             setattr(experts, name, weight)
@@ -437,11 +440,13 @@ def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
 def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
     """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so
     that none is kept.
+
+    It only runs where no weight is quantized, or activation checkpointing computes them again.
     """
     weights = quantized_children(experts).values()
     if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
         return compute(*inputs)
-    # nothing is random
+    # experts have no dropout, which would need the random state of the forward
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -562,7 +567,8 @@ class DividedExperts:
 
         Args:
             hidden: [tokens, width].
-            chosen: int64[tokens, k], the experts of each token.
+            chosen: int64[tokens, k], the experts of each token; none beyond the last, as rules
+                refuse the families that have such.
             weights: [tokens, k], of the experts' outputs.
 
         Returns:
@@ -577,7 +583,7 @@ class DividedExperts:
         arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
         dist.all_to_all_single(arriving, counts, group=self.group)
         by_rank = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1)
-        sent, received = by_rank.tolist()
+        sent, received = by_rank.tolist()  # rows to each rank of the group, and from it
         leaving = move_rows(hidden, order, back, per_token)
         rows = all_to_all(leaving, self.group, sent, received)
         expert_numbers = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
@@ -600,7 +606,9 @@ class DividedExperts:
         """
         parameters = expert_weights(self.module)
         factors = find_factors(self.adapters, self.own_experts)
-        if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
+        if not rows.shape[0]:
+            # Sums of nothing, through which each weight has a gradient of zero: FSDP's collectives
+            # need one on every rank.
             trained = list(parameters.values())
             for left, right, _ in factors.values():
                 trained += [left, right]

@@ -70,7 +70,7 @@ from finetune.models.experts import (
     count_active,
     divide_experts,
     install_experts,
-    keep_factors,
+    multiply_by_factors,
     quantize_experts,
     set_experts_implementation,
 )
@@ -277,7 +277,7 @@ def load_model(
         fake_quantize(built, quantization_aware)
     divide_experts(built, world)
     if lora.use_peft:
-        keep_factors(built)
+        multiply_by_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
     sharded = parallelize(built, made.values, world, unfilled, shared)

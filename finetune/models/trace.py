@@ -31,7 +31,7 @@ from finetune.models.attention import NAME
 from finetune.models.documents import install_attention
 from finetune.models.experts import (
     GROUPED,
-    keep_factors,
+    multiply_by_factors,
     register_grouped,
     set_experts_implementation,
 )
@@ -222,7 +222,7 @@ def _prepare(model: Any, how: Forward) -> None:
         fuse_adapters(model)
     if not how.autocast:
         model.to(how.dtype)  # as mixed precision computes with the fp32 adapters
-    keep_factors(model)
+    multiply_by_factors(model)
 
 
 class _Kernel(torch.autograd.Function):

@@ -1,6 +1,11 @@
 """From prompts to a step batch: completions are sampled, rewarded and compared, and become the rows
 of a step.
 
+A group is the completions of one prompt, of which there are `generations`; it is flat if their
+rewards are all equal. A generation is the steps whose completions are sampled together, before the
+first of them. Each trains on the prompts of one step, its `prompts_step`; with `num_iterations`
+above 1 several steps share one.
+
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
 ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
 two updates on the same rollouts holds them.
@@ -52,9 +57,9 @@ IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not reward
 
 @dataclass(slots=True)
 class RequestBatch:
-    """Requests for the completions of a generation, and the messages of their turns so far.
+    """Requests for completions of some prompts, and the messages of their turns so far.
 
-    Only the main rank has rows and messages.
+    Only the main rank has rows and messages; they are empty on others.
     """
 
     example_ids: NDArray[np.int64]  # [completions]: the prompts'
@@ -102,6 +107,7 @@ class Sampler:
     @property
     def own_rewards(self) -> list[str]:
         """The metrics' names of the rewards that environments give themselves."""
+        # load_tokenizer sets them where the recipe has some
         return list_own_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
@@ -117,19 +123,29 @@ class Sampler:
         """Samples and rewards completions of the prompts `example_ids`. All ranks call it, and each
         samples a share.
 
-        `first_place`: of the prompts in the step, which is part of their completions' seeds.
-        Raises `UserError` on all ranks for what a reward function does wrong.
+        Args:
+            examples: The prompts' store.
+            example_ids: [prompts].
+            step: Part of the completions' seeds.
+            generations: Completions of each prompt.
+            greedy: Whether the likeliest tokens are taken.
+            first_place: Prompts that were sampled for the step before these; part of the seeds.
+
+        Raises:
+            UserError: On all ranks, for what a reward function does wrong.
         """
         batch = self.make_requests(examples, example_ids, step, generations, first_place)
         sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
-        sampled = self._sample(batch, sample, RankGroup(self.world).on_main)
+        sampled = self._sample_turns(batch, sample, RankGroup(self.world).on_main)
         return self.reward(batch, sampled, step)
 
     def sample_alone(
         self, batch: RequestBatch, sample: Callable[[Sequence[Request]], list[Sampled]]
     ) -> list[Sampled]:
-        """Samples completions by `sample` on the main rank, while all ranks train."""
-        return self._sample(batch, sample, lambda action: action())
+        """Samples completions by `sample` on the main rank alone, in a thread, while all ranks
+        train. No other rank gets them from here.
+        """
+        return self._sample_turns(batch, sample, lambda action: action())
 
     def reward(self, batch: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
         """Scores the completions of a batch. All ranks call it.
@@ -150,7 +166,7 @@ class Sampler:
         )
         return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
 
-    def _sample(
+    def _sample_turns(
         self,
         batch: RequestBatch,
         sample: Callable[[Sequence[Request]], list[Sampled]],
@@ -169,9 +185,9 @@ class Sampler:
         if self.tools is None:
             return sample(batch.requests)
         most_tokens = self.recipe.rollout.max_completion_length
-        first_place = 0 if episodes is None else episodes.first_place
+        first_environment = 0 if episodes is None else episodes.first_place
         conversations = Conversations(
-            self.tools, self.rewards, most_tokens, batch.rows, batch.messages, first_place
+            self.tools, self.rewards, most_tokens, batch.rows, batch.messages, first_environment
         )
         most_turns = self.recipe.rollout.max_tool_calling_iterations
         return take_turns(batch.requests, sample, conversations, most_turns, on_main)
@@ -179,14 +195,17 @@ class Sampler:
     def _score_all(
         self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
     ) -> tuple[NDArray[np.float64], int]:
-        """Returns (fp64[completions, rewards], the scores in the order of `reward_names`; how many
-        scores failed and became 0), on every rank.
+        """Scores completions by functions, environments and reward models.
+
+        Returns:
+            (the scores in the order of `reward_names`, fp64[completions, rewards]; how many scores
+            failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
             lambda: asdict(self.score(batch.rows, sampled, batch.messages, step, batch.episodes))
         )
-        scoring = self.rewards.names + self.own_rewards
-        by_name = dict(zip(scoring, scored["by_function"], strict=True))
+        names = self.rewards.names + self.own_rewards  # of functions, then of environments
+        by_name = dict(zip(names, scored["by_function"], strict=True))
         failures = scored["failures"]
         for model in self.reward_models:
             by_name[model.name], failed = self._score_by_model(
@@ -231,13 +250,14 @@ class Sampler:
             prompt = tuple(examples[example_id].input_ids.tolist())
             images = tuple(examples.read_images(example_id))
             requests += [
-                Request(prompt, (self.recipe.run.seed, step, place, generation), images=images)
-                for generation in range(generations)
+                Request(prompt, (self.recipe.run.seed, step, place, number), images=images)
+                for number in range(generations)
             ]
         completion_ids = np.repeat(example_ids, generations)
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
+            # processes of environments are the main rank's, as rows are
             first = self.rewards.reserve_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
@@ -259,7 +279,8 @@ class Sampler:
         end = len(requests) * (index + 1) // groups
         own = self.engine.sample(requests[first:end], sampling)
         by_rank = self.world.gather([completion.as_json() for completion in own])
-        # one rank of each group of the first stage; the others have the same completions
+        # The ranks of the first pipeline stage come first, and those of a tensor parallel group,
+        # which have the same completions, are neighbors.
         ranks = self.world.stage_size
         one_of_each_group = by_rank[: ranks : ranks // groups]
         return [Sampled.of_json(values) for values in chain.from_iterable(one_of_each_group)]
@@ -272,9 +293,14 @@ class Sampler:
         step: int,
         episodes: Episodes | None = None,
     ) -> Scores:
-        """Scores each completion by the functions and the environments.
+        """Scores each completion by the functions, and then by the environments.
 
-        `messages`: of each, where tools were there to be called. `episodes`: their environments.
+        Args:
+            rows: [completions]: the prompts' rows.
+            sampled: [completions].
+            messages: [completions]: the turns of each; empty where no tool could be called.
+            step: 0-based.
+            episodes: The completions' environments.
         """
         ended = None
         rewards_of_environments: list[list[float | None]] = []
@@ -369,7 +395,7 @@ class RolloutBatches:
     prompts: StoredBatches
     # before the first update; None where the loss asks for nothing before its own forward
     measure_tokens: MeasureTokens | None = None
-    # by the step of their prompts: what is still trained on, and what is sampled ahead
+    # by prompts_step: what is still trained on; what is sampled ahead, and not rewarded yet
     _held: dict[int, Rollout] = field(default_factory=dict)
     _requested: dict[int, RequestBatch] = field(default_factory=dict)
 
@@ -393,7 +419,7 @@ class RolloutBatches:
         rollout = self._held[prompts_step]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
-        if self._is_ahead:  # what is sampled next has the weights after this step
+        if self._samples_ahead:  # the next weights that the server gets are those after this step
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
@@ -403,7 +429,8 @@ class RolloutBatches:
         return self.sampler.make_row_options(self.prompts)
 
     @property
-    def _is_ahead(self) -> bool:
+    def _samples_ahead(self) -> bool:
+        """Whether a server samples for later steps while this one trains."""
         return self.sampler.recipe.rollout.max_staleness > 0
 
     @property
@@ -413,7 +440,7 @@ class RolloutBatches:
     def _sample_generation(self, step: int) -> None:
         """Holds the rollouts of all steps that train on what is sampled at `step`."""
         self._held.clear()
-        taken = self._take_and_submit_next(step) if self._is_ahead else {}
+        taken = self._take_and_submit_next(step) if self._samples_ahead else {}
         for prompts_step, trained_at in self._list_generation(step):
             rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
@@ -434,7 +461,7 @@ class RolloutBatches:
             engine.hand_over()
             self._submit(generation)
         taken = {prompts_step: engine.take(prompts_step) for prompts_step, _ in generation}
-        engine.hand_over()
+        engine.hand_over()  # what begins from here on has these weights
         keys = self.sampler.recipe.rollout
         every = keys.updates_per_generation
         end = min(step + (keys.max_staleness + 1) * every, self.prompts.steps)
@@ -443,8 +470,8 @@ class RolloutBatches:
         return taken
 
     def _submit(self, generation: Iterable[tuple[int, int]]) -> None:
-        """Asks the server for completions of what `_list_generation` yields, but for those that it
-        has begun.
+        """Asks the server for completions of the steps that `_list_generation` has yielded, but for
+        those that it has begun.
         """
         sampler = self.sampler
         generations = sampler.recipe.rollout.num_generations
@@ -468,6 +495,7 @@ class RolloutBatches:
         """
         for step in range(sampled_at, self.prompts.steps):
             prompts_step, earlier_iterations = self._find_prompts_step(step)
+            # the second pass over the same prompts begins, or the next generation
             if earlier_iterations or (step > sampled_at and self._is_sampled_at(step)):
                 break
             yield prompts_step, step
@@ -478,6 +506,9 @@ class RolloutBatches:
     def _find_prompts_step(self, step: int) -> tuple[int, int]:
         """Returns (the step of the prompts, how often they have been trained on before) of an
         optimizer step.
+
+        A generation trains on the prompts of all its steps in turn, and then on all of them again,
+        `num_iterations` times.
         """
         keys = self.sampler.recipe.rollout
         generations_before, update = divmod(step, keys.updates_per_generation)
@@ -503,7 +534,7 @@ class RolloutBatches:
         example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
         if taken is not None:
             batch = self._requested.pop(prompts_step)
-            if batch.episodes is not None:
+            if batch.episodes is not None:  # they have changed the prompts, on the main rank alone
                 batch.take_prompts(RankGroup(self.sampler.world).on_main(batch.list_prompts))
             rollout = self.sampler.reward(batch, taken, trained_at)
         else:
@@ -522,8 +553,9 @@ class RolloutBatches:
     def _replace_flat_groups(
         self, rollout: Rollout, example_ids: NDArray[np.int64], step: int
     ) -> Rollout:
-        """Replaces groups whose rewards are all equal by those of other prompts, which may be flat
-        too, `max_num_gen_batches` times at most. Then drops those that are, unless all are.
+        """Replaces flat groups by those of other prompts, which may be flat too, until none is left
+        or the step has sampled `max_num_gen_batches` times. Then drops the flat ones, unless all
+        are flat.
         """
         keys = self.sampler.recipe.rollout
         examples = self.prompts.examples
@@ -564,18 +596,18 @@ class RolloutBatches:
         return {name: [of[each] for each in completions] for name, of in collected.items()}
 
     def describe_files(self, step: int) -> dict[str, bytes]:
-        """The files of a checkpoint after `step` steps: the rollouts that later steps are still to
-        train on.
+        """Returns the files of a checkpoint after `step` steps: the rollouts that later steps are
+        still to train on. Drops what only an older checkpoint needs.
         """
         assert self.sampler.engine is not None
         self.sampler.engine.forget()
         if step >= self.prompts.steps:
             return {}
         files = {}
-        if self._is_ahead:
-            files[IN_FLIGHT] = _write_lines(self._engine.describe_lines())
+        if self._samples_ahead:
+            files[IN_FLIGHT] = _encode_lines(self._engine.describe_lines())
         if not self._is_sampled_at(step):
-            files[ROLLOUTS] = _write_lines(
+            files[ROLLOUTS] = _encode_lines(
                 line | {"prompts_step": prompts_step}
                 for prompts_step, rollout in self._held.items()
                 for line in rollout.describe_lines(self.sampler.tokenizer)
@@ -588,7 +620,7 @@ class RolloutBatches:
         Raises `UserError` where it lacks them.
         """
         self._held.clear()
-        if self._is_ahead:
+        if self._samples_ahead:
             self._engine.version = step
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
         if self._is_sampled_at(step) or step >= self.prompts.steps:
@@ -636,7 +668,8 @@ class RolloutBatches:
             yield line
 
 
-def _write_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+def _encode_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """The bytes of a file of JSON lines."""
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 

@@ -24,7 +24,7 @@ from finetune.models.experts import (
     DividedExperts,
     choose_experts_implementation,
     divide_layer,
-    keep_factors,
+    multiply_by_factors,
     register_grouped,
 )
 from finetune.models.load import build_on_meta
@@ -148,7 +148,7 @@ def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_t
         expected = take_step(model, 8)
     assert of_peft.largest >= experts
     model = make_model(family, "eager", adapted=True)
-    keep_factors(model)
+    multiply_by_factors(model)
     with Operators() as seen:
         found = take_step(model, 8)
     assert seen.largest < experts
@@ -174,7 +174,7 @@ def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(
         install_attention(model)
         install_loss(model)
         install_routing(model, 0.1)
-        keep_factors(model)
+        multiply_by_factors(model)
         checkpoint_activations(model, 1, "attention")
         if is_compiled:
             compile_layers(model, backend="eager")

@@ -19,7 +19,7 @@ from finetune.models.documents import install_attention
 from finetune.models.experts import (
     GROUPED,
     divide_layer,
-    keep_factors,
+    multiply_by_factors,
     register_grouped,
     set_experts_implementation,
 )
@@ -170,7 +170,7 @@ def _measured_and_planned(
     if divided:
         for module in expert_modules(model):
             divide_layer(model, module, init_device_mesh("cpu", (1,)))
-    keep_factors(model)
+    multiply_by_factors(model)
     tokens, inputs = sum(DOCUMENTS), packed_inputs()
     weights = [*map(local_part, model.parameters()), *model.buffers()]
     with (

@@ -257,6 +257,24 @@ def test_the_bounds_bite_in_these_cases() -> None:
     assert (clipped, of) == (sum(LENGTHS[::2]), sum(LENGTHS))
 
 
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_tokens_outside_are_those_beyond_the_bounds_of_the_loss(loss: str) -> None:
+    """DPPO bounds differences of probabilities: a token of probability 0.01 may have any ratio."""
+    objective, _ = make_objective(loss, "token", "group")
+    sampled = torch.tensor([0.01, 0.6, 0.5, 0.2], dtype=torch.float64)
+    trained = torch.tensor([0.05, 0.35, 0.55, 0.55], dtype=torch.float64)
+    by_loss = {
+        "dppo": [False, True, False, True],  # by more than 0.2 less, or 0.3 more
+        "cispo": [True, False, False, True],  # above 1.5
+    }
+    expected = by_loss.get(loss, [True, True, False, True])  # below 0.8 or above 1.3
+    micro_batch = make_micro_batch([4], sampled.log(), torch.ones(1, dtype=torch.float64))
+    positions = torch.cat([torch.zeros(1, dtype=torch.float64), trained.log()])
+    batch = StepBatch(0, 0.0, (), 9, 4, groups=1)
+    metrics = objective.measure(Given(positions), micro_batch, {}, batch).metrics
+    assert metrics["ratio/outside"].tolist() == [sum(expected), 4]
+
+
 def test_as_many_positions_as_completions_are_still_positions() -> None:
     """RLOO has a ratio for each completion. Two of three, cut off, are not trained on; the third has three positions."""
     objective, _ = make_objective("rloo", "token", "group")

@@ -1,5 +1,8 @@
 """Learning from sampled completions: GRPO and its kin, as one objective over the probability ratios
 of their tokens.
+
+A rank that has no row left in a step gets a filler, a micro-batch without completions. Its loss is
+0, with a graph: the ranks' collectives meet in its forward and backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,9 +39,9 @@ from finetune.training.objectives.policy_losses import (
     find_clipped,
     find_completions,
     find_corrected,
+    find_outside,
     loss_level,
     policy_loss,
-    ratio_bounds,
     sum_losses,
 )
 from finetune.training.objectives.policy_metrics import (
@@ -63,13 +66,19 @@ def choose_head(recipe: Recipe) -> HeadFunction:
     return partial(head, temperature=recipe.method.temperature)
 
 
+OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
+"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
+log-probabilities.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(Objective):
     """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
 
     recipe: Recipe
-    rollouts: RolloutBatches
-    other_model: "OtherModel | None" = None  # scores tokens by the reference or the teacher
+    rollouts: RolloutBatches  # has the rewards' names, and what a checkpoint keeps
+    other_model: OtherModel | None = None  # scores tokens by the reference or the teacher
     teacher: Teacher | None = None  # the teacher's model, which `other_model` runs
 
     def prepare(
@@ -88,13 +97,16 @@ class PolicyObjective(Objective):
         return replace(self, other_model=lambda *_: next(log_probabilities))
 
     def count(self, batch: StepBatch) -> int:
-        """Returns the divisor that `PolicyLoss.average` names."""
+        """Counts what the summed loss of a step is divided by: its trained tokens, its completions
+        times the most tokens of one (Dr. GRPO's budget), or its completions.
+        """
+        completions = batch.groups  # each is a group of its own here
         average = policy_loss(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
         if average == "budget":
-            return batch.groups * self.recipe.rollout.max_completion_length
-        return batch.groups
+            return completions * self.recipe.rollout.max_completion_length
+        return completions
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
@@ -108,7 +120,7 @@ class PolicyObjective(Objective):
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
         other_log_probabilities = None
-        if self.other_model is not None:  # runs for a filler too: ranks meet in its forward
+        if self.other_model is not None:  # for a filler too
             other_log_probabilities = self.other_model(model, micro_batch)
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
@@ -127,7 +139,7 @@ class PolicyObjective(Objective):
                 losses = losses + value_losses
                 metrics |= value_metrics
             loss = sum_losses(losses, completions, self.recipe)
-        else:  # a filler: in the graph all the same, since its backward takes part in collectives
+        else:  # a filler
             loss = outputs.sum() * 0.0
         metrics = {name: pair.float() for name, pair in metrics.items()}
         return Measured(loss.float(), metrics, maxima)
@@ -138,8 +150,9 @@ class PolicyObjective(Objective):
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Splits the head's outputs into log-probabilities and the critic's values, fp64[positions]
-        each; None for the values without a critic.
+        """Splits the head's outputs into log-probabilities and values, fp64[positions] each.
+
+        `outputs`: fp64[2, positions] with a critic, else fp64[positions] and no values.
         """
         if not self.recipe.method_facts.has_critic:
             return outputs, None
@@ -168,7 +181,7 @@ class PolicyObjective(Objective):
         recipe = self.recipe
         level = loss_level(recipe)
         sampled = rollout["sampled"].double()
-        old = self._choose_old(log_probabilities, sampled, rollout)
+        old = self._choose_old_log_probabilities(log_probabilities, sampled, rollout)
         kl = self._estimate_divergence(log_probabilities, other_log_probabilities, sampled)
         advantages = self._choose_advantages(completions, rollout, kl)
         ratios = compute_ratios(log_probabilities - old, completions, recipe)
@@ -185,6 +198,8 @@ class PolicyObjective(Objective):
             )
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
+            # A teacher's is part of the advantages. RLOO, whose losses are [completions], has no
+            # reference: rules refuse beta.
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return losses, metrics
@@ -239,14 +254,15 @@ class PolicyObjective(Objective):
             metrics["kl"] = completions.make_mean(log_ratios, Level.TOKEN)
         return self.recipe.method.vf_coef * losses, metrics
 
-    def _choose_old(
+    def _choose_old_log_probabilities(
         self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
     ) -> Tensor:
-        """Chooses the denominator of the ratios: log-probabilities under the weights that sampled,
-        fp64[positions].
+        """Chooses the denominator of the ratios, fp64[positions]: log-probabilities under the
+        weights that sampled.
 
-        If sampling is corrected, they are those that training computes, else those of the sampler.
-        Before the first update after sampling, the model in training still has these weights.
+        They are those that training measured before the first update, if there are several updates.
+        If sampling is corrected, they are those that training computes now, with the same weights.
+        Else they are those of the sampler.
         """
         if "old" in rollout:
             return rollout["old"].double()
@@ -262,10 +278,13 @@ class PolicyObjective(Objective):
         step: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
-        log_ratios = log_probabilities - rollout["sampled"].double()
+        sampled = rollout["sampled"].double()
+        log_ratios = log_probabilities - sampled
+        is_outside = find_outside(log_probabilities, sampled, self.recipe)
         metrics = {
-            **describe_completions(rollout, compares=not self.recipe.method_facts.has_critic),
-            **describe_ratios(log_ratios, completions, ratio_bounds(self.recipe)),
+            **describe_completions(rollout, has_groups=not self.recipe.method_facts.has_critic),
+            **describe_ratios(log_ratios, completions),
+            "ratio/outside": sum_and_count(is_outside.double(), completions.is_trained),
             **self._make_empty_metrics(log_ratios.new_zeros(2)),
             **self._describe_rollout(rollout),
         }
@@ -285,7 +304,10 @@ class PolicyObjective(Objective):
         return metrics, maxima
 
     def _make_empty_metrics(self, zero: Tensor) -> dict[str, Tensor]:
-        """The metrics of both losses, as a filler has them."""
+        """Names every metric of both losses, with a sum of 0 over 0 values, as a filler has them.
+
+        `zero`: [2].
+        """
         names = ["clip_ratio"]
         if self.recipe.method_facts.has_critic:
             names += ["value/loss", "value/clip_ratio", "value/mean", "value/return"]
@@ -297,7 +319,9 @@ class PolicyObjective(Objective):
 
     def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Metrics that only some recipes have: of a server, dynamic sampling, tools and each reward
-        function. A score that is not a number says that the function does not apply.
+        function.
+
+        A score that is nan is left out of its mean: the function does not apply.
         """
         keys = self.recipe.rollout
         metrics = {}
@@ -309,6 +333,7 @@ class PolicyObjective(Objective):
         if keys.vllm_server_base_url is not None:
             metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
+            # how often new weights cut a completion, and the tokens that are lost with it
             metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
             metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
@@ -325,13 +350,16 @@ class PolicyObjective(Objective):
         return metrics
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """Adds the effective sample sizes, as shares of the tokens: 1 if all ratios are equal."""
+        """Replaces each mean square of ratios by the effective sample size, mean**2 / mean square:
+        a share of the tokens, 1 if all ratios are equal.
+        """
         for name in [name for name in means if name.endswith(SQUARE)]:
-            square = means.pop(name)
+            mean_square = means.pop(name)
             ratio = name.removesuffix("/square")
-            if square:  # sums in fp32 may round above 1
-                share = min(1.0, means[f"{ratio}/mean"] ** 2 / square)
-                means[f"{ratio}/effective_sample_size"] = share
+            if mean_square:
+                share = means[f"{ratio}/mean"] ** 2 / mean_square
+                # sums in fp32 may round above 1
+                means[f"{ratio}/effective_sample_size"] = min(1.0, share)
         return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
@@ -366,13 +394,13 @@ class HeldOutRewards(Objective):
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
         # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal
-        # asks for that. What is in it is not used.
+        # asks for that. What is in it is not used; where there are too few, they begin again.
         signs_of_life = chain.from_iterable(micro_batches() for _ in count())
         for first in range(0, len(ids), at_once):
             next(signs_of_life)
             part = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
-                self.prompts.examples, part, 0, 1, greedy=True, first_place=first
+                self.prompts.examples, part, step=0, generations=1, greedy=True, first_place=first
             )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
@@ -390,20 +418,13 @@ class HeldOutRewards(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The rewards that `prepare` has collected."""
+        """Averages the rewards, tokens and scores that `prepare` has collected."""
         names = ["reward", "completions/mean_length"]
         names += [f"rewards/{name}" for name in self.sampler.reward_names]
-        rows = torch.tensor([self.results[i] for i in micro_batch.example_ids]).reshape(
-            -1, len(names)
-        )
-        columns = rows.to(micro_batch.labels.device).T
+        rows = torch.tensor([self.results[i] for i in micro_batch.example_ids])
+        # a filler has no row
+        columns = rows.reshape(-1, len(names)).to(micro_batch.labels.device).T
         metrics = {}
         for name, column in zip(names, columns, strict=True):
             metrics[name] = sum_and_count(column.nan_to_num(), ~column.isnan()).float()
         return Measured(-columns[0].nan_to_num().sum(), metrics)
-
-
-OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
-"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
-log-probabilities.
-"""

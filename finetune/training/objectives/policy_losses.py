@@ -57,8 +57,8 @@ class Completions:
 
 
 def find_completions(micro_batch: MicroBatch) -> Completions:
-    """The completions of a micro-batch."""
-    assert micro_batch.trained_documents is not None, "completions say which positions are theirs"
+    """Reads which completion each trained position of a micro-batch belongs to."""
+    assert micro_batch.trained_documents is not None, "completions are documents"
     is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
     return Completions(micro_batch.trained_documents, is_trained, len(micro_batch.example_ids))
 
@@ -69,8 +69,8 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
 
 
 def loss_level(recipe: Recipe) -> Level:
-    """Sequences where one ratio stands for all tokens of a completion (RLOO); tokens in every other
-    loss.
+    """SEQUENCE where a completion has one ratio, the product of its tokens' (RLOO); TOKEN for every
+    other loss, GSPO included.
     """
     if policy_loss(recipe).average == "sums":
         return Level.SEQUENCE
@@ -98,8 +98,8 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
 
 
 def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
-    """The lowest and the highest ratio that the recipe's loss follows: 1 - epsilon and 1 +
-    epsilon_high (DAPO).
+    """The lowest and the highest ratio that the loss does not bound: 1 - epsilon and 1 +
+    epsilon_high (DAPO); 0 and epsilon_high where the weight alone is bounded (CISPO).
     """
     low, high = _epsilons(recipe)
     if policy_loss(recipe).bound == "weight":
@@ -108,15 +108,32 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
 
 
 def _epsilons(recipe: Recipe) -> tuple[float, float]:
-    """Returns (epsilon, epsilon_high), the second the first where it is null."""
-    keys = recipe.rollout
-    return keys.epsilon, keys.epsilon if keys.epsilon_high is None else keys.epsilon_high
+    """Returns (epsilon, epsilon_high); epsilon is both where epsilon_high is null."""
+    low = recipe.rollout.epsilon
+    high = recipe.rollout.epsilon_high
+    return low, low if high is None else high
 
 
-def is_outside(ratios: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Whether each ratio is outside `bounds`, whatever its advantage."""
+def find_outside(log_probabilities: Tensor, sampled: Tensor, recipe: Recipe) -> Tensor:
+    """Says which tokens are beyond the bounds of the loss, whatever their advantages;
+    bool[positions].
+
+    Bounded are their ratios, or the differences of their probabilities (DPPO).
+
+    Args:
+        log_probabilities: [positions], of the model in training.
+        sampled: [positions], of the sampler.
+        recipe: With its loss and bounds.
+    """
+    if policy_loss(recipe).bound == "difference":
+        low, high = _epsilons(recipe)
+        return _is_outside(log_probabilities.exp() - sampled.exp(), (-low, high))
+    return _is_outside((log_probabilities - sampled).exp(), ratio_bounds(recipe))
+
+
+def _is_outside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
     low, high = bounds
-    return (ratios < low) | (ratios > high)
+    return (values < low) | (values > high)
 
 
 def compute_losses(
@@ -147,19 +164,20 @@ def compute_losses(
 def find_clipped(
     ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
 ) -> Tensor:
-    """Whether the bounds take each loss its gradient; bool, at `loss_level` like `ratios` and
-    `advantages`.
+    """Says which losses the bounds change; bool, at `loss_level` like `ratios` and `advantages`.
 
-    The surrogate keeps it where the ratio went against the advantage: bad tokens that grew, good
-    ones that shrank. So does the difference of probabilities, under which a token with the
-    advantage 0 counts as bad.
+    The surrogate loses its gradient beyond the bound where the ratio went with the advantage: a
+    good token that grew, a bad one that shrank. So does DPPO's, which bounds the differences of
+    probabilities, and for which a token with the advantage 0 is bad. CISPO's weight is bounded for
+    every advantage, and its gradient stays.
     """
     bound = policy_loss(recipe).bound
     if bound == "difference":
         low, high = _epsilons(recipe)
+        # p - p_old, since a ratio is p / p_old
         grown = (log_probabilities.exp() * (1 - 1 / ratios)).detach()
         return torch.where(advantages > 0, grown > high, grown < -low)
-    is_clipped = is_outside(ratios, ratio_bounds(recipe))
+    is_clipped = _is_outside(ratios, ratio_bounds(recipe))
     if bound == "weight":
         return is_clipped
     return is_clipped & ((ratios - 1) * advantages > 0)
@@ -191,8 +209,10 @@ def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe
 
 
 def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
-    """The weights of the losses under the recipe's row of `CORRECTIONS`, which names its paper;
-    arguments and result are at `loss_level`.
+    """Returns the weights of the losses, as the recipe's row of `CORRECTIONS` says: the ratio, or 1
+    under a mask without weights; beyond the bounds the bound, 0, or the ratio all the same.
+
+    Arguments and result are at `loss_level`.
     """
     keys = recipe.rollout
     correction = CORRECTIONS[keys.importance_sampling_correction]
@@ -207,14 +227,14 @@ def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
 
 
 def find_corrected(ratios: Tensor, recipe: Recipe) -> Tensor:
-    """Whether each ratio of training to sampling is beyond the bounds, and has another weight;
-    bool, at `loss_level`.
+    """Says which ratios of training to sampling have the bound or 0 as their weight: those beyond
+    the bounds, and none where the correction keeps the ratio; bool, at `loss_level`.
     """
     keys = recipe.rollout
     if CORRECTIONS[keys.importance_sampling_correction].beyond == "ratio":
         return torch.zeros_like(ratios, dtype=torch.bool)
     low = keys.importance_sampling_clip_min or 0.0
-    return is_outside(ratios, (low, keys.importance_sampling_clip_max))
+    return _is_outside(ratios, (low, keys.importance_sampling_clip_max))
 
 
 def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
@@ -230,8 +250,10 @@ def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
 def compute_value_losses(
     values: Tensor, old: Tensor, returns: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """Returns (half the squared error of each value, or of the bounded value where that is larger;
-    bool, whether it is), [positions] each.
+    """Computes PPO's clipped loss of the values.
+
+    A loss is half the larger of two squared errors: that of the value, and that of the value moved
+    to within `cliprange_value` of the old one.
 
     Source: PPO's own code (github.com/openai/baselines, ppo2), as TRL and verl have it.
 
@@ -240,6 +262,9 @@ def compute_value_losses(
         old: [positions], of the critic before the first update on these completions.
         returns: [positions].
         recipe: With `cliprange_value`.
+
+    Returns:
+        (losses, bool: whether the moved value has the larger error), [positions] each.
     """
     bound = recipe.method.cliprange_value
     bounded = torch.minimum(torch.maximum(values, old - bound), old + bound)

@@ -7,19 +7,23 @@ from torch import Tensor
 
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
-from finetune.training.objectives.policy_losses import Completions, is_outside
+from finetune.training.objectives.policy_losses import Completions
 from finetune.training.objectives.preference import sum_and_count
 
-SQUARE = "ratio/square"  # their mean square, which the effective sample size is computed from
+# the mean square of ratios, from which the effective sample size is computed
+SQUARE = "ratio/square"
 
 
 def describe_completions(
-    rollout: Mapping[str, Tensor], *, compares: bool = True
+    rollout: Mapping[str, Tensor], *, has_groups: bool = True
 ) -> dict[str, Tensor]:
     """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
 
-    `rollout`: the columns that `completion_rows` makes, [completions] each. `compares`: whether
-    rewards are compared within groups.
+    Args:
+        rollout: The columns that `completion_rows` makes, [completions] each. Among them are the
+            deviation of the rewards in a completion's group, whether it is 0 (flat), how many
+            scores failed and became 0, and whether the limit of tokens ended it (is_cut).
+        has_groups: Whether rewards are compared within groups; a critic compares none.
     """
     rewards = rollout["rewards"]
     of_groups = {
@@ -28,29 +32,27 @@ def describe_completions(
     }
     return {
         "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
-        **(of_groups if compares else {}),
+        **(of_groups if has_groups else {}),
         "reward_failures": sum_and_count(rollout["failed"]),
         "completions/mean_length": sum_and_count(rollout["tokens"]),
         "completions/clipped_ratio": sum_and_count(rollout["is_cut"]),
+        # over tokens
         "entropy": torch.stack(
             [rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]
         ),
     }
 
 
-def describe_ratios(
-    log_ratios: Tensor, completions: Completions, bounds: tuple[float, float]
-) -> dict[str, Tensor]:
-    """Metrics of how far the model in training is from the one that sampled; `log_ratios`:
-    fp64[positions].
+def describe_ratios(log_ratios: Tensor, completions: Completions) -> dict[str, Tensor]:
+    """Metrics of how far the model in training is from the one that sampled.
+
+    `log_ratios`: fp64[positions]; "log_ratio/mean" is the mean of their absolute values.
     """
     is_trained = completions.is_trained
     distances = torch.where(is_trained, log_ratios, 0.0).abs()
-    ratios = log_ratios.exp()
     return {
         "log_ratio/mean": sum_and_count(distances, is_trained),
         "log_ratio/mean_square": sum_and_count(distances.square(), is_trained),
-        "ratio/outside": sum_and_count(is_outside(ratios, bounds).double(), is_trained),
         **_describe_spread(log_ratios, is_trained),
     }
 
@@ -82,12 +84,17 @@ def describe_staleness(
     keys = recipe.rollout
     is_trained = completions.is_trained
     metrics = {"staleness/mean": sum_and_count(staleness, is_trained)}
-    # steps of a generation are trained on in turn, the last one after updates of its own
-    generations = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
+    # In whole generations: the steps of one are trained on in turn, so that the last of them is
+    # behind by the updates of its own generation even where nothing was sampled ahead.
+    ages = (staleness / keys.updates_per_generation).floor().clamp(max=keys.max_staleness)
     for age in range(keys.max_staleness + 1):
-        is_own = is_trained & (generations == age)
+        is_own = is_trained & (ages == age)
         metrics[f"staleness/{age}/share"] = sum_and_count(is_own.double(), is_trained)
         for name, pair in _describe_spread(log_ratios, is_own).items():
             metrics[f"staleness/{age}/{name}"] = pair
-    ages = torch.where(is_trained, staleness, 0.0)
-    return metrics, (ages.max() if len(ages) else ages.new_zeros(())).float()
+    steps_behind = torch.where(is_trained, staleness, 0.0)
+    if len(steps_behind):
+        oldest = steps_behind.max()
+    else:
+        oldest = steps_behind.new_zeros(())
+    return metrics, oldest.float()
