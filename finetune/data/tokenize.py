@@ -44,30 +44,32 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         stretches += own_stretches
         lengths[i] = sum(len(ids) for _, ids in own_stretches)
     ends = np.cumsum(lengths, dtype=np.int64)
-    input_ids = np.fromiter(
-        chain.from_iterable(ids for _, ids in stretches), np.int32, int(lengths.sum(dtype=np.int64))
-    )
-    stretch_lengths = np.array([len(ids) for _, ids in stretches], np.int64)
-    is_trained = np.repeat([trained for trained, _ in stretches], stretch_lengths)
+    starts = ends - lengths
+    input_ids, is_trained = _join(stretches)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
-    for document, start, end in zip(documents, ends - lengths, ends, strict=True):
+    for document, start, end in zip(documents, starts, ends, strict=True):
         own = slice(start, end)
         _relabel(document, labels[own], input_ids[own], is_trained[own], encoder.pad_id)
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
-    kept = [document.row.encode() for document in documents]
     return Tokens(
         input_ids=input_ids,
         labels=labels,
         lengths=lengths,
-        trained=(labels_before[ends] - labels_before[ends - lengths]).astype(np.int32),
+        trained=(labels_before[ends] - labels_before[starts]).astype(np.int32),
         files=np.array([file for file, _ in places], np.int32),
         rows=np.array([row for _, row in places], np.int64),
-        hashes=np.array([_hash(document) for document in documents], np.uint64),
-        ratings=np.array([document.rating for document in documents], np.int8),
-        kept_sizes=np.array([len(row) for row in kept], np.int64),
-        kept_bytes=np.frombuffer(b"".join(kept), np.uint8),
+        **_store_facts(documents),
         **_store_images(documents),
     )
+
+
+def _join(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Joins stretches to (int32[tokens]: ids, bool[tokens]: whether each is trained on)."""
+    lengths = np.array([len(ids) for _, ids in stretches], np.int64)
+    ids = chain.from_iterable(ids for _, ids in stretches)
+    input_ids = np.fromiter(ids, np.int32, int(lengths.sum()))
+    trained = np.array([trained for trained, _ in stretches], np.bool_)
+    return input_ids, np.repeat(trained, lengths)
 
 
 def _encode_documents(
@@ -175,6 +177,17 @@ def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
         labels[-1:] = 0
     else:
         labels[:] = 0
+
+
+def _store_facts(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
+    """The fields of `Tokens` that hold what each document has beside its text."""
+    rows = [document.row.encode() for document in documents]
+    return {
+        "hashes": np.array([_hash(document) for document in documents], np.uint64),
+        "ratings": np.array([document.rating for document in documents], np.int8),
+        "kept_sizes": np.array([len(row) for row in rows], np.int64),
+        "kept_bytes": np.frombuffer(b"".join(rows), np.uint8),
+    }
 
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:

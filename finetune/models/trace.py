@@ -155,10 +155,11 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
     layers = list_layers(model)
     if not skips and len(layers) > MOST_LAYERS:
         raise RuntimeError("its layers need what other layers compute")
-    kinds = [_describe(layer) for layer in layers]
-    places = [
-        kinds.index(kind) if skips else place for place, kind in enumerate(kinds)
-    ]  # of the layer that stands for it
+    # for each layer the place of the one that is traced for it: the first of its kind
+    places = list(range(len(layers)))
+    if skips:
+        kinds = [_describe(layer) for layer in layers]
+        places = [kinds.index(kind) for kind in kinds]
     emptied = [layer for place, layer in enumerate(layers) if place not in places]
     for module in (*other_parts(model), *emptied):
         module._modules.clear()
@@ -177,18 +178,9 @@ def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
             for number in lengths
         ]
 
-    def fit(read: Callable[[_Row], int]) -> Growth:
-        return Growth.fit(unit, [read(row) for row in rows])
-
-    traced = {
-        place: LayerTrace(
-            fit(lambda row: row.saved[place]),  # noqa: B023
-            fit(lambda row: row.working[place]),  # noqa: B023
-            fit(lambda row: row.forward[place]),  # noqa: B023
-        )
-        for place in set(places)
-    }
-    return Trace(tuple(traced[place] for place in places), fit(lambda row: row.rest))
+    traced = {place: _fit_layer(unit, rows, place) for place in set(places)}
+    rest = Growth.fit(unit, [row.rest for row in rows])
+    return Trace(tuple(traced[place] for place in places), rest)
 
 
 def _describe(layer: nn.Module) -> Any:
@@ -303,6 +295,15 @@ class _Row:
     working: dict[int, int] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
     rest: int = 0
+
+
+def _fit_layer(unit: int, rows: Sequence[_Row], place: int) -> LayerTrace:
+    """How the bytes of a layer grow with the tokens of a row."""
+    return LayerTrace(
+        Growth.fit(unit, [row.saved[place] for row in rows]),
+        Growth.fit(unit, [row.working[place] for row in rows]),
+        Growth.fit(unit, [row.forward[place] for row in rows]),
+    )
 
 
 def _trace_row(
