@@ -1,4 +1,11 @@
-"""The points of a backward at which memory could be highest, by the units of a layout."""
+"""The points of a backward at which memory could be highest, by the units of a layout.
+
+A backward runs from the head to the first layer. `done` counts the decoder layers whose backward
+has ended. What is *staying* remains gathered for units that follow. The *tail* is final norm and
+head; if it has the embedding's weights, its gradient is *waiting* for the embedding's backward.
+*Vectors* are embedded documents, *factors* are copies of experts' adapters (`ExpertFactors`), and a
+*moment* is a point within a layer's backward.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,24 +23,23 @@ from finetune.plan.loss_memory import vector_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor
 from finetune.plan.temporary_memory import (
-    InBackwardMemory,
     LayoutMemory,
     Snapshot,
     UnitMemory,
+    UpdateMemory,
     expert_factor_bytes,
     plan_updates_in_backward,
 )
 
 
 def kept_for_backward(spec: RunSpec) -> int:
-    """Bytes of activations that the forward of a micro-batch leaves."""
+    """Bytes of activations that the forward of a micro-batch leaves for its backward."""
     architecture = spec.computed
     computation = spec.computation
     masks = mask_bytes(architecture, computation, spec.tokens)
     kept = _kept_per_token(spec)
-    # then made again
     if spec.recipe.quantization.bits is not None:
-        factors = 0
+        factors = 0  # the backward makes them again, see `recompute_dequantized`
     else:
         factors = expert_factor_bytes(architecture, computation).kept
     vectors = vector_bytes(spec, spec.rows_per_step)
@@ -41,21 +47,23 @@ def kept_for_backward(spec: RunSpec) -> int:
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
-    """Bytes per token that the forward leaves, by what they are of."""
+    """Bytes per token that the forward leaves, by part (see `kept_bytes`).
+
+    Only the last stage has a final norm; each early exit that is scored adds one.
+    """
     kept = kept_bytes(spec.computed, spec.computation)
     if not spec.is_last_stage:
         return kept | {"final norm": 0}
-    of_exits = (spec.scored_outputs - 1) * final_norm_bytes(spec.computed, spec.computation)
-    return kept | {"final norm": kept["final norm"] + of_exits}
+    norms_of_exits = (spec.scored_outputs - 1) * final_norm_bytes(spec.computed, spec.computation)
+    return kept | {"final norm": kept["final norm"] + norms_of_exits}
 
 
 @dataclass(slots=True)
 class ShardedBackward:
-    """How far a backward under FSDP is.
+    """A backward under FSDP, whose units are reduced one after another.
 
-    The gradients of a unit are whole until its backward ends. Then they are reduced to this rank's
-    shard, which under `optim_in_backward` is freed once it has been used. Amounts are bytes of this
-    rank.
+    A unit's gradients are whole until its backward ends; then a reduce-scatter leaves this rank's
+    shard. Under `optim_in_backward` that shard is used and freed at once. Bytes of this rank.
     """
 
     spec: RunSpec
@@ -63,14 +71,15 @@ class ShardedBackward:
     before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
     layer_temporaries: int  # temporaries of a layer's backward
     gradients: int  # shards that wait for the update
-    # the reduce-scatter of the unit before, which the next backward runs beside
-    reducing_before: int = 0
-    waiting_gradient: int = 0  # the tail's, whole, where the embedding's is added to it (tied)
+    reducing_before: int = 0  # input of the previous unit's reduce-scatter, not freed yet
+    waiting_gradient: int = 0  # the tail's, whole, until the embedding's backward (`tail_waits`)
 
     @property
-    def adds_up(self) -> bool:
-        """Whether each unit adds a shard to `gradients`; else there is room for it already, or it
-        is freed.
+    def keeps_shards(self) -> bool:
+        """Whether the shard of each unit adds to `gradients`.
+
+        Under `optim_in_backward` it is freed, with CPU offload it moves to the host, and with
+        several micro-batches there is room for it since the first.
         """
         in_backward = self.spec.recipe.optimization.optim_in_backward
         return (
@@ -79,7 +88,7 @@ class ShardedBackward:
 
     def end_unit(self, unit: UnitMemory) -> None:
         """Counts a unit as reduced."""
-        if self.adds_up:
+        if self.keeps_shards:
             self.gradients += unit.shard
         self.reducing_before = unit.reducing
 
@@ -110,19 +119,20 @@ def sharded_points(
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
-        if _name_layer(done, memory.layers):
+        if _name_layer(done, memory.layers):  # between these, memory changes evenly
             yield from _sharded_layer(backward, done)
         backward.end_unit(memory.layer)
     yield from _sharded_embedding(backward)
 
 
 def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
-    """The backward of the layer before which `done` are done, then its reduction."""
+    """The backward of one layer, after `done` others, and then its reduction."""
     spec = backward.spec
     memory = backward.memory
     name = _name_layer(done, memory.layers)
     is_last = done + 1 == memory.layers
     next_unit = memory.embedding if is_last else memory.layer
+    # the next unit's all-gather runs meanwhile
     staying = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
     if memory.tail_waits:
         staying += memory.tail.gathered
@@ -137,6 +147,7 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
         unreduced = spec.computation.itemsize * moment.gradient_elements
         communication = backward.reducing_before + backward.waiting_gradient + unreduced
         yield replace(point, communication=communication, activations=moment.activations)
+    # where all layers are one unit, that one has ended all of them
     passed = spec.part.layers if is_last else done + 1
     yield from _reduction_points(
         backward,
@@ -149,9 +160,7 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
-    """The backward of the embedding, and its reduction, with the tail's gradient where that has
-    waited for it.
-    """
+    """The backward of the embedding and its reduction; of the tail's unit, where that waited."""
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_waits else memory.embedding
@@ -164,7 +173,7 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
         gathered=unit.gathered,
         communication=backward.reducing_before + unit.unreduced,
     )
-    backward.waiting_gradient = 0
+    backward.waiting_gradient = 0  # it is in `unit.unreduced`
     yield from _reduction_points(
         backward,
         part="embedding",
@@ -227,25 +236,13 @@ def unsharded_points(
         spec: The run.
         memory: What a unit takes in its layout.
         before: The backward's beginning, with the gradients of earlier micro-batches.
-        full: With the gradients of the whole step.
+        full: `before` with the gradients of all parameters.
         layer_temporaries: Bytes of temporaries of a layer's backward.
     """
     updates_in_backward = spec.recipe.optimization.optim_in_backward
     updates = plan_updates_in_backward(spec) if updates_in_backward else {}
-    at_embedding = replace(
-        before,
-        name="backward of the embedding",
-        gradients=full.gradients + memory.waiting_gradient,
-        activations=_activations_after_layers(spec, memory.layers),
-        communication=memory.buckets,
-    )
     if updates_in_backward:
         yield from _updated_head(spec, memory, before, updates["head"])
-        at_embedding = replace(
-            at_embedding,
-            gradients=updates["embedding"].gradients,
-            temporaries=updates["embedding"].temporaries,
-        )
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
         if not name:
@@ -261,11 +258,24 @@ def unsharded_points(
             yield from _updated_layer(spec, done, point, updates["layer"])
         else:
             yield from _unsharded_layer(spec, memory, done, point)
+    at_embedding = replace(
+        before,
+        name="backward of the embedding",
+        gradients=full.gradients + memory.waiting_gradient,
+        activations=_activations_after_layers(spec, memory.layers),
+        communication=memory.buckets,
+    )
+    if updates_in_backward:
+        at_embedding = replace(
+            at_embedding,
+            gradients=updates["embedding"].gradients,
+            temporaries=updates["embedding"].temporaries,
+        )
     yield at_embedding
 
 
 def _updated_head(
-    spec: RunSpec, memory: LayoutMemory, before: Snapshot, update: InBackwardMemory
+    spec: RunSpec, memory: LayoutMemory, before: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
     """The update of the head, where it is not tied to the embedding."""
     if update.gradients:
@@ -284,7 +294,9 @@ def _unsharded_layer(
     spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
 ) -> Iterator[Snapshot]:
     """The backward of the layer after `done` others, whose gradients stay."""
+    # all trained parameters have one dtype
     itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
+    # nothing is sharded: a unit's shard is all of its gradients
     earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
     for moment in _moments_of_layer(spec, done):
         own = earlier + itemsize * moment.gradient_elements
@@ -294,10 +306,11 @@ def _unsharded_layer(
 
 
 def _updated_layer(
-    spec: RunSpec, done: int, point: Snapshot, update: InBackwardMemory
+    spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
     """The backward of the layer after `done` others, whose weights it updates."""
-    # the gradients of what gate and up have made, which are not there yet at the update
+    # the gradients of the outputs of gate and up, which `working_bytes` counts; the first update,
+    # that of down_proj, comes before them
     missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
     for moment in _moments_of_layer(spec, done):
         yield replace(point, gradients=0, activations=moment.activations)
@@ -310,13 +323,12 @@ def _updated_layer(
 
 
 def _name_layer(done: int, layers: int) -> str:
-    """The decoder layer that follows in the backward where so many are done; empty for those in
-    between.
+    """The decoder layer that follows `done` others in the backward; empty for those in between.
 
     >>> [_name_layer(done, 5) for done in range(5)]
     ['the last layer', 'the last layer but one', '', 'the second layer', 'the first layer']
     """
-    named = {
+    named = {  # in a model of fewer than four layers, the later of two entries holds
         1: "the last layer but one",
         layers - 2: "the second layer",
         0: "the last layer",
@@ -326,8 +338,8 @@ def _name_layer(done: int, layers: int) -> str:
 
 
 def _activations_after_layers(spec: RunSpec, done: int) -> int:
-    """Bytes of activations once the backward has passed the head and so many layers, with its
-    gradient.
+    """Bytes of activations after the backward of the head and of `done` layers: what they have not
+    freed, and the gradient that is handed to the next layer.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -350,13 +362,16 @@ class LayerMoment:
 
 
 def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
-    """The beginning and the end of the backward of a layer's MLP, after that of `done` layers."""
+    """The backward of a layer's MLP, after `done` layers: at its beginning and at its end.
+
+    One moment for a traced model, whose trace does not say what is of the MLP.
+    """
     architecture = spec.computed
     computation = spec.computation
     activations = _activations_at_layer(spec, done)
     unit = f"layer {architecture.widest_layer}"
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
-    if architecture.trace(computation) is not None:  # which does not say what is of the MLP
+    if architecture.trace(computation) is not None:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
@@ -388,7 +403,7 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
         + working_bytes(architecture, computation)
         + prefetched_bytes(architecture, computation)
     )
-    handed_on = architecture.hidden * computation.residual_itemsize
+    handed_on = architecture.hidden * computation.residual_itemsize  # in `working_bytes` too
     return _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
 
 

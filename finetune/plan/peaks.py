@@ -50,8 +50,9 @@ class Phase:
 
 
 def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
-    """Every phase of the run with its peak, on the rank that holds the most."""
+    """Every phase of the run with its peak, on the pipeline stage that holds the most in it."""
     if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
+        # the teacher scores the data before training, in a phase of its own
         loading, *training = plan_phases(replace(spec, teacher=None))
         return (loading, _plan_teacher(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
@@ -62,18 +63,18 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     """The phases of a pipeline stage, or of a run without one, each at its highest point."""
-    on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
-    # Kept in files, it needs its buffers from the start; else the first update makes it.
+    state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
+    # Optimizer state in files needs its buffers from the start; else the first update makes it.
     keeps_state_in_files = spec.files() is not None
     loaded = replace(
         _hold_weights(spec),
         rewards=spec.reward_bytes,
-        optimizer=on_device.optimizer if keeps_state_in_files else 0,
+        optimizer=state.optimizer if keeps_state_in_files else 0,
     )
-    at_rest = replace(loaded, name="between steps", optimizer=on_device.optimizer)
+    at_rest = replace(loaded, name="between steps", optimizer=state.optimizer)
     step = [
         replace(point, activations=point.activations + pipeline_bytes(spec))
-        for point in _step_points(spec, replace(at_rest, gradients=on_device.gradients))
+        for point in _step_points(spec, replace(at_rest, gradients=state.gradients))
     ]
     points = {"load": [_load(spec, loaded)]}  # by phase, in the order of a run
     if spec.reference == "stored":
@@ -85,7 +86,7 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points["steady step"] = step
     points["evaluation"] = _evaluate(spec, at_rest, sampling)
     points["save"] = [at_rest]
-    points["resume"] = [_read_optimizer(spec, at_rest)]
+    points["resume"] = [_resume_point(spec, at_rest)]
     points["export"] = [at_rest]
     return tuple(Phase(name, _find_highest(spec, of_phase)) for name, of_phase in points.items())
 
@@ -110,15 +111,17 @@ def _load(spec: RunSpec, loaded: Snapshot) -> Snapshot:
     return replace(loaded, parameters=0 if on_cpu else state.trained + state.frozen)
 
 
-def _read_optimizer(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    """Reads the optimizer's state of a checkpoint: beside it, the largest shard in fp32."""
+def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    """While a checkpoint's optimizer state is read: beside it, the largest shard in fp32."""
     largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
     temporaries = largest * FP32 // spec.shards
     return replace(at_rest, name="optimizer state read", temporaries=temporaries)
 
 
 def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
-    """The points of an evaluation; where the model samples, those of `sampling`."""
+    """The points of an evaluation: the teacher's, then `sampling`, or if there is none a held-out
+    batch and the embeddings (vectors) that are compared.
+    """
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
     teacher = teacher_points(spec, at_rest, tokens)
@@ -151,15 +154,16 @@ def find_peak(spec: RunSpec) -> Snapshot:
 
 def pipeline_bytes(spec: RunSpec) -> int:
     """Returns the bytes that a rank of a pipeline keeps of the micro-batches before the one that it
-    computes, and of the buffers for its neighbors' messages in a step: the states that enter each
-    of its groups of layers, and their gradients.
+    computes, and of buffers for messages.
+
+    Messages are the states that enter each of its groups of layers, and their gradients.
     """
     if spec.stages == 1:
         return 0
     state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
     groups = spec.sharding.pipeline_chunks // spec.stages
     in_flight = spec.micro_batches_in_flight
-    received = groups - (spec.stage == 0)
+    received = groups - (spec.stage == 0)  # groups of layers with a predecessor on another rank
     sent = groups - spec.is_last_stage
     buffers = spec.accumulation * (received + sent)
     if groups == 1 and spec.accumulation >= spec.stages:
@@ -168,15 +172,15 @@ def pipeline_bytes(spec: RunSpec) -> int:
 
 
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
-    """The points of a step before which there is no optimizer's state: it is made by the first
-    update.
+    """The points of the first step: without the optimizer's state until its first update makes
+    it.
     """
-    last = "backward of the head"
     if spec.recipe.optimization.optim_in_backward:
-        made = [point.name for point in step].index(last)
+        # the first update comes after this point
+        before_update = [point.name for point in step].index("backward of the head") + 1
     else:
-        made = len(step) - 2
-    return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
+        before_update = len(step) - 1  # the last point is the optimizer step
+    return [replace(point, optimizer=0) for point in step[:before_update]] + step[before_update:]
 
 
 def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
@@ -190,6 +194,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
     yield from teacher_points(spec, before, spec.tokens)
+    # only a method that compares embeddings has points of the whole step
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
     yield from vector_points(spec, before, whole_step, spec.rows_per_step)
     yield from _head_points(spec, layout, before)

@@ -516,6 +516,11 @@ class FsdpUnits:
     # numbers of the layer's experts that no other rank has, so that no all-gather is needed
     unshared: int = 0
 
+    @property
+    def wraps_layers(self) -> bool:
+        """Whether each decoder layer is a unit; a model's only layer counts as all of them."""
+        return self.layer != self.layers
+
 
 def split_into_units(
     architecture: Architecture,

@@ -34,8 +34,8 @@ class Snapshot:
     loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
     communication: int = 0  # unsharded gradients that are being reduced
     temporaries: int = 0  # of the optimizer; what is dequantized, cast to FP8, or rounded
-    slack: int = 0
-    context: int = 0
+    slack: int = 0  # held by the caching allocator, unusable
+    context: int = 0  # outside the allocator
 
     @property
     def allocated(self) -> int:
@@ -79,7 +79,7 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
         inputs = tokens * width_in
         outputs = tokens * width_out
         weight = linear.numel
-        # in 8 bits: of the gradient and the weight by rows and by columns
+        # 8-bit copies: of the input, and by rows and by columns of the gradient and the weight
         copies = inputs + 2 * outputs + 2 * weight
         if spec.device == "cpu":
             parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)
@@ -87,14 +87,16 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
         elif spec.recipe.model.torch_compile:
             yield copies
         else:
-            yield copies + CAST * max(inputs, outputs, 0 if linear.name in gathered else weight)
+            # one tensor after another is cast; a gathered weight is in 8 bits already
+            largest_cast = max(inputs, outputs, 0 if linear.name in gathered else weight)
+            yield copies + CAST * largest_cast
 
 
 # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
 ROUNDED = 5
 # bytes a number while torchao rounds to 4 bits in blocks, in fp32 and int32 in any dtype
 ROUNDED_IN_BLOCKS = 29
-MERGED_IN_FP32 = 8  # and beside it those of a weight that an adapter was added to
+MERGED_IN_FP32 = 8  # bytes per number of a weight that an adapter was added to
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
@@ -107,29 +109,30 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     scheme = SCHEMES[name]
     adapts = spec.recipe.lora.use_peft
     linears = spec.architecture.linears()
+    # bytes per number of the weight, and of the input
     if scheme.block:  # weights and inputs one after the other
-        a_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * adapts
-        an_input = ROUNDED_IN_BLOCKS
-        return max(max(a_weight * w.numel, an_input * tokens * w.shape[1]) for w in linears)
+        per_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * adapts
+        per_input = ROUNDED_IN_BLOCKS
+        return max(max(per_weight * w.numel, per_input * tokens * w.shape[1]) for w in linears)
     if scheme.is_ternary:
         copies = 1 if spec.computation.itemsize == FP32 else 2
-        an_input = copies * FP32
-        a_weight = an_input + MERGED_IN_FP32 * adapts
+        per_input = copies * FP32
+        per_weight = per_input + MERGED_IN_FP32 * adapts
     else:
         size = spec.computation.itemsize
-        an_input = size * ROUNDED * (scheme.input_bits is not None)
-        a_weight = size * (ROUNDED + adapts)  # and the gradient of base and adapter together
-    return max(a_weight * w.numel + an_input * tokens * w.shape[1] for w in linears)
+        per_input = size * ROUNDED * (scheme.input_bits is not None)
+        per_weight = size * (ROUNDED + adapts)  # and the gradient of base and adapter together
+    return max(per_weight * w.numel + per_input * tokens * w.shape[1] for w in linears)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFactors:
-    """Bytes, whatever the number of tokens, of the copies of experts' adapters that grouped
-    products take: of B, with each expert's in one piece, and of A where it is cast or its rank is
-    padded.
+    """Bytes of the copies of experts' adapters that grouped products take, whatever the tokens.
+
+    B always, to have each expert's in one piece; A where it is cast or its rank is padded.
     """
 
-    kept: int = 0  # between forward and backward
+    kept: int = 0  # of all layers that are not computed again
     layer: int = 0  # of the layer with the most
 
 
@@ -143,7 +146,9 @@ def expert_factor_bytes(architecture: Architecture, computation: Computation) ->
         for tensor in architecture.experts(layer):
             rank, padded = expert_adapter_rank(tensor.name, computation)
             width_out, width_in = architecture.expert_widths(tensor)
-            copied = width_out + (width_in if padded > rank or computation.autocast else 0)
+            copied = width_out  # of B
+            if padded > rank or computation.autocast:
+                copied += width_in  # of A
             size += (
                 computation.itemsize * tensor.shape[0] * padded * copied // computation.expert_ranks
             )
@@ -167,10 +172,10 @@ FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
 
 
 @dataclass(frozen=True, slots=True)
-class InBackwardMemory:
-    """Bytes on one rank at a point of the backward."""
+class UpdateMemory:
+    """Bytes on one rank while the optimizer updates one part within the backward."""
 
-    gradients: int  # where nothing is sharded
+    gradients: int  # whole; read only where nothing is sharded
     temporaries: int
 
 
@@ -181,15 +186,15 @@ def update_temporaries(spec: RunSpec) -> int:
         # one tensor after another: the root of its second moment, and that over the correction
         at_once = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
     elif spec.sharding.cpu_offload:
-        at_once = 0
+        at_once = 0  # the host updates
     else:
         at_once = spec.state().gradients
     return _count_temporaries(spec, trained, at_once)
 
 
-def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
-    """Plans the memory of an update in the backward on the fullest rank: when it updates the head,
-    a layer, and the embedding.
+def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
+    """Plans the memory of an update within the backward, on the rank with the most: of "head",
+    "layer" and "embedding".
 
     A tied head is updated with the embedding.
     """
@@ -205,7 +210,7 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
         tail = []
     if spec.sharding.is_fsdp:
         units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
-        if units.layer != units.layers:  # each layer is a unit
+        if units.wraps_layers:
             widest = f"layer {spec.part.widest_layer}"
             layer = [tensor for tensor in layer if tensor.unit == widest]
     return {
@@ -215,16 +220,14 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, InBackwardMemory]:
     }
 
 
-def _plan_update(
-    spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
-) -> InBackwardMemory:
+def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0) -> UpdateMemory:
     """Plans the memory while one of `tensors` is updated.
 
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
     temporaries = _count_temporaries(spec, tensors, ceil_div(largest, spec.shards))
-    return InBackwardMemory(waiting + largest, temporaries)
+    return UpdateMemory(waiting + largest, temporaries)
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
@@ -236,17 +239,18 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: i
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    largest_matrix = facts.update_bytes * max(
+    for_matrix = facts.update_bytes * max(
         (t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0
     )
     return max(
         norm,
-        facts.update_copies * FP32 * largest + largest_matrix,
+        facts.update_copies * FP32 * largest + for_matrix,
         at_once if facts.allocates_roots else 0,
     )
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
+    """The trained tensors of units whose names begin with `unit`; "layer" is all layers."""
     return [
         tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)
     ]
@@ -265,20 +269,20 @@ class UnitMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
-    """The units of a model, one of its decoder layers among them.
+    """What each unit of a model takes; `layer` is its widest decoder layer.
 
-    A tied head, and FSDP1's, has the embedding in its unit, which waits for the backward of the
-    embedding.
+    A tied head, and FSDP1's, has the embedding in its unit, which is reduced after the backward of
+    the embedding (`tail_waits`).
     """
 
     embedding: UnitMemory
     layer: UnitMemory
     tail: UnitMemory
-    layers: int  # units of them
+    layers: int  # how many units such as `layer`; 1 where all layers are one
     layer_staying: int = 0  # bytes of a gathered layer that is kept until its own backward
     kept_in_forward: int = 0  # bytes of all layers that are still there when the loss is computed
     tail_waits: bool = False
-    buckets: int = 0  # of DDP, beside every gradient
+    buckets: int = 0  # of DDP, an fp32 number for each trained number
     waiting_gradient: int = 0  # of a tied head where nothing is sharded
 
 
@@ -295,13 +299,13 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         spec.part, _list_gathered(spec), spec.sharding, spec.fp8_gathered, spec.shards
     )
     tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
-    if units.layer == units.layers:  # where they are not wrapped, all layers are one unit
-        count = 1
-        names = [f"layer {i}" for i in range(spec.part.layers)]
-    else:
+    if units.wraps_layers:
         count = spec.part.layers
         names = [f"layer {spec.part.widest_layer}"]
-    layer = _plan_unit(spec, units.layer, names, units.unshared)
+    else:
+        count = 1
+        names = [f"layer {i}" for i in range(spec.part.layers)]
+    layer = _plan_unit(spec, units.layer, names, units.unshared)  # unshared: not gathered
     if tail_waits:
         embedding = UnitMemory()
         tail = _plan_unit(spec, units.tail, ["tail", "embedding"])
@@ -322,12 +326,12 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
 
 
 def _list_gathered(spec: RunSpec) -> tuple[StateTensor, ...]:
-    """The tensors that units gather: all, but for those that FSDP2 uses where they lie.
+    """The tensors that FSDP copies when it gathers a unit.
 
-    On one rank these are what is frozen in the dtype of the computation.
+    All, but on one rank FSDP2 uses a frozen tensor in place if it has the dtype of the computation.
     """
-    is_offloaded = spec.sharding.cpu_offload or bool(spec.fp8_gathered)
-    if spec.shards > 1 or spec.sharding.layout != "fsdp2" or is_offloaded:
+    always_copies = spec.sharding.cpu_offload or bool(spec.fp8_gathered)
+    if spec.shards > 1 or spec.sharding.layout != "fsdp2" or always_copies:
         return spec.part_tensors
     itemsize = spec.computation.itemsize
     return tuple(
@@ -364,7 +368,7 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     """
     computation = spec.computation
     architecture = spec.architecture
-    multiplied = sum(
+    layer_weights = sum(
         tensor.numel
         for tensor in (
             *architecture.linears(architecture.widest_layer),
@@ -376,7 +380,7 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         and computation.lora is None
         and not spec.recipe.quantization_aware.quantization_aware_training
     )
-    cast = computation.itemsize * multiplied if is_cast else 0
+    cast = computation.itemsize * layer_weights if is_cast else 0
 
     embedding = _trained_bytes(spec, "embedding")
     layer = _trained_bytes(spec, f"layer {architecture.widest_layer}")
