@@ -25,7 +25,7 @@ from finetune.convert.model_names import (
     report_own_thoughts,
     report_turn_ends,
 )
-from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
+from finetune.convert.objectives import LABEL_LOSSES, cuts_loss, find_masked_diffusion
 from finetune.convert.value_conversion import (
     Conversion,
     convert_names,
@@ -255,6 +255,10 @@ TORCHTUNE_MODELS = {
     ),
 }
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
+# by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
+MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
+# also by get_decay_parameter_names of transformers' Trainer, which spares norms and biases
+MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
 
 
 def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -368,6 +372,12 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
+def report_magnitudes(conversion: Conversion) -> None:
+    """Reports that DoRA's magnitudes, which are vectors, decay in every other tool."""
+    if conversion.recipe.get("use_dora") and conversion.recipe.get("weight_decay"):
+        conversion.remarks.append(MAGNITUDES_DECAYED)
+
+
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the size of images that LLaMA-Factory bounds without a key."""
     is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
@@ -440,7 +450,8 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if offload in OFFLOADED:
         recipe["activation_offload"] = True
         conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
-    if not any(map(settings.get, OF_PAIRS)):
+    # masked diffusion divides each row by its own labels
+    if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
         conversion.remarks.append(_describe_mean(settings))
     if recipe.get("warmup_steps") == 1:
         recipe["warmup_steps"] = 2

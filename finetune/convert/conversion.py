@@ -31,6 +31,7 @@ from finetune.convert.by_tool import (
     report_evaluation,
     report_images,
     report_losses,
+    report_magnitudes,
 )
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
@@ -297,6 +298,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
+    report_magnitudes(conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
     _list_once(conversion)

@@ -411,6 +411,10 @@ ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is "
     "read by a chat template"
 )
+# load_tokenizer of its loaders/tokenizer.py, where type alpaca leaves the template alone
+ALPACA_SAVED = (
+    "chat_template: alpaca's, which writes the prompts, is saved with the tokenizer here; there {}"
+)
 ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 # strip_bos_token of its _tokenize, where there is no BOS token
 STARTS_TWICE = (
@@ -522,9 +526,18 @@ def _read_axolotl(
     held_out = read("test_datasets")
     if styles - {"completion"} == {"alpaca"}:
         conversion.recipe["chat_template"] = "alpaca"
+        _report_saved_template(str(settings.get("chat_template") or ""), conversion)
     elif "alpaca" in styles:
         conversion.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
     return train, held_out
+
+
+def _report_saved_template(asked: str, conversion: Conversion) -> None:
+    if asked == "alpaca":
+        return
+    is_own = not asked or asked.startswith("tokenizer_default")
+    saved = "the tokenizer's own" if is_own else f"{asked}'s"
+    conversion.remarks.append(ALPACA_SAVED.format(saved))
 
 
 def _read_axolotl_entry(

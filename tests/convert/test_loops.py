@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
@@ -38,6 +40,7 @@ from finetune.convert.by_tool import (
     IN_ORDER,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
+    MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
     SLOW_START,
     TEXTS_CUT,
@@ -78,6 +81,7 @@ from finetune.convert.objectives import (
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
 from finetune.convert.value_conversion import Conversion
+from finetune.optim.optimizers import make_parameter_groups
 
 Convert = Callable[..., Conversion]
 MODEL = {
@@ -1166,3 +1170,79 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     assert (conversion.accelerate_file is not None) == is_divided
     assert (ONE_GROUP in said(conversion)) == is_divided
     assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved"),
+    [
+        ({}, "the tokenizer's own"),
+        ({"chat_template": "tokenizer_default"}, "the tokenizer's own"),
+        ({"chat_template": "gemma3"}, "gemma3's"),
+    ],
+)
+def test_the_template_that_axolotl_saves_beside_alpaca_rows_is_listed(
+    convert: Convert, keys: dict[str, str], saved: str
+) -> None:
+    """load_tokenizer of its loaders/tokenizer.py, which sets a template for chat_template alone."""
+    line = "is saved with the tokenizer"
+    rows = [{"path": "a/rows", "type": "alpaca"}]
+    made = convert(AXOLOTL, datasets=rows, **keys)
+    assert made.recipe["chat_template"] == "alpaca"
+    (listed,) = (remark for remark in made.remarks if line in remark)
+    assert listed.endswith(f"there {saved}")
+    assert line not in said(convert(AXOLOTL, **keys))
+    assert line not in said(convert(AXOLOTL, datasets=rows, chat_template="alpaca"))
+
+
+def test_masked_diffusion_has_no_line_of_a_mean_over_a_ranks_labels(convert: Convert) -> None:
+    """compute_loss of Axolotl's core/trainers/diffusion_lm/trainer.py reads no count of labels."""
+    line = "the mean of each over its labels counts alike there"
+    assert line in said(convert(AXOLOTL))
+    made = convert(AXOLOTL, diffusion_lm={"from_causal_lm": True})
+    assert line not in said(made) and "each row is divided by its trained tokens" in said(made)
+
+
+def test_doras_magnitudes_decay_under_trainer_and_not_here() -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    model = get_peft_model(LlamaForCausalLM(config), adapters)
+    ((name, magnitude),) = (
+        (name, parameter) for name, parameter in model.named_parameters() if "magnitude" in name
+    )
+    trainer = Trainer.__new__(Trainer)
+    assert name in trainer.get_decay_parameter_names(model)
+    (group,) = (
+        group
+        for group in make_parameter_groups(model, 0.1)
+        if any(parameter is magnitude for parameter in group["params"])
+    )
+    assert group["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        (AXOLOTL, {"adapter": "lora", "lora_target_linear": True, "peft_use_dora": True}),
+        (
+            TUNE,
+            {
+                "model": {
+                    "_component_": "torchtune.models.llama3.lora_llama3_8b",
+                    "lora_attn_modules": ["q_proj"],
+                    "use_dora": True,
+                }
+            },
+        ),
+    ],
+)
+def test_the_decay_of_doras_magnitudes_is_listed(
+    convert: Convert, file: Mapping[str, Any], keys: dict[str, Any]
+) -> None:
+    """torchtune's recipes give torch's AdamW all parameters, in one group."""
+    decay = {"optimizer": {"weight_decay": 0.01}} if file is TUNE else {"weight_decay": 0.01}
+    none = {"optimizer": {"weight_decay": 0.0}} if file is TUNE else {"weight_decay": 0.0}
+    assert MAGNITUDES_DECAYED in convert(file, **keys, **decay).remarks
+    assert MAGNITUDES_DECAYED not in convert(file, **keys, **none).remarks
+    assert MAGNITUDES_DECAYED not in convert(file, **decay).remarks
