@@ -388,8 +388,10 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
     answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
     heads = sorted(HEADS.intersection(targets)) if isinstance(targets, list) else []
-    is_fused = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
-    if answers and heads and is_fused:
+    is_asked = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
+    # which need the scores
+    others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
+    if answers and heads and is_asked and not any(others):
         conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
     if conversion.tool == "TRL" and answers and _has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)

@@ -535,6 +535,7 @@ CUT = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
         ({}, False),
         (CUT | {"cut_cross_entropy": False}, False),
         (LIGER | {"lora_target_modules": ["q_proj"]}, False),
+        (LIGER | {"use_dft": True}, False),
     ],
 )
 def test_a_fused_loss_passes_by_the_adapter_of_the_head(
@@ -542,6 +543,20 @@ def test_a_fused_loss_passes_by_the_adapter_of_the_head(
 ) -> None:
     adapted = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj", "lm_head"]}
     assert (HEAD_PASSED_BY in said(convert(AXOLOTL | adapted | keys))) == passed_by
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen", "finetuning_type": "lora", "lora_target": "q_proj,lm_head"}, "enable_liger_kernel"),
+        ({"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows", "max_length": 1024, "use_peft": True, "lora_target_modules": ["q_proj", "lm_head"]}, "use_liger_kernel"),
+    ],
+)  # fmt: skip
+def test_other_tools_ask_for_ligers_fused_loss_too(
+    file: dict[str, object], key: str, asks: bool, convert: Convert
+) -> None:
+    assert (HEAD_PASSED_BY in said(convert(file | {key: asks}))) == asks
 
 
 def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
