@@ -153,6 +153,28 @@ MICRO_BATCHES_ALIKE = (
     "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
     "over those of the whole step"
 )
+# lce_forward of Axolotl's integrations/liger/models, which take no count of the step's labels:
+# deepseekv2.py, for which Trainer divides by the micro-batches, and jamba.py, for which it does not
+UNCOUNTED_BY_LIGER = {
+    "deepseek_v2": MICRO_BATCHES_ALIKE,
+    "jamba": (
+        "loss: the means of a step's micro-batches over their labels are added in 0.21 under this "
+        "fused loss, and averaged in 0.19; here it is the mean over the labels of the whole step"
+    ),
+}
+LIGERS_LOSS = "liger_fused_linear_cross_entropy"
+# keys of losses that read the head's weight without calling it: LigerForCausalLMLoss, and apply_lce
+# of cut_cross_entropy
+FUSED_LOSSES = {
+    "Axolotl": LIGERS_LOSS,
+    "LLaMA-Factory": "enable_liger_kernel",
+    "ms-swift": "use_liger_kernel",
+    "TRL": "use_liger_kernel",
+}
+HEAD_PASSED_BY = (
+    "the fused loss reads the head's weight without its adapter there, which is not trained; it is "
+    "here"
+)
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -366,8 +388,15 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean."""
+    """Reports where the loss of a step is another mean, and where it passes an adapter by."""
     answers = find_method_facts(conversion.recipe).rows == "answers"
+    targets = conversion.recipe.get("lora_target_modules")
+    heads = sorted(HEADS.intersection(targets)) if isinstance(targets, list) else []
+    is_asked = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
+    # which need the scores
+    others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
+    if answers and heads and is_asked and not any(others):
+        conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
     if conversion.tool == "TRL" and answers and _has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
@@ -521,6 +550,9 @@ def _describe_mean(settings: ToolFile) -> str:
     if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
     name = name_model(settings)
+    family = guess_family(name)
+    if settings.get(LIGERS_LOSS) and family in UNCOUNTED_BY_LIGER:
+        return UNCOUNTED_BY_LIGER[family]
     if _has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
     return RANKS_ALIKE.format(EACH_IN_19)

@@ -563,7 +563,7 @@ THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omn
 # Of these some may.
 MAYBE_THINKING = re.compile(
     r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
-    r"mimo|seed-oss"
+    r"mimo|seed-oss|\bbeam-\d"
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
@@ -583,11 +583,12 @@ TOKENIZERS = {
     "phi3_mini_tokenizer": "phi3",
     "phi4_tokenizer": "phi4",
 }
-# Models whose turns mistral-common writes, by the version of their tokenizers.
+# Models whose turns mistral-common writes, by the version of their tokenizers; those of Devstral
+# and of the first Magistral by the tokens of Axolotl's tests/prompt_strategies.
 MISTRAL_COMMON = {
-    r"ministral-3-|magistral-small-25(07|09)": "mistral-v13-tekken",
-    r"mistral-small-3\.2": "mistral-v11-tekken",
-    r"mistral-small-(3\.1|24b)": "mistral-v7-tekken",
+    r"ministral-3-|magistral-small-25(07|09)|devstral-small-2507": "mistral-v13-tekken",
+    r"mistral-small-3\.2|magistral-small-2506": "mistral-v11-tekken",
+    r"mistral-small-(3\.1|24b)|devstral-small-2505": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
 # Templates whose turns do not end with a model's EOS token as such -> the token at the end of a
@@ -866,6 +867,13 @@ ALL_OF_IMAGES = (
     "no role is known of this model there, and all text of a row is trained on; so it is here by "
     "assistant_only_loss: false, and by true the answers alone"
 )
+# whose processors write more than the patches' tokens for an image (replace_image_token), of which
+# Axolotl leaves the patches' alone out
+MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "smolvlm")
+MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
+# Glm4vProcessingStrategy
+GLM_IMAGES = ("glm4v", "glm46v")
+GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # utils/collators/mm_chat.py of Axolotl
@@ -1172,5 +1180,14 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     if not knows_roles:
         conversion.recipe["assistant_only_loss"] = False
         conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
+        _report_marks(settings.get("processor_type"), conversion)
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
+
+
+def _report_marks(processor: Any, conversion: Conversion) -> None:
+    """Reports which tokens of an image are trained where all of a row's text is."""
+    if conversion.images in MARKED_IMAGES:
+        conversion.add_difference("processor_type", processor, MARKS_TRAINED)
+    elif conversion.images in GLM_IMAGES:
+        conversion.add_difference("processor_type", processor, GLM_MARKS)

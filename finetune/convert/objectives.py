@@ -52,6 +52,11 @@ WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
 PROMPTS_WERE_CUT = (
     "a prompt of over 512 tokens lost its beginning in TRL 0.21; not in 1.0 and later, nor here"
 )
+# truncation_mode's default in TRL's DPO until 0.29, which knows max_prompt_length no more
+SIDES_WERE_CUT = (
+    "by default a side of over max_length tokens loses its beginning in the versions that know "
+    "max_prompt_length, before 0.29; its end here"
+)
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = (
@@ -561,6 +566,8 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
     if tool == "TRL" and settings.get("max_prompt_length") is None:
         conversion.add_remark("max_prompt_length", None, PROMPTS_WERE_CUT)
+    if tool == "TRL" and method == "dpo" and settings.get("truncation_mode") is None:
+        _report_cut_sides(settings, conversion)
     if settings.get("truncation_mode") == "keep_end":
         note = "a side of over max_length tokens loses its end here"
         conversion.add_difference("truncation_mode", "keep_end", note)
@@ -570,6 +577,14 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference(
             "ref_checkpointer.checkpoint_dir", reference, note, "another reference model"
         )
+
+
+def _report_cut_sides(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which end of a long pair is cut: for sure where the file is of an older version."""
+    if settings.get("max_prompt_length") is None:
+        conversion.add_remark("truncation_mode", None, SIDES_WERE_CUT)
+    else:
+        conversion.add_difference("truncation_mode", None, SIDES_WERE_CUT)
 
 
 def _drop_unused(method: str, conversion: Conversion) -> None:

@@ -1,5 +1,6 @@
 """What a file means to the newest version of its tool, and where an older one reads it otherwise."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import transformers
 import yaml
 
+from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.by_tool import (
     APART_IN_21,
     BEST_AT_END,
@@ -14,6 +16,7 @@ from finetune.convert.by_tool import (
     EACH_IN_19,
     EMBEDDING_MOMENTS,
     FEWER_STEPS,
+    HEAD_PASSED_BY,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     OF_EPOCHS,
@@ -22,19 +25,24 @@ from finetune.convert.by_tool import (
     ROUTERS_IN_FP32,
     STATE_PASSED_ON,
     TWO_STEPS,
+    UNCOUNTED_BY_LIGER,
 )
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
     CHATML_ADDED,
     COMMON_TURNS_OF_IMAGES,
+    GLM_IMAGES,
+    GLM_MARKS,
+    MARKED_IMAGES,
+    MARKS_TRAINED,
     ONE_TEXT,
     OWN_THOUGHT,
     SCORED_BREAK,
     THOUGHT_OF_IMAGES,
     TOKENIZERS_BOS,
 )
-from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT
+from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -367,6 +375,30 @@ def test_an_optimizer_is_judged_by_its_own_name(
     assert any(line.startswith("optimizer") for line in made.differences) != is_adamw
 
 
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("Devstral-Small-2507", "mistral-v13-tekken"),
+        ("Devstral-Small-2505", "mistral-v7-tekken"),
+        ("Magistral-Small-2506", "mistral-v11-tekken"),
+        ("Devstral-Small-2-24B-Instruct-2512", None),
+    ],
+)
+def test_mistral_common_writes_the_turns_of_models_without_a_template(
+    name: str, template: str | None, convert: Convert
+) -> None:
+    """Their calls have no id, an id in JSON, and an id after [CALL_ID] in Axolotl's own tests."""
+    keys = {"base_model": f"mistralai/{name}", "tokenizer_use_mistral_common": True}
+    made = convert(AXOLOTL, **keys)
+    assert made.recipe.get("chat_template") == template
+    assert ("the tokenizer's own template is used" in said(made)) == (template is None)
+
+
+@pytest.mark.parametrize("name", ["reflection/Beam-1.0-501B-A23B", "allenai/OLMo-2-1124-7B"])
+def test_the_thoughts_that_beams_template_may_write_are_said(name: str, convert: Convert) -> None:
+    assert (OWN_THOUGHT in said(convert(AXOLOTL, base_model=name))) == ("Beam" in name)
+
+
 def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) -> None:
     keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
     images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
@@ -470,6 +502,120 @@ def test_prompts_that_older_versions_of_trl_cut_are_said(
 ) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
     assert (PROMPTS_WERE_CUT in said(convert(file | {"loss_type": "sigmoid"}, **keys))) == cut
+
+
+@pytest.mark.parametrize(
+    ("keys", "lists"),
+    [
+        ({}, "remarks"),
+        ({"max_prompt_length": 256}, "differences"),
+        ({"max_prompt_length": 256, "truncation_mode": "keep_start"}, None),
+        ({"truncation_mode": "keep_end"}, None),
+    ],
+)
+def test_the_end_of_a_long_pair_that_older_versions_of_trl_kept_is_said(
+    keys: dict[str, object], lists: str | None, convert: Convert
+) -> None:
+    """A file with max_prompt_length is of a version that cuts a side's beginning by default."""
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
+    made = convert(file | {"loss_type": "sigmoid"}, **keys)
+    for name in ("remarks", "differences"):
+        assert (SIDES_WERE_CUT in "".join(getattr(made, name))) == (name == lists)
+
+
+LIGER = {"liger_fused_linear_cross_entropy": True}
+CUT = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "passed_by"),
+    [
+        (LIGER, True),
+        (CUT, True),
+        ({}, False),
+        (CUT | {"cut_cross_entropy": False}, False),
+        (LIGER | {"lora_target_modules": ["q_proj"]}, False),
+        (LIGER | {"use_dft": True}, False),
+    ],
+)
+def test_a_fused_loss_passes_by_the_adapter_of_the_head(
+    keys: dict[str, object], passed_by: bool, convert: Convert
+) -> None:
+    adapted = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj", "lm_head"]}
+    assert (HEAD_PASSED_BY in said(convert(AXOLOTL | adapted | keys))) == passed_by
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen", "finetuning_type": "lora", "lora_target": "q_proj,lm_head"}, "enable_liger_kernel"),
+        ({"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows", "max_length": 1024, "use_peft": True, "lora_target_modules": ["q_proj", "lm_head"]}, "use_liger_kernel"),
+    ],
+)  # fmt: skip
+def test_other_tools_ask_for_ligers_fused_loss_too(
+    file: dict[str, object], key: str, asks: bool, convert: Convert
+) -> None:
+    assert (HEAD_PASSED_BY in said(convert(file | {key: asks}))) == asks
+
+
+def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
+    adapted = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj", "lm_head"]}
+    pairs = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
+    assert HEAD_PASSED_BY not in said(convert(AXOLOTL | adapted | LIGER | pairs))
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-ai/DeepSeek-V2-Lite", "ai21labs/Jamba-v0.1", "Qwen/Qwen3-8B"]
+)
+def test_the_fused_losses_of_two_families_take_no_count_of_labels(
+    name: str, convert: Convert
+) -> None:
+    family = {"D": "deepseek_v2", "J": "jamba"}.get(name.split("/")[1][0], "")
+    fused = convert(AXOLOTL, base_model=name, **LIGER).remarks
+    plain = convert(AXOLOTL, base_model=name).remarks
+    assert (RANKS_ALIKE.format(EACH_IN_19) in fused) == (not family)
+    assert not family or UNCOUNTED_BY_LIGER[family] in fused
+    assert RANKS_ALIKE.format(EACH_IN_19) in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("HuggingFaceTB/SmolVLM2-2.2B-Instruct", MARKS_TRAINED),
+        ("zai-org/GLM-4.6V-Flash", GLM_MARKS),
+        ("llava-hf/llava-1.5-7b-hf", None),
+    ],
+)
+def test_the_marks_around_an_image_that_are_trained_are_said(
+    name: str, note: str | None, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, base_model=name, processor_type="AutoProcessor"))
+    assert [each for each in (MARKS_TRAINED, GLM_MARKS) if each in text] == ([note] if note else [])
+    roles = [{"role": "assistant", "start": "a", "end": "b"}]
+    asked = convert(AXOLOTL, base_model=name, processor_type="AutoProcessor", role_boundaries=roles)
+    assert not any(each in said(asked) for each in (MARKS_TRAINED, GLM_MARKS))
+
+
+def test_the_families_whose_processors_write_marks_are_those_of_transformers() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    families = {
+        family: re.findall(
+            r"def replace_image_token.*?(?=\n    def |\n    @|\nclass |\n__all__|\Z)",
+            (models / family / f"processing_{family}.py").read_text(),
+            re.DOTALL,
+        )
+        for family in IMAGE_FAMILIES
+        if (models / family / f"processing_{family}.py").is_file()
+    }
+    marked = {
+        family
+        for family, written in families.items()
+        if written and not re.search(r"return self\.image_token( \*|$)", written[0], re.MULTILINE)
+    }
+    # of InternVL's Axolotl leaves the marks out too
+    assert marked - {"internvl"} == set(MARKED_IMAGES)
+    assert not marked & set(GLM_IMAGES)
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama2"])
