@@ -451,7 +451,10 @@ def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inpu
 
 
 class _QuantizedExperts:
-    """Runs a layer of experts with quantized weights and peft's adapters of them."""
+    """Runs a layer of experts with quantized weights and peft's adapters of them.
+
+    The weights are dequantized in the forward, and again in the backward, so that none is kept.
+    """
 
     def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
         self.module = module

@@ -331,8 +331,6 @@ class Architecture:
             }
             if self.family.fused:
                 widths = {"qkv_proj": sum(widths.values())}
-            else:
-                widths = widths
             attended = {
                 f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()
             }

@@ -308,10 +308,16 @@ def _unsharded_layer(
 def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, whose weights it updates."""
-    # the gradients of the outputs of gate and up, which `working_bytes` counts; the first update,
-    # that of down_proj, comes before them
-    missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
+    """The backward of the layer after `done` others, whose weights it updates.
+
+    Two points of each moment: all of its activations before an update, and the first update, that
+    of down_proj.
+    """
+    if spec.computed.trace(spec.computation) is None:
+        # at the update the gradients of gate's and up's outputs are not there yet
+        missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
+    else:  # a trace does not say what is of the MLP
+        missing = 0
     for moment in _moments_of_layer(spec, done):
         yield replace(point, gradients=0, activations=moment.activations)
         yield replace(

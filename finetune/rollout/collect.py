@@ -100,7 +100,7 @@ class Sampler:
 
     @property
     def reward_names(self) -> list[str]:
-        """The metrics' names of the recipe's rewards."""
+        """The metrics' names of the recipe's rewards, then of those that environments give."""
         named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
         return named + self.own_rewards
 
@@ -304,13 +304,13 @@ class Sampler:
         """
         ended = None
         rewards_of_environments: list[list[float | None]] = []
-        lost: list[bool] = []
+        lost: list[bool] = []  # [completions]: whether the environment failed; counts as a failure
         if episodes is not None:
             ended = episodes.end()
             rewards_of_environments = list(ended.rewards.values())
             lost = ended.lost
         if not self.rewards.names:
-            return Scores(rewards_of_environments, sum(lost))
+            return Scores(by_function=rewards_of_environments, failures=sum(lost))
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}

@@ -318,8 +318,8 @@ class PolicyObjective(Objective):
         return dict.fromkeys(names, zero)
 
     def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Metrics that only some recipes have: of a server, dynamic sampling, tools and each reward
-        function.
+        """Metrics that only some recipes have: of a critic, a server, dynamic sampling, tools and
+        each reward function.
 
         A score that is nan is left out of its mean: the function does not apply.
         """

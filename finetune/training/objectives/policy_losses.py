@@ -57,7 +57,10 @@ class Completions:
 
 
 def find_completions(micro_batch: MicroBatch) -> Completions:
-    """Reads which completion each trained position of a micro-batch belongs to."""
+    """Reads which completion each of a micro-batch's `trained_positions` belongs to.
+
+    Some only fill up their number, and have no label.
+    """
     assert micro_batch.trained_documents is not None, "completions are documents"
     is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
     return Completions(micro_batch.trained_documents, is_trained, len(micro_batch.example_ids))
@@ -69,8 +72,8 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
 
 
 def loss_level(recipe: Recipe) -> Level:
-    """SEQUENCE where a completion has one ratio, the product of its tokens' (RLOO); TOKEN for every
-    other loss, GSPO included.
+    """SEQUENCE where a completion has one ratio, the product of its tokens' (RLOO, whose `average`
+    is "sums"); TOKEN for every other loss, GSPO included.
     """
     if policy_loss(recipe).average == "sums":
         return Level.SEQUENCE
