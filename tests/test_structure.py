@@ -67,6 +67,20 @@ def test_no_class_name_is_used_twice() -> None:
     assert [name for name, count in names.items() if count > 1 and name != "Linear"] == []
 
 
+def test_no_module_gives_a_name_twice() -> None:
+    """As a merge may: ruff accepts a constant whose value is assigned again."""
+    twice = []
+    for path in PACKAGE.rglob("*.py"):
+        names: Counter[str] = Counter()
+        for node in parse(path).body:
+            if isinstance(node, FUNCTIONS | ast.ClassDef):
+                names[node.name] += 1
+            elif isinstance(node, ast.Assign):
+                names.update(each.id for each in node.targets if isinstance(each, ast.Name))
+        twice += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if names[name] > 1]
+    assert twice == []
+
+
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
 
 

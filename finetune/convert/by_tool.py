@@ -279,8 +279,6 @@ TORCHTUNE_MODELS = {
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 # by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
 MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
-# also by get_decay_parameter_names of transformers' Trainer, which spares norms and biases
-MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
 
 
 def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
