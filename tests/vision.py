@@ -299,6 +299,40 @@ PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA, or of Mi
         "image_token_index": IMAGE,
     },
 }
+# of widths that bitsandbytes dequantizes on a CPU; layers of linear attention and of sparse latents
+GLM_5: dict[str, dict[str, Any]] = {
+    "glm5_next": {
+        "text_config": {
+            "hidden_size": 64,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "indexer_types": ["full", "full"],
+            "index_topk": 64,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_kpool": 4,
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "vision_config": QWEN_VISION
+        | {"depth": 1, "out_hidden_size": 64, "projection_intermediate_size": 24},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "image_start_token_id": START,
+        "image_end_token_id": END,
+        "video_start_token_id": END + 1,
+        "video_end_token_id": END + 2,
+    }
+}
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 
 
@@ -334,7 +368,7 @@ def whole_config(family: str) -> dict[str, Any]:
     ids = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
-    keys = (FAMILIES | MORE | PIXTRAL | WITH_TIMM)[family]
+    keys = (FAMILIES | MORE | PIXTRAL | GLM_5 | WITH_TIMM)[family]
     text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
     return {"model_type": family} | keys | {"text_config": text}
 

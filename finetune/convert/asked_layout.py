@@ -157,12 +157,6 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     )
     is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
-    sequences = (
-        settings.get("context_parallel_size"),
-        settings.get("sequence_parallel_degree"),  # the older name
-        read_section(settings, "context_parallel").get("size"),
-        settings.get("sequence_parallel_size"),
-    )
     tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
     return AskedLayout(
         sharding,
@@ -171,8 +165,19 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
         pure_bf16=pure_bf16,
         keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
         tensors=max(map(_read_size, tensors)),
-        sequences=max(map(_read_size, sequences)),
+        sequences=count_sharing_ranks(settings),
     )
+
+
+def count_sharing_ranks(settings: ToolFile) -> int:
+    """Returns how many ranks share a row, in files of Trainer's vocabulary."""
+    sizes = (
+        settings.get("context_parallel_size"),
+        settings.get("sequence_parallel_degree"),  # the older name
+        read_section(settings, "context_parallel").get("size"),
+        settings.get("sequence_parallel_size"),
+    )
+    return max(map(_read_size, sizes))
 
 
 def _keeps_loaded_dtype(settings: ToolFile) -> bool:

@@ -7,12 +7,11 @@ from typing import Any
 import yaml
 
 from finetune.config.facts import read_family_source
-from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.asked_layout import find_zero_stage
+from finetune.convert.asked_layout import count_sharing_ranks, find_zero_stage
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
@@ -21,6 +20,7 @@ from finetune.convert.model_names import (
     HEADER_TRAINED,
     guess_family,
     guess_vision_family,
+    has_tower,
     name_model,
     report_own_thoughts,
     report_turn_ends,
@@ -42,6 +42,17 @@ RANKS_ALIKE = (
 )
 # model_accepts_loss_kwargs of its core/trainers/base.py, which was False for every model
 EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
+# _num_items of its integrations/context_parallel/trainer.py
+GROUPS_ALIKE = (
+    "loss: of several groups of ranks that share a row the mean of each over its labels counts "
+    "alike there; here it is the mean over those of the whole step"
+)
+# deepspeed_sp_compute_loss of transformers, and _get_num_items_in_batch of its
+# core/trainers/base.py
+MICRO_BATCHES_OF_GROUPS = (
+    "loss: the mean over its labels of each micro-batch of a group of ranks that share a row "
+    "counts alike there; here it is the mean over those of the whole step"
+)
 DIONS_MUON = (
     "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
     "and no Nesterov momentum"
@@ -122,6 +133,12 @@ WINDOWS = (
 TEXTS_CUT = (
     "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
     "trained on"
+)
+# labels of a packed row are shifted as those of one text: V2BatchSamplerDataCollatorForSeq2Seq of
+# Axolotl, PackedSupervisedDatasetProcessor of LLaMA-Factory
+FIRST_TRAINED = (
+    "packing: the first token of a packed document is trained too there, after the end of the one "
+    "before it"
 )
 # create_train_validation_split, which draws no rows
 LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
@@ -373,7 +390,11 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     if tool == "torchtune" and "max_steps" not in recipe:
         accumulates = recipe.get("gradient_accumulation_steps", 1) > 1
         conversion.remarks.append(CARRIED_OVER if epochs != 1 and accumulates else WHOLE_STEPS)
-    elif tool == "Axolotl" and "max_steps" not in recipe and (is_packed or epochs != 1):
+    elif (
+        tool == "Axolotl"
+        and "max_steps" not in recipe
+        and (is_packed or settings.get("sample_packing") or epochs != 1)
+    ):
         conversion.remarks.append(FEWER_STEPS)
     elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
         conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if "max_steps" in recipe else ""))
@@ -547,20 +568,22 @@ def _describe_mean(settings: ToolFile) -> str:
     """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
     if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
+    shares_rows = count_sharing_ranks(settings) > 1
+    if shares_rows and settings.get("deepspeed"):
+        return MICRO_BATCHES_OF_GROUPS
     name = name_model(settings)
     family = guess_family(name)
     if settings.get(LIGERS_LOSS) and family in UNCOUNTED_BY_LIGER:
         return UNCOUNTED_BY_LIGER[family]
     if _has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
-    return RANKS_ALIKE.format(EACH_IN_19)
+    return GROUPS_ALIKE if shares_rows else RANKS_ALIKE.format(EACH_IN_19)
 
 
 def _has_own_loss(name: str) -> bool:
     """Whether transformers' class of a model with a tower takes no count of the step's labels."""
-    family = guess_vision_family(name)
-    source = read_family_source(str(family))
-    return family in IMAGE_FAMILIES and LOSS_OF_ITS_OWN.search(source) is not None
+    source = read_family_source(str(guess_vision_family(name)))
+    return has_tower(name) and LOSS_OF_ITS_OWN.search(source) is not None
 
 
 def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
@@ -571,8 +594,15 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("sample_packing")
     if settings.get("pretraining_dataset") and packs:
         conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
-    if any(each.startswith("completion") for each in find_texts(settings, "type")):
+    kinds = list(find_texts(settings, "type"))
+    are_texts = any(each.startswith("completion") for each in kinds)
+    if are_texts:
         conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
+    trains_prompts = settings.get("train_on_inputs") and not all(
+        each.startswith("chat_template") for each in kinds
+    )
+    if packs and (are_texts or trains_prompts or settings.get("pretraining_dataset")):
+        conversion.remarks.append(FIRST_TRAINED)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     if packs and settings.get("eval_sample_packing") is False and holds_out:
         conversion.remarks.append(LAST_UNMEASURED)
@@ -647,10 +677,12 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
         recipe["overlength"] = "truncate"
     elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    family = conversion.images or guess_vision_family(str(settings.get("model_name_or_path")))
-    has_processor = family in IMAGE_FAMILIES and not is_factory_v1(yaml.safe_load(text))
+    reads_images = conversion.images is not None or has_tower(name_model(settings))
+    has_processor = reads_images and not is_factory_v1(yaml.safe_load(text))
     if has_processor and settings.get("stage") in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    if all(map(settings.get, ("packing", "train_on_prompt"))) and settings.get("stage") == "sft":
+        conversion.remarks.append(FIRST_TRAINED)
 
 
 def _report_v1_turns(settings: ToolFile, conversion: Conversion) -> None:

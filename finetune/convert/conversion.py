@@ -56,6 +56,7 @@ from finetune.convert.model_names import (
     is_mixture,
     report_classes,
     report_expert_names,
+    report_saved_template,
     report_scored_ends,
     report_shared_experts,
     set_template,
@@ -290,6 +291,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     adapt_method(method, settings, source, conversion)
     add_sources(tool, settings, source, conversion)
     report_scored_ends(settings, conversion)
+    report_saved_template(settings, conversion)
     add_defaults(settings, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)

@@ -82,6 +82,7 @@ FAMILIES = (
     (r"minimax-?(m1|text)", "minimax"),
     (r"mimo-v2-flash", "mimo_v2_flash"),
     (r"llama-?4|scout|maverick", "llama4_text"),
+    (r"glm-?5\.3-flash", "glm5_next_text"),
     (r"glm-?5", "glm_moe_dsa"),
     (r"granite-?4", "granitemoehybrid"),
     (r"bamba", "bamba"),
@@ -139,6 +140,7 @@ VISION_FAMILIES = (
     (r"gemma-?3n", "gemma3n"),
     (r"gemma-?3-(4|12|27)b", "gemma3"),
     (r"gemma-?4", "gemma4"),
+    (r"glm-?5\.3-flash", "glm5_next"),
     (r"glm-4\.6v", "glm46v"),
     (r"glm-4\.\dv", "glm4v"),
     (r"smolvlm", "smolvlm"),
@@ -261,6 +263,15 @@ def guess_family(name: str) -> str | None:
     """
     lower = name.lower()
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
+
+
+def has_tower(name: str) -> bool:
+    """Whether a model's name says that it has a vision tower.
+
+    >>> has_tower("google/gemma-3-27b-it"), has_tower("google/gemma-3-1b-it")
+    (True, False)
+    """
+    return any(re.search(pattern, name.lower()) for pattern, _ in VISION_FAMILIES)
 
 
 def guess_vision_family(name: str) -> str | None:
@@ -500,6 +511,11 @@ EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
     "thinking of all but the last; here each has its own, after the prompt of inference"
 )
+MAYBE_EARLIER_THOUGHTS = (
+    "of a row with several answers one text is made there, without the thinking of all but the "
+    "last where the tokenizer's template leaves it out; here each has its own, after the prompt of "
+    "inference"
+)
 EARLIER_ENDS = (
     "answers before the last one of a row end with <|end|> there, all with <|return|> here"
 )
@@ -511,6 +527,11 @@ EMPTY_SYSTEM = (
 )
 # Of Axolotl, by bradley_terry.chat_template.
 LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
+# templates/gemma4.jinja of Axolotl
+CALLS_THOUGHT_OF = (
+    "an answer's reasoning is written there only beside a tool call; here it is written, and "
+    "trained, wherever it follows the last question"
+)
 # (tool, its name) -> what it writes otherwise than our template, by its rendering
 # (tests/convert/test_token_ids.py).
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
@@ -591,6 +612,7 @@ MISTRAL_COMMON = {
     r"mistral-small-(3\.1|24b)|devstral-small-2505": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
+WITH_SYSTEM_LAST = ("mistral-v3-tekken",)  # of these
 # Templates whose turns do not end with a model's EOS token as such -> the token at the end of a
 # turn.
 TURN_ENDS: Mapping[str, str] = {
@@ -651,7 +673,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("tokenizer_use_mistral_common") and conversion.images:
         conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
     elif settings.get("tokenizer_use_mistral_common"):
-        _add_mistral_turns(str(settings.get("base_model")).lower(), conversion)
+        _add_mistral_turns(settings, conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
     if component.endswith("_transform"):
@@ -671,16 +693,26 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(HEADER_TRAINED)
 
 
+# encode_user_message of mistral-common's third version, which is that of the second
+SYSTEM_LAST = (
+    "of a row with a system message and several answers one text is made there, with that message "
+    "in the last question alone; here each answer has a text, with it in the last question of that"
+)
 COMMON_TURNS_OF_IMAGES = (
     "mistral-common writes a system message only where a row has one; here the tokenizer's "
     "template, which may have one of its own"
 )
 
 
-def _add_mistral_turns(model: str, conversion: Conversion) -> None:
+def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
+    model = str(settings.get("base_model")).lower()
     name = next(
         (name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None
     )
+    kinds = find_texts(settings, "type")
+    are_turns = any(kind.startswith("chat_template") for kind in kinds) and not settings.get("rl")
+    if name in WITH_SYSTEM_LAST and are_turns:
+        conversion.add_difference("tokenizer_use_mistral_common", True, SYSTEM_LAST)
     if name is None:
         note = "the tokenizer's own template is used"
         conversion.add_difference("tokenizer_use_mistral_common", True, note)
@@ -688,6 +720,12 @@ def _add_mistral_turns(model: str, conversion: Conversion) -> None:
         conversion.recipe["chat_template"] = name
 
 
+# copy_files of torchtune's checkpointers, fix_jinja_template of LLaMA-Factory's templates, and
+# HFMistralTokenizer of Axolotl
+SAVED_TEMPLATE = (
+    "chat_template: {}, which writes the turns, is saved with the tokenizer here; there {}"
+)
+SAVED_BY_FACTORY = ("chatml",)  # replace_jinja_template, of the names in TEMPLATES
 # add_eos of its trainers, which get Axolotl's rows as texts
 SCORED_EOS = "the EOS token follows {} there unless it is that, and is scored; it is not here"
 SCORED_BREAK = (
@@ -755,6 +793,22 @@ def _find_other_end(name: str, conversion: Conversion) -> str | None:
     return None if eos == end else end
 
 
+def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which template a tool saves with the tokenizer where it writes turns by another."""
+    ours = conversion.recipe.get("chat_template")
+    if ours is None or conversion.images:
+        return
+    if conversion.tool == "torchtune":
+        saved = "the model's own tokenizer files are copied"
+    elif conversion.tool == "LLaMA-Factory" and settings.get("template") not in SAVED_BY_FACTORY:
+        saved = "the tokenizer's own, where it has one"
+    elif conversion.tool == "Axolotl" and ours in MISTRAL_COMMON.values():
+        saved = "tekken.json, without a template"
+    else:
+        return
+    conversion.remarks.append(SAVED_TEMPLATE.format(ours, saved))
+
+
 def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what TRL's trainers of preferences, which are Axolotl's too, read before a prompt and
     score after an answer.
@@ -790,6 +844,8 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
         conversion.add_difference(key, value, note)
     elif MAYBE_THINKING.search(lower):
         conversion.remarks.append(f"{key}: {value}   ({OWN_THOUGHT})")
+        if conversion.tool == "Axolotl":
+            conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
 
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -817,6 +873,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
     if note is not None:
         conversion.add_difference(key, value, note)
+    if conversion.tool == "Axolotl" and value in ("gemma4", "gemma4_unified"):
+        conversion.add_remark(key, value, CALLS_THOUGHT_OF)
     if conversion.tool == "Axolotl" and value in SPACED:
         conversion.add_remark(key, value, SPACE_TRAINED)
     name = conversion.recipe["chat_template"]

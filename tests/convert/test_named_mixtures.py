@@ -41,8 +41,12 @@ NAMES = {
     "allenai/FlexOlmo-7x7B-1T": "flex_olmo",
     "upstage/Solar-Open-100B": "solar_open",
     "CohereLabs/command-a-plus-05-2026": "cohere2_moe",
+    "zai-org/GLM-5.3-Flash-BF16": "glm5_next_text",
 }
 FAMILIES = [family for family in NAMES.values() if family not in UNTRIED_IN_FEW_BITS]
+# whose only class has a tower, that of Mistral 3, and its own
+WITH_TOWER = {"mistral4": "mistral4", "glm5_next_text": "glm5_next"}
+UNPACKED = ("glm5_next_text",)  # whose linear attention reads no boundaries of documents
 # On a CPU bitsandbytes dequantizes a matrix rightly where its rows are a multiple of 64.
 WIDTHS = (
     "hidden_size",
@@ -64,8 +68,8 @@ OWN: dict[str, dict[str, Any]] = {
 def make_mixture(folder: Path, family: str) -> Path:
     from transformers import AutoModelForCausalLM
 
-    if family == "mistral4":  # whose only class is that of Mistral 3, with its tower
-        return make_vision_model(folder, family)
+    if family in WITH_TOWER:
+        return make_vision_model(folder, WITH_TOWER[family])
     tokenizer, config = make_tokenizer(), tiny_config(family)
     sizes = {
         name: 64 for name in (*WIDTHS, "q_lora_rank", "kv_lora_rank") if getattr(config, name, None)
@@ -168,10 +172,14 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "load_in_4bit": True,
         "lora_r": 4,
     }
-    keys |= {"lora_target_modules": ["o_proj"], "packing": True}
+    keys |= {"lora_target_modules": ["o_proj"]}
     return {
         family: write_recipe(
-            folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **keys
+            folder / f"{family}.yaml",
+            make_mixture(folder / family / "model", family),
+            data,
+            packing=family not in UNPACKED,
+            **keys,
         )
         for family in FAMILIES
     }

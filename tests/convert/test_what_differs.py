@@ -1,0 +1,196 @@
+"""What a file does in its tool that a recipe's keys do not say: layers of new families, packed rows, turns, means, saved templates."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.config.facts import find_linear_layers
+from finetune.convert.by_tool import (
+    EACH_IN_19,
+    FEWER_STEPS,
+    FIRST_TRAINED,
+    GROUPS_ALIKE,
+    MICRO_BATCHES_ALIKE,
+    MICRO_BATCHES_OF_GROUPS,
+    RANKS_ALIKE,
+)
+from finetune.convert.conversion import convert_file
+from finetune.convert.datasets import ALPACA_SAVED
+from finetune.convert.model_names import (
+    CALLS_THOUGHT_OF,
+    MAYBE_EARLIER_THOUGHTS,
+    SYSTEM_LAST,
+    guess_family,
+    guess_vision_family,
+)
+from finetune.convert.runnable import NO_LAYER
+from finetune.convert.value_conversion import Conversion
+from finetune.data.formats import Conversation
+from finetune.data.render import render_turns
+from finetune.data.tokenizer import make_renderer, read_template
+from tests.convert.test_axolotl_ids import load
+from tests.convert.test_newest_versions import AXOLOTL, FACTORY, TUNE
+
+Convert = Callable[..., Conversion]
+GLM = "zai-org/GLM-5.3-Flash-BF16"
+MINISTRAL = "mistralai/Ministral-8B-Instruct-2410"
+SMALL = "mistralai/Mistral-Small-3.2-24B-Instruct-2506"
+COMPLETION = [{"path": "a/texts", "type": "completion"}]
+ALPACA = [{"path": "a/rows", "type": "alpaca"}]
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Convert:
+    """Converts a file of some keys."""
+
+    def made(file: dict[str, object], **keys: object) -> Conversion:
+        path = tmp_path / "theirs.yaml"
+        path.write_text(yaml.safe_dump(file | keys))
+        return convert_file(path)
+
+    return made
+
+
+def said(conversion: Conversion) -> str:
+    return "\n".join([*conversion.differences, *conversion.remarks])
+
+
+def test_glm_5_3_flash_has_the_layers_of_its_own_family(convert: Convert) -> None:
+    """Its linear attention has queries, keys and values of its own, and its other layers DeepSeek's latents."""
+    assert (guess_family(GLM), guess_vision_family(GLM)) == ("glm5_next_text", "glm5_next")
+    assert guess_family("zai-org/GLM-5.2") == "glm_moe_dsa"
+    targets = ["q_a_proj", "kv_b_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    assert set(targets) <= find_linear_layers("glm5_next_text")
+    made = convert(
+        AXOLOTL,
+        base_model=GLM,
+        adapter="lora",
+        lora_target_modules=targets,
+        sample_packing=True,
+        num_epochs=1,
+    )
+    assert made.recipe["lora_target_modules"] == targets and NO_LAYER not in said(made)
+    assert made.recipe["packing"] is False and FEWER_STEPS in made.remarks
+    assert MICRO_BATCHES_ALIKE in made.remarks
+    factory = convert(
+        FACTORY, model_name_or_path=GLM, template="default", finetuning_type="lora", lora_target="all"
+    )  # fmt: skip
+    assert MICRO_BATCHES_ALIKE in factory.remarks  # it has a processor, whose rows it reads
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, RANKS_ALIKE.format(EACH_IN_19)),
+        ({"context_parallel_size": 4}, GROUPS_ALIKE),
+        ({"context_parallel_size": 4, "deepspeed": "zero3_bf16.json"}, MICRO_BATCHES_OF_GROUPS),
+        ({"deepspeed": "zero3_bf16.json"}, RANKS_ALIKE.format(EACH_IN_19)),
+    ],
+)
+def test_ranks_that_share_a_row_count_as_one(
+    keys: dict[str, object], line: str, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, sample_packing=True, **keys)
+    assert [each for each in made.remarks if each.startswith("loss: ")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"datasets": COMPLETION, "sample_packing": True}, True),
+        ({"datasets": COMPLETION, "sample_packing": False}, False),
+        ({"datasets": ALPACA, "sample_packing": True}, False),
+        ({"datasets": ALPACA, "sample_packing": True, "train_on_inputs": True}, True),
+        ({"sample_packing": True, "train_on_inputs": True}, False),  # its words alone
+    ],
+)
+def test_the_first_token_of_a_packed_document_is_said_to_be_trained(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (FIRST_TRAINED in convert(AXOLOTL, **keys).remarks) == is_said
+
+
+def test_llama_factorys_packed_prompts_are_trained_from_their_first_token(convert: Convert) -> None:
+    text = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "default"}
+    packed = convert(text, packing=True, train_on_prompt=True)
+    assert FIRST_TRAINED in packed.remarks
+    assert FIRST_TRAINED not in convert(text, packing=True).remarks
+
+
+@pytest.mark.parametrize(("name", "texts"), [(MINISTRAL, 2), (SMALL, 1)])
+def test_a_system_message_in_the_last_question_is_said(
+    name: str, texts: int, convert: Convert
+) -> None:
+    """Of a row with two answers: the first has no system message before it where that stands in the last question."""
+    made = convert(AXOLOTL, base_model=name, tokenizer_use_mistral_common=True)
+    tokenizer = load("byte BPE")
+    tokenizer.chat_template = read_template(made.recipe["chat_template"])
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = tuple({"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles))
+    theirs = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    comes_late = theirs.index("system 0") > theirs.index("assistant 2")
+    trained = tuple(role == "assistant" for role in roles)
+    ours = render_turns(Conversation(messages, trained), make_renderer(tokenizer, True))
+    assert len(ours) == texts and comes_late == (texts == 2)
+    assert all(each.text.index("system 0") < each.text.index("assistant") for each in ours[:1])
+    assert (SYSTEM_LAST in said(made)) == comes_late
+    pairs = [{"path": "a/pairs", "type": "chat_template.default"}]
+    compared = convert(
+        AXOLOTL, base_model=name, tokenizer_use_mistral_common=True, rl="dpo", datasets=pairs
+    )
+    assert SYSTEM_LAST not in said(compared)
+
+
+@pytest.mark.parametrize("template", ["gemma4", "gemma4_unified", "gemma3"])
+def test_reasoning_that_axolotls_gemma_4_leaves_out_is_said(
+    template: str, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model="google/gemma-4-31B", chat_template=template)
+    tokenizer = load("byte BPE")
+    tokenizer.chat_template = read_template(made.recipe["chat_template"])
+    answer = {"role": "assistant", "content": "4.", "reasoning_content": "Add."}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, answer], tokenize=False)
+    assert (CALLS_THOUGHT_OF in said(made)) == ("Add." in text)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [("zai-org/GLM-5", True), ("zai-org/GLM-4.7-Flash", False), ("Qwen/Qwen3-8B", False)],
+)
+def test_a_template_that_may_forget_earlier_thinking_is_named(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    assert (MAYBE_EARLIER_THOUGHTS in said(convert(AXOLOTL, base_model=name))) == is_said
+
+
+COMMON = {"base_model": MINISTRAL, "tokenizer_use_mistral_common": True}
+QWEN = {"model_name_or_path": "Qwen/Qwen3-8B"}
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "saved"),
+    [
+        (TUNE, {}, "the model's own tokenizer files are copied"),
+        (AXOLOTL, COMMON, "tekken.json, without a template"),
+        (AXOLOTL, {"chat_template": "chatml"}, None),  # which it saves too
+        (AXOLOTL, {}, None),
+        (FACTORY, QWEN | {"template": "qwen"}, "the tokenizer's own, where it has one"),
+        (FACTORY, QWEN | {"template": "chatml"}, None),  # replace_jinja_template
+        (FACTORY, {}, None),  # of images, which the tokenizer's own template writes
+    ],
+)
+def test_the_template_that_a_tool_saves_is_named(
+    file: dict[str, object], keys: dict[str, object], saved: str | None, convert: Convert
+) -> None:
+    made = convert(file, **keys)
+    lines = [line for line in made.remarks if "is saved with the tokenizer here" in line]
+    assert bool(lines) == bool(saved) and str(saved or "") in "".join(lines)
+    assert saved is None or made.recipe["chat_template"] in lines[0]
+
+
+def test_alpacas_template_is_said_once(convert: Convert) -> None:
+    made = convert(AXOLOTL, **COMMON | {"datasets": ALPACA})
+    lines = [line for line in made.remarks if "is saved with the tokenizer here" in line]
+    assert lines == [ALPACA_SAVED.format("the tokenizer's own")]
