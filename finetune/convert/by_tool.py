@@ -165,7 +165,8 @@ LOSS_OF_ITS_OWN = re.compile(
     r"^class \w+ForConditionalGeneration\((?:(?!^class ).)*accepts_loss_kwargs = False",
     re.DOTALL | re.MULTILINE,
 )
-COUNTED_IN_21 = ("gemma4",)  # whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
+# whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
+COUNTED_IN_21 = ("gemma4", "gemma4_unified")
 MICRO_BATCHES_ALIKE = (
     "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
     "over those of the whole step"

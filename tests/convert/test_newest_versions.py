@@ -104,6 +104,7 @@ def test_the_version_of_axolotls_fsdp_decides_the_dtype_of_weights(
     [
         ("google/gemma-3-12b-it", "Gemma3ForConditionalGeneration"),
         ("google/gemma-4-31B", "Gemma4ForConditionalGeneration"),
+        ("google/gemma-4-12B-it", "Gemma4UnifiedForConditionalGeneration"),
         ("Qwen/Qwen3.5-27B", "Qwen3_5ForConditionalGeneration"),
         ("Qwen/Qwen3.8-Flash-Next", "Qwen4ExpForConditionalGeneration"),
         ("zai-org/GLM-5.3-Flash", "Glm5NextForConditionalGeneration"),

@@ -1,10 +1,16 @@
 """What a file does in its tool that a recipe's keys do not say: layers of new families, packed rows, turns, means, saved templates."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from finetune.config.facts import find_linear_layers
 from finetune.convert.by_tool import (
@@ -21,10 +27,12 @@ from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.model_names import (
     CALLS_THOUGHT_OF,
     MAYBE_EARLIER_THOUGHTS,
+    REFUSED_NAMES,
     SYSTEM_LAST,
     guess_family,
     guess_vision_family,
 )
+from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import Conversation
@@ -194,3 +202,61 @@ def test_alpacas_template_is_said_once(convert: Convert) -> None:
     made = convert(AXOLOTL, **COMMON | {"datasets": ALPACA})
     lines = [line for line in made.remarks if "is saved with the tokenizer here" in line]
     assert lines == [ALPACA_SAVED.format("the tokenizer's own")]
+
+
+# of Mistral's layers; the model that a draft model of another class is for
+OTHERWISE_NAMED = {
+    "mistralai/Ministral-8B-Instruct-2410": "mistral",
+    "google/gemma-4-12b-it": "gemma4_unified_text",
+}
+PLACEHOLDER = re.compile("granite-speech")  # of many of Granite's configs
+
+
+def test_names_say_the_families_that_transformers_own_configs_have_them_for() -> None:
+    """Each config class names a published model; one that several classes name is of any of them."""
+    named: dict[str, set[str]] = {}
+    models = Path(transformers.__file__).parent / "models"
+    for path in models.glob("*/configuration_*.py"):
+        for name in re.findall(r'@auto_docstring\(\s*checkpoint="([^"]+)"', path.read_text()):
+            named.setdefault(name, set()).add(path.parent.name)
+    trained = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    wrong = {}
+    for name, families in named.items():
+        if PLACEHOLDER.search(name) or not families & {
+            each.removesuffix("_text") for each in trained
+        }:
+            continue
+        if any(pattern.search(name.lower()) for pattern in REFUSED_NAMES):
+            continue
+        guessed = {guess_family(name), guess_vision_family(name)} - {None}
+        of_text = {str(each).removesuffix("_text") for each in guessed}
+        if guessed and not (guessed | of_text) & families:
+            wrong[name] = guess_family(name)
+    assert len(named) > 200 and wrong == OTHERWISE_NAMED
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "whole"),
+    [
+        ("google/gemma-4-12B-it", "gemma4_unified_text", "gemma4_unified"),
+        ("google/gemma-4-31B-it", "gemma4_text", "gemma4"),
+        ("CohereLabs/North-Micro-Vision-Instruct", "cohere_compass_text", "cohere_compass"),
+        ("state-spaces/mamba-2.8b-hf", "mamba", "mamba"),
+        ("mistralai/Mamba-Codestral-7B-v0.1", "mamba2", "mamba2"),
+        ("AntonV/mamba2-130m-hf", "mamba2", "mamba2"),
+        ("llava-hf/llava-1.5-7b-hf", None, "llava"),
+        ("llava-hf/llava-v1.6-vicuna-7b-hf", "llama", "llava_next"),
+        ("zai-org/GLM-4.5V", "glm4_moe", "glm4v_moe"),
+        ("google/shieldgemma-9b", "gemma2", "gemma2"),
+        ("google/embeddinggemma-300m", "gemma3_text", "gemma3_text"),
+    ],
+)  # fmt: skip
+def test_names_close_to_anothers_say_their_own_family(
+    name: str, family: str | None, whole: str
+) -> None:
+    assert (guess_family(name), guess_vision_family(name)) == (family, whole)
+
+
+def test_images_of_a_family_that_is_not_read_are_refused(convert: Convert) -> None:
+    with pytest.raises(Refusal, match="not supported for gemma4_unified"):
+        convert(AXOLOTL, base_model="google/gemma-4-12B-it", processor_type="AutoProcessor")
