@@ -333,6 +333,8 @@ GLM_5: dict[str, dict[str, Any]] = {
         "video_end_token_id": END + 2,
     }
 }
+# families of text -> the only class of their models, which has a tower
+WITH_TOWER_ALONE = {"mistral4": "mistral4", "glm5_next_text": "glm5_next"}
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 
 

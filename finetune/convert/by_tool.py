@@ -45,7 +45,7 @@ EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
 # _num_items of its integrations/context_parallel/trainer.py
 GROUPS_ALIKE = (
     "loss: of several groups of ranks that share a row the mean of each over its labels counts "
-    "alike there; here it is the mean over those of the whole step"
+    "alike there{}; here it is the mean over those of the whole step"
 )
 # deepspeed_sp_compute_loss of transformers, and _get_num_items_in_batch of its
 # core/trainers/base.py
@@ -578,7 +578,7 @@ def _describe_mean(settings: ToolFile) -> str:
         return UNCOUNTED_BY_LIGER[family]
     if _has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
-    return GROUPS_ALIKE if shares_rows else RANKS_ALIKE.format(EACH_IN_19)
+    return (GROUPS_ALIKE if shares_rows else RANKS_ALIKE).format(EACH_IN_19)
 
 
 def _has_own_loss(name: str) -> bool:

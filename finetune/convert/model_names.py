@@ -767,8 +767,8 @@ SCORED_BREAK = (
     "too there"
 )
 TOKENIZERS_BOS = (
-    "chat_template: a prompt begins with the tokenizer's BOS token there, where it has one; the "
-    "template writes none here"
+    "chat_template: a prompt begins with the BOS token that the tokenizer writes by itself there, "
+    "where it writes one; the template writes none here"
 )
 ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
 WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")

@@ -23,7 +23,7 @@ from tests.conftest import make_tokenizer
 from tests.models.families import build
 from tests.models.sweep import tiny_config
 from tests.ranks import ROOT, launch_ranks
-from tests.vision import PROCESSORS, add_processor, draw_image, make_vision_model
+from tests.vision import PROCESSORS, WITH_TOWER_ALONE, add_processor, draw_image, make_vision_model
 
 ROWS = 12
 MORE_TOKENS = 8  # that files name beside those of TURNS
@@ -110,6 +110,7 @@ SWEPT = (
     "dots1",
     "ernie4_5_moe",
     "flex_olmo",
+    "gemma4_unified_text",
     "glm_moe_dsa",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
@@ -221,10 +222,13 @@ def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[s
     `ends`: tokens at the ends of turns, which the published tokenizer has.
     """
     family, tokenizer = guess_family(name) or "llama", make_tokenizer()
-    if images in PROCESSORS or family == "mistral4":  # whose only class has a tower
-        kind = "mistral4" if family == "mistral4" else str(images)
+    if images in PROCESSORS or family in WITH_TOWER_ALONE:
+        kind = WITH_TOWER_ALONE.get(family, str(images))
         whole = into / "models" / kind
-        whole = whole if whole.exists() else add_processor(make_vision_model(whole, kind), kind)
+        if not whole.exists():
+            make_vision_model(whole, kind)
+            if kind in PROCESSORS:
+                add_processor(whole, kind)
         return add_ends(whole, ends)
     turns = [
         token

@@ -20,7 +20,7 @@ from tests.conftest import let_states_last, make_chat, make_tokenizer
 from tests.models.sweep import tiny_config
 from tests.training import reference
 from tests.training.layouts import assert_losses, train_families, write_recipe
-from tests.vision import VOCABULARY, make_vision_model
+from tests.vision import VOCABULARY, WITH_TOWER_ALONE, make_vision_model
 
 pytest.importorskip("bitsandbytes")
 
@@ -42,10 +42,13 @@ NAMES = {
     "upstage/Solar-Open-100B": "solar_open",
     "CohereLabs/command-a-plus-05-2026": "cohere2_moe",
     "zai-org/GLM-5.3-Flash-BF16": "glm5_next_text",
+    "zai-org/GLM-5.2": "glm_moe_dsa",
+    "zai-org/GLM-4.7-Flash": "glm4_moe_lite",
+    "zai-org/GLM-4.5-Air": "glm4_moe",
+    "ai21labs/AI21-Jamba-1.5-Large": "jamba",
+    "MiniMaxAI/MiniMax-M2": "minimax_m2",
 }
 FAMILIES = [family for family in NAMES.values() if family not in UNTRIED_IN_FEW_BITS]
-# whose only class has a tower, that of Mistral 3, and its own
-WITH_TOWER = {"mistral4": "mistral4", "glm5_next_text": "glm5_next"}
 UNPACKED = ("glm5_next_text",)  # whose linear attention reads no boundaries of documents
 # On a CPU bitsandbytes dequantizes a matrix rightly where its rows are a multiple of 64.
 WIDTHS = (
@@ -68,8 +71,8 @@ OWN: dict[str, dict[str, Any]] = {
 def make_mixture(folder: Path, family: str) -> Path:
     from transformers import AutoModelForCausalLM
 
-    if family in WITH_TOWER:
-        return make_vision_model(folder, WITH_TOWER[family])
+    if family in WITH_TOWER_ALONE:
+        return make_vision_model(folder, WITH_TOWER_ALONE[family])
     tokenizer, config = make_tokenizer(), tiny_config(family)
     sizes = {
         name: 64 for name in (*WIDTHS, "q_lora_rank", "kv_lora_rank") if getattr(config, name, None)

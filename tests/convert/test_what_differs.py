@@ -92,7 +92,7 @@ def test_glm_5_3_flash_has_the_layers_of_its_own_family(convert: Convert) -> Non
     ("keys", "line"),
     [
         ({}, RANKS_ALIKE.format(EACH_IN_19)),
-        ({"context_parallel_size": 4}, GROUPS_ALIKE),
+        ({"context_parallel_size": 4}, GROUPS_ALIKE.format(EACH_IN_19)),
         ({"context_parallel_size": 4, "deepspeed": "zero3_bf16.json"}, MICRO_BATCHES_OF_GROUPS),
         ({"deepspeed": "zero3_bf16.json"}, RANKS_ALIKE.format(EACH_IN_19)),
     ],
