@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from finetune.config.facts import read_family_source
+from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
@@ -21,6 +21,7 @@ from finetune.convert.model_names import (
     guess_family,
     guess_vision_family,
     has_tower,
+    is_mixture,
     name_model,
     report_own_thoughts,
     report_turn_ends,
@@ -299,6 +300,47 @@ ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices al
 MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
 
 
+# LoRA_MLP of Axolotl's kernels/lora.py, lora_kernels_auto_enable of its
+# utils/schemas/validation.py, and find_mlp_in_layer of its monkeypatch/lora_kernels.py
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+STOPS_KERNELS = ("rl", "nvfp4_merge_aware", "trust_remote_code")
+# whose model_support says so
+WITHOUT_KERNELS = re.compile(
+    r"glm-?5\.3-flash|qwen-?3\.\d-flash-next|muse-glimmer|k2-horizon|paddleocr|diffusion-?gemma|"
+    r"\bdream|twotower"
+)
+DENSE_BESIDE_EXPERTS = ("gemma4_text",)
+# patch_self_attn_lora, which refuses a family whose attention has none of these lines, but for two
+# that it leaves alone
+REWRITTEN = re.compile(
+    r"self\.q_proj\(hidden_states\)\.view\(hidden_shape\)\)?\.transpose\(1, 2\)|"
+    r"query_states, gate = torch\.chunk\("
+)
+REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
+LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
+BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
+DOWN_UNDROPPED = (
+    f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
+    "them as all others do"
+)
+# of MLPs that are not the kernel's, down_proj(activation(gate_proj(x)) * up_proj(x))
+MLPS_OTHERWISE = {
+    "gemma3n_text": "the first layers' MLPs have no sparse activations there, as they have here",
+    "seed_oss": "an MLP's output is not dropped in part there; here by its config's share",
+}
+# kernels/geglu.py, for families whose configs say gelu_pytorch_tanh
+GELUS_BY_TANH = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "vaultgemma",
+)
+EXACT_GELU = f"{BY_KERNELS}GELU is exact there, and by tanh here, as the model's config says"
+
+
 def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Adds what only several keys together determine; `text` is the file with its comments."""
     tool = conversion.tool
@@ -425,6 +467,52 @@ def report_magnitudes(conversion: Conversion) -> None:
     """Reports that DoRA's magnitudes, which are vectors, decay in every other tool."""
     if conversion.recipe.get("use_dora") and conversion.recipe.get("weight_decay"):
         conversion.remarks.append(MAGNITUDES_DECAYED)
+
+
+def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what differs where Axolotl computes an MLP with its adapters in one kernel."""
+    recipe = conversion.recipe
+    if conversion.tool != "Axolotl" or not recipe.get("use_peft"):
+        return
+    targets = recipe.get("lora_target_modules", ())
+    name = name_model(settings)
+    family = guess_family(name) or ""
+    layers = find_linear_layers(family) if ALL_LINEAR in targets else targets
+    source = read_family_source(family)
+    is_dense = not is_mixture(name) or family in DENSE_BESIDE_EXPERTS
+    has_mlps = is_dense and set(MLP_LAYERS) <= set(layers) and (not source or "self.mlp" in source)
+    if not (has_mlps and _has_mlp_kernel(settings, family)):
+        return
+    if recipe.get("lora_dropout"):
+        conversion.add_remark("lora_dropout", recipe["lora_dropout"], DOWN_UNDROPPED)
+    asked = settings.get("lora_mlp_kernel")
+    if family in MLPS_OTHERWISE:
+        note = f"{BY_KERNELS}{MLPS_OTHERWISE[family]}"
+        conversion.add_difference("lora_mlp_kernel", asked, note)
+    if family in GELUS_BY_TANH:
+        conversion.add_remark("lora_mlp_kernel", asked, EXACT_GELU)
+
+
+def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
+    """Whether Axolotl computes an MLP with its adapters in one kernel."""
+    flags = [settings.get(key) for key in LORA_KERNELS]
+    if any(flag is not None for flag in flags):
+        return bool(settings.get(LORA_KERNELS[0]))
+    adapter = settings.get("adapter")
+    is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
+    has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
+    is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
+    return adapter in ("lora", "qlora") and not is_stopped and _is_rewritten(family)
+
+
+def _is_rewritten(family: str) -> bool:
+    """Whether Axolotl's kernels take a family's attention, and do not refuse it; in doubt they
+    do.
+    """
+    source = read_family_source(family)
+    if not source or family in LEFT_ALONE:
+        return True
+    return REWRITTEN.search(source) is not None and REWRITTEN_OUTPUT in source
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:

@@ -32,6 +32,7 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
+    report_mlp_kernel,
 )
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
@@ -300,6 +301,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
+    report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)

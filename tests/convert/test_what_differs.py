@@ -14,18 +14,23 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.config.facts import find_linear_layers
 from finetune.convert.by_tool import (
+    DOWN_UNDROPPED,
     EACH_IN_19,
+    EXACT_GELU,
     FEWER_STEPS,
     FIRST_TRAINED,
+    GELUS_BY_TANH,
     GROUPS_ALIKE,
     MICRO_BATCHES_ALIKE,
     MICRO_BATCHES_OF_GROUPS,
+    MLPS_OTHERWISE,
     RANKS_ALIKE,
 )
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.model_names import (
     CALLS_THOUGHT_OF,
+    FAMILIES,
     MAYBE_EARLIER_THOUGHTS,
     REFUSED_NAMES,
     SYSTEM_LAST,
@@ -43,6 +48,7 @@ from tests.convert.test_newest_versions import AXOLOTL, FACTORY, TUNE
 
 Convert = Callable[..., Conversion]
 GLM = "zai-org/GLM-5.3-Flash-BF16"
+LORA = {"adapter": "lora", "lora_target_linear": True, "lora_dropout": 0.05}
 MINISTRAL = "mistralai/Ministral-8B-Instruct-2410"
 SMALL = "mistralai/Mistral-Small-3.2-24B-Instruct-2506"
 COMPLETION = [{"path": "a/texts", "type": "completion"}]
@@ -171,6 +177,104 @@ def test_a_template_that_may_forget_earlier_thinking_is_named(
     name: str, is_said: bool, convert: Convert
 ) -> None:
     assert (MAYBE_EARLIER_THOUGHTS in said(convert(AXOLOTL, base_model=name))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"lora_dropout": 0}, False),
+        ({"lora_target_linear": False, "lora_target_modules": ["q_proj", "down_proj"]}, False),
+        (
+            {
+                "lora_target_linear": False,
+                "lora_target_modules": ["gate_proj", "up_proj", "down_proj"],
+            },
+            True,
+        ),
+        ({"load_in_8bit": True}, False),
+        ({"adapter": "qlora", "load_in_4bit": True}, True),
+        ({"lora_qkv_kernel": True}, False),  # the others are off then
+        ({"lora_mlp_kernel": True}, True),
+        ({"trust_remote_code": True}, False),
+        ({"base_model": "meta-models/Muse-Glimmer-30B"}, False),  # whose support turns them off
+        ({"base_model": "Qwen/Qwen3-30B-A3B"}, False),  # whose layers have experts in its place
+        ({"base_model": "google/gemma-4-26B-A4B"}, True),  # which has both
+        ({"base_model": "ai21labs/Jamba-v0.1", "sample_packing": False}, False),  # feed_forward
+        ({"base_model": "THUDM/GLM-4-32B-0414"}, False),  # gate_up_proj
+        ({"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}, False),
+    ],
+)
+def test_the_adapter_whose_inputs_axolotls_kernel_does_not_drop_is_named(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (DOWN_UNDROPPED in said(convert(AXOLOTL, **LORA | keys))) == is_said
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+PLAIN = (
+    r"def forward\(self, (?P<x>\w+)(: [\w.]+)?\)( -> [\w.]+)?: (return|down_proj =) self\.down_proj\("
+    r"self\.act_fn\(self\.gate_proj\((?P=x)\)\) \* self\.up_proj\((?P=x)\)\)( return down_proj)?"
+)
+
+
+def read_mlps() -> dict[str, bool]:
+    """Causal families whose layers' `mlp` has the three layers -> whether its forward is what Axolotl's kernel computes."""
+    found = {}
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        source, family = path.read_text(), path.parent.name
+        classes = re.findall(r"^class (\w+)\(nn\.Module\):\n(.*?)(?=^\S|\Z)", source, re.DOTALL | re.MULTILINE)  # fmt: skip
+        named = next(
+            (
+                each
+                for each in (f"{family}_text", family)
+                if each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            ),
+            None,
+        )
+        for name, body in classes:
+            forward = re.search(r"def forward\(.*", body, re.DOTALL)
+            is_mlp = f"self.mlp = {name}(" in source and all(f"self.{each}" in body for each in MLP)
+            if named and forward and is_mlp and "Vision" not in name:
+                text = re.sub(r"\s+", " ", forward[0]).strip()
+                found[named] = found.get(named, True) and bool(re.fullmatch(PLAIN, text))
+    return found
+
+
+def test_the_mlps_that_axolotls_kernel_computes_otherwise_are_those_of_transformers() -> None:
+    mlps = read_mlps()
+    assert len(mlps) > 30
+    others = {family for family, is_plain in mlps.items() if not is_plain}
+    assert others & {family for _, family in FAMILIES} == set(MLPS_OTHERWISE)
+    by_tanh = set()
+    for family in mlps:
+        config = transformers.CONFIG_MAPPING[family]()
+        asked = {getattr(config, key, None) for key in ("hidden_activation", "hidden_act")}
+        if "gelu_pytorch_tanh" in asked:
+            by_tanh.add(family)
+    assert by_tanh == set(GELUS_BY_TANH)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_sparse", "is_by_tanh"),
+    [
+        ("google/gemma-3n-E2B-it", False, False),  # whose attention is refused, unless keys say so
+        ("google/gemma-3-1b-it", False, True),
+        ("Qwen/Qwen3-8B", False, False),
+    ],
+)
+def test_what_axolotls_kernel_computes_otherwise_is_said(
+    name: str, is_sparse: bool, is_by_tanh: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, **LORA | {"base_model": name, "lora_dropout": 0}))
+    assert (MLPS_OTHERWISE["gemma3n_text"] in text) == is_sparse
+    assert (EXACT_GELU in text) == is_by_tanh
+    asked = {"lora_mlp_kernel": True, "lora_qkv_kernel": False, "lora_o_kernel": False}
+    alone = said(convert(AXOLOTL, **LORA | asked | {"base_model": name}))
+    assert (MLPS_OTHERWISE["gemma3n_text"] in alone) == ("3n" in name)
+    assert (EXACT_GELU in alone) == ("gemma" in name)
+    off = said(convert(AXOLOTL, **LORA | {"base_model": name, "lora_mlp_kernel": False}))
+    assert EXACT_GELU not in off and MLPS_OTHERWISE["gemma3n_text"] not in off
 
 
 COMMON = {"base_model": MINISTRAL, "tokenizer_use_mistral_common": True}
