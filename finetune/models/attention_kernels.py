@@ -2,10 +2,10 @@
 
 It is causal, or in both directions where a forward asks for that.
 
-On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention
-(`attend_in_blocks`) for what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or
-for the widest heads, each document runs through causal SDPA or a plain implementation; the host
-knows the lengths.
+On CUDA one kernel computes all documents: torch's varlen flash attention, or flex_attention
+(`attend_in_blocks`) for scores that the former cannot compute. Elsewhere SDPA or a plain
+implementation computes one document after another, whose lengths the host knows. So it is on CUDA
+in fp32, for the widest heads, and for capped scores with dropout.
 """
 
 import inspect
@@ -43,56 +43,51 @@ class RowDocuments:
     # int32[documents + 1] of the one row; None: each row is one document
     boundaries: Tensor | None = None
     longest: int | None = None  # tokens
-    lengths: tuple[int, ...] | None = (
-        None  # tokens of each, as the host knows them; None: they are read from `boundaries`
-    )
-    # by sliding window, for layers that read one
+    lengths: tuple[int, ...] | None = None  # tokens of each; None: they follow from `boundaries`
+    # sliding window -> mask, for layers that attend in blocks
     masks: Mapping[int | None, BlockMask] = field(default_factory=dict)
-    # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's
-    # tokens see each other.
+    # int64[rows, tokens]: the number of the token's image, -1 for text; only where the tokens of an
+    # image see each other
     images: Tensor | None = None
-    continued: "Continued | None" = None  # where some continue others; `lengths` are known then
-    # bool[rows, tokens]: which tokens every token of their document sees, also those before it.
-    # None: attention is causal.
+    continued: "Continued | None" = None  # where documents continue others; needs `lengths`
+    # bool[rows, tokens], for attention in both directions: the tokens that all tokens of their
+    # document see; None: attention is causal
     visible: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continued:
-    """Documents that continue others of the row, as completions do a prompt, and see its tokens
-    before their own.
+    """Which documents of a row continue others, as completions continue a prompt.
+
+    A document sees the tokens of the document that it continues before its own.
     """
 
-    places: tuple[int | None, ...]  # of the document that each continues; None: of none
-    lengths: tuple[int, ...]  # tokens that the last token of each sees
+    places: tuple[int | None, ...]  # the place of the document that each continues, or None
+    lengths: tuple[int, ...]  # the tokens that the last token of each document sees
     boundaries: Tensor  # int32[documents + 1]: the sums of `lengths`, from 0
-    longest: int  # of `lengths`
+    longest: int  # the largest of `lengths`
 
     @classmethod
     def find(
         cls, places: tuple[int | None, ...], own: tuple[int, ...], device: torch.device
     ) -> Self:
-        """Finds the lengths and boundaries from the places, and the tokens of each document in the
-        row.
-        """
-        lengths = tuple(
-            length + (0 if at is None else own[at]) for at, length in zip(places, own, strict=True)
-        )
+        """Finds lengths and boundaries from `places` and the documents' own tokens."""
+        lengths = []
+        for place, length in zip(places, own, strict=True):
+            lengths.append(length if place is None else own[place] + length)
         boundaries = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
-        return cls(places, lengths, boundaries.to(device, non_blocking=True), max(lengths))
+        return cls(places, tuple(lengths), boundaries.to(device, non_blocking=True), max(lengths))
 
 
 class ScoreOptions(NamedTuple):
-    """The changes that attention makes to the products of queries and keys."""
+    """How attention computes weights from the products of queries and keys."""
 
     scale: float | None = None  # None: 1 / sqrt(head size)
-    window: int | None = None  # tokens that a query sees, itself included
+    window: int | None = None  # the tokens that a query sees, with its own
     softcap: float | None = None  # softcap * tanh(scores / softcap)
     dropout: float = 0.0  # of the weights
-    # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
-    sinks: Tensor | None = None
-    # tokens into which a document is cut, none of which sees those of another (Llama 4)
-    chunk: int | None = None
+    sinks: Tensor | None = None  # [heads]: a score in the softmax that has no value (gpt-oss)
+    chunk: int | None = None  # tokens of a chunk; chunks do not see one another (Llama 4)
 
     @property
     def is_fusible(self) -> bool:
@@ -100,18 +95,17 @@ class ScoreOptions(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
-SMALLEST_HEAD = 16  # numbers, that flex_attention's kernels multiply
-LARGEST_HEAD = 1024  # bytes: 512 numbers in half precision
-# One kernel for all lengths: flex_attention has another one for short queries.
+SMALLEST_HEAD = 16  # elements; for flex_attention
+LARGEST_HEAD = 1024  # bytes: 512 elements in half precision; for flex_attention
+# One kernel for all lengths: by itself flex_attention takes another one for short queries.
 KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
-# Its own tiles for wide heads need 256 KiB of shared memory, more than any GPU has; these need 96.
+# flex_attention's own tiles for wide heads need 256 KiB of shared memory, more than any GPU has;
+# these need 96.
 WIDE_KERNEL: Any = {**KERNEL, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
 
 
 def find_windows(model: nn.Module) -> frozenset[int | None]:
-    """The sliding windows (None: full attention) of the layers that need a mask of blocks; none
-    where no layer does.
-    """
+    """The sliding windows of the layers that need a mask of blocks; None is full attention."""
     return frozenset(
         getattr(module, "sliding_window", None)
         for module in model.modules()
@@ -120,8 +114,9 @@ def find_windows(model: nn.Module) -> frozenset[int | None]:
 
 
 def _needs_blocks(attention: nn.Module) -> bool:
-    """Whether `attention`, as transformers' families name these things, is not for the varlen
-    kernel.
+    """Whether the varlen kernel cannot compute a module of attention.
+
+    The attributes' names are those of transformers' families.
     """
     caps_scores = getattr(attention, "attn_logit_softcapping", None) is not None
     is_wide = getattr(attention, "head_dim", 0) > LARGEST_FLASH_HEAD
@@ -129,19 +124,17 @@ def _needs_blocks(attention: nn.Module) -> bool:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether flex_attention trains there: it has to be compiled, and on a CPU it has no
-    backward.
-    """
+    """Whether flex_attention trains here: it needs a compiler, and has no backward on CPUs."""
     return device.type == "cuda" and has_compiler()
 
 
 def make_masks(
     windows: frozenset[int | None], cu_seq_lens: Tensor | None, tokens: int, device: torch.device
 ) -> dict[int | None, BlockMask]:
-    """A mask for each of `windows`: causal, within documents of the row, or of whole rows without
-    `cu_seq_lens`.
+    """Makes a causal mask within documents for each of `windows`.
 
-    Nothing is read from the device, and nothing as large as [tokens, tokens] is made.
+    Without `cu_seq_lens` a row is one document. Nothing is read from the device, and no tensor is
+    as large as [tokens, tokens].
     """
     if not windows or not has_kernel(device):
         return {}
@@ -159,14 +152,14 @@ def make_masks(
 
 
 def make_block_mask(first: Tensor) -> BlockMask:
-    """The mask under which each token sees those from `first` (int32[tokens], never falling) up to
-    itself.
+    """Makes the mask under which each token sees the tokens from `first` up to itself.
 
-    What torch's create_block_mask finds from all pairs of tokens follows here from the ends of each
-    block.
+    torch's create_block_mask looks at all pairs of tokens; here the ends of each block suffice.
+
+    first: int32[tokens], which never falls.
     """
     tokens = len(first)
-    # dynamo takes a size of 1 for a constant: a graph of its own
+    # At least 2: dynamo makes another graph for a size of 1.
     blocks = max(2, ceil_div(tokens, BLOCK_TOKENS))
     starts = torch.arange(blocks, device=first.device) * BLOCK_TOKENS
     ends = starts + BLOCK_TOKENS - 1  # the last token in each
@@ -189,17 +182,16 @@ def make_block_mask(first: Tensor) -> BlockMask:
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks chosen in each row of bool[blocks, blocks], and all blocks, the chosen
-    ones first.
+    """Returns (the number of chosen blocks in each row, all blocks with the chosen ones first).
+
+    chosen: bool[blocks, blocks].
     """
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def can_attend_in_blocks(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether flex_attention computes this: without dropout, which works on the weights, after the
-    softmax.
-    """
+    """Whether flex_attention computes this: it has no dropout, and limits the size of heads."""
     largest = LARGEST_HEAD // query.itemsize
     return options.dropout == 0.0 and all(
         SMALLEST_HEAD <= each.shape[-1] <= largest for each in (query, value)
@@ -215,8 +207,8 @@ def attend_in_blocks(
         query: [rows, heads, tokens, head size].
         key: [rows, key heads, tokens, head size].
         value: As `key`.
-        mask: Which keys each query sees.
-        options: How scores are computed.
+        mask: The keys that each query sees.
+        options: How scores become weights.
 
     Returns:
         [rows, tokens, heads, head size].
@@ -231,11 +223,9 @@ def attend_in_blocks(
 
 @cache
 def _compile_attention(backend: str = "inductor") -> Callable[..., Tensor]:
-    """Compiles `_attend`: flex_attention is a kernel only where it is compiled, within a compiled
-    layer or by itself.
-    """
+    """Compiles `_attend`: uncompiled, flex_attention is no kernel."""
     configure_compiler()
-    # Where the check before the first step runs eagerly, over a few tokens.
+    # The check before the first step runs it uncompiled over a few tokens.
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     return torch.compile(_attend, dynamic=True, backend=backend)
 
@@ -261,30 +251,37 @@ def _attend(
         return_aux=AuxRequest(lse=True),
     )
     if options.sinks is not None:
-        # One more term of the softmax's sum, exp(sink), without a value: the output shrinks
-        # accordingly.
+        # A sink adds exp(sink) to the softmax's sum, and no value: the output shrinks accordingly.
         assert auxiliary.lse is not None
         share = torch.sigmoid(auxiliary.lse - options.sinks[:, None])[..., None]
         out = (out * share).to(out.dtype)
     return out.transpose(1, 2)
 
 
-# torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such
-# argument.
+# For fewer key-value heads than heads, torch 2.12 needs this argument; 2.11 does not have it.
 NEEDS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
+FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes
 
 
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention in each document: query [rows, heads, tokens, size] -> [rows, tokens, heads,
-    size]; in both directions where the documents say so.
+    """Computes attention in each document, causal unless `documents.visible` is given.
+
+    Args:
+        query: [rows, heads, tokens, head size].
+        key: [rows, key heads, tokens, head size].
+        value: As `key`.
+        documents: Of the rows.
+        options: How scores become weights.
+
+    Returns:
+        [rows, tokens, heads, head size].
     """
     if documents.visible is not None:
         return _attend_both_ways(query, key, value, documents, options)
     chunk = options.chunk
-    if chunk is not None:  # dynamo of torch 2.11 hands an empty tuple on for a replaced one
+    if chunk is not None:  # without this condition dynamo of torch 2.11 loses the options
         options = options._replace(chunk=None)
     if chunk is not None and chunk < (documents.longest or query.shape[2]):
         if documents.boundaries is not None:
@@ -322,10 +319,7 @@ def attend_documents(
 def _attend_both_ways(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Attends from each token to its whole document, in both directions.
-
-    Query is [rows, heads, tokens, size], the result [rows, tokens, heads, size].
-    """
+    """Does `attend_documents` in both directions: a token sees its whole document."""
     assert documents.visible is not None
     if documents.boundaries is None:
         visible = documents.visible[:, None, None].expand(-1, -1, query.shape[2], -1)
@@ -341,7 +335,7 @@ def _attend_both_ways(
 def _attend_each_both_ways(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Does `_attend_both_ways` for one row, one document after another."""
+    """Does `_attend_both_ways` for one packed row, one document after another."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = [torch.split(each, lengths, 2) for each in (query, key, value)]
@@ -357,13 +351,13 @@ def attend_from(
     documents: RowDocuments,
     options: ScoreOptions,
 ) -> Tensor:
-    """Causal attention from the tokens `first`, first + 1, ... of a row to those of all of it, in
-    each document.
+    """Computes causal attention from a part of a row's tokens to all of its tokens.
 
     Args:
-        query: [rows, heads, tokens, head size].
-        key, value: [rows, key-value heads, tokens of the row, head size].
-        first: Place of the first query's token in the row.
+        query: [rows, heads, tokens, head size], of adjacent tokens of the row.
+        key: [rows, key-value heads, tokens of the row, head size].
+        value: As `key`.
+        first: The place of the first query in the row.
         documents: Of the whole row.
         options: How scores become weights.
 
@@ -394,7 +388,7 @@ def attend_from(
     key, value = (each[:, :, spans[0][0] : end] for each in (key, value))
     if _can_use_varlen(query, value, options):
         assert documents.boundaries is not None
-        # on the device, which no layer waits for
+        # These stay on the device: no layer waits for it.
         ends = documents.boundaries[seen[0] : seen[-1] + 2].clamp(max=end)
         of_keys = ends - ends[0], max(keys)
         return _attend_varlen(
@@ -405,10 +399,11 @@ def attend_from(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
 def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
-    """Keys or values [1, heads, tokens, size], before each document those of the one that it
-    continues.
+    """Puts before each document the keys or values of the document that it continues.
 
-    Not by an index, whose gradient a GPU adds up in another order each time.
+    It does not index: a GPU would sum an index's gradient in another order each time.
+
+    states: [1, heads, tokens, head size].
     """
     assert documents.lengths is not None and documents.continued is not None
     parts = states.split(documents.lengths, 2)  # type: ignore[no-untyped-call]
@@ -435,9 +430,7 @@ def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether torch's flash attention computes this: on CUDA, in half precision, without other
-    options.
-    """
+    """Whether torch's varlen flash attention computes this."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     sizes = value.shape[-1] <= query.shape[-1] <= LARGEST_FLASH_HEAD
     return query.is_cuda and half and sizes and options.is_fusible and options.dropout == 0.0
@@ -461,16 +454,16 @@ def _attend_varlen(
         query: [rows, heads, tokens, head size].
         key: [rows, key heads, tokens, head size].
         value: As `key`.
-        cu_seq_lens: Where each document begins and the last one ends; None: a document is a row.
-        longest: Tokens of the longest document; None: those of a row.
-        options: How scores are computed.
-        of_keys: `cu_seq_lens` and `longest` of the keys, where queries are the last tokens of their
-            documents only.
-        is_causal: Whether a token sees only those before it.
+        cu_seq_lens: The documents' boundaries; None: each row is a document.
+        longest: The tokens of the longest document; None: those of a row.
+        options: How scores become weights.
+        of_keys: (`cu_seq_lens`, `longest`) of the keys, where documents have more keys than
+            queries: the queries are then those of their last tokens.
+        is_causal: Whether a token sees only the tokens before it and itself.
     """
     rows, heads, tokens, size = query.shape
     value_size = value.shape[-1]
-    if value_size < size:  # DeepSeek's heads; the kernel wants one size
+    if value_size < size:  # DeepSeek's heads; the kernel takes one size
         value = F.pad(value, (0, size - value_size))
     if cu_seq_lens is None or longest is None:
         cu_seq_lens = torch.arange(
@@ -482,23 +475,18 @@ def _attend_varlen(
     else:
         grouped = {}
     query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    # zeros add nothing to the scores, and zeros to the output
     padding = -size % FLASH_HEAD_MULTIPLE
-    query, key, value = (
-        [F.pad(each, (0, padding)) for each in (query, key, value)]
-        if padding
-        else (query, key, value)
-    )
-    # the padded size is not the head's
+    if padding:  # zeros do not change the scores; the output's are cut off below
+        query, key, value = [F.pad(each, (0, padding)) for each in (query, key, value)]
     scale = size**-0.5 if options.scale is None else options.scale
-    # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
+    # Flash attention counts the tokens before a query, transformers counts the query itself too.
     window = (-1 if options.window is None else options.window - 1, 0)
     if not is_causal:
         window = (-1, -1)
     cu_keys, longest_key = of_keys or (cu_seq_lens, longest)
     boundaries = (cu_seq_lens, cu_keys, longest, longest_key)
     out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
-    assert isinstance(out, Tensor)  # and not with the log-sum-exp, which is not asked for
+    assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[..., :value_size].reshape(rows, tokens, heads, value_size)
 
 
@@ -506,9 +494,7 @@ def _attend_varlen(
 def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention document by document: query [1, heads, tokens, size] -> [1, tokens, heads,
-    size].
-    """
+    """Does `attend_documents` for one packed row, one document after another."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     if documents.continued is None:
@@ -527,9 +513,16 @@ def _attend_each(
     options: ScoreOptions,
     images: Tensor | None = None,
 ) -> Tensor:
-    """Does `_attend_each_document` for documents whose queries may be their last tokens alone.
+    """Does `_attend_each_document` where documents may have more keys than queries.
 
-    `queries`, `keys`: how many of them each document has.
+    Args:
+        query: [1, heads, tokens, head size]; a document's queries are those of its last tokens.
+        key: [1, key heads, tokens, head size].
+        value: As `key`.
+        queries: The number of queries of each document.
+        keys: The number of keys of each document.
+        options: How scores become weights.
+        images: As in `RowDocuments`.
     """
     states = [
         torch.split(tensor, sizes, 2)
@@ -549,12 +542,11 @@ def _attend_causally(
     """Computes causal attention over whole rows, where an image's tokens see each other.
 
     Args:
-        query: [rows, heads, tokens, head size], of the last tokens for which there are keys.
+        query: [rows, heads, tokens, head size], of the last tokens of the keys.
         key: [rows, key heads, keys, head size].
         value: As `key`.
-        options: How scores are computed.
-        images: int64[rows, keys], the number of each token's image, below 0 for text; None: no
-            image.
+        options: How scores become weights.
+        images: int64[rows, keys], as in `RowDocuments`.
     """
     tokens = query.shape[2]
     keys = key.shape[2]
@@ -571,9 +563,9 @@ def _attend_causally(
         )
     visible = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(keys - tokens)
     if images is not None:
-        visible = visible | (
-            (images[:, None, :, None] == images[:, None, None]) & (images[:, None, None] >= 0)
-        )
+        of_keys = images[:, None, None]
+        is_same_image = images[:, None, :, None] == of_keys
+        visible = visible | (is_same_image & (of_keys >= 0))
     if options.window is not None:
         visible = visible.triu(keys - tokens + 1 - options.window)
     return _attend_all(query, key, value, options, visible)
@@ -588,8 +580,9 @@ def _attend_all(
         query: [rows, heads, tokens, head size].
         key: [rows, key heads, keys, head size].
         value: As `key`.
-        options: How scores are computed.
-        visible: bool, broadcast to [rows, heads, tokens, keys]: which keys a token sees; None: all.
+        options: How scores become weights.
+        visible: bool, broadcast to [rows, heads, tokens, keys]: the keys that a token sees; None:
+            all of them.
     """
     if not options.is_fusible:
         if visible is None:
@@ -610,20 +603,16 @@ def _attend_all(
 def _attend_unfused(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions
 ) -> Tensor:
-    """Attention written out, for capped scores (Gemma 2) and sinks (gpt-oss), which torch's SDPA
-    lacks.
+    """Computes attention by plain products, for scores that SDPA lacks: capped ones (Gemma 2), and
+    sinks (gpt-oss).
     """
-    key, value = (
-        each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value)
-    )
-    scores = (
-        query
-        @ key.transpose(2, 3)
-        * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
-    )
+    heads = query.shape[1]
+    key, value = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value)]
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = query @ key.transpose(2, 3) * scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    # Not -inf: a padding token that sees nothing would become NaN, and so would what reads it.
+    # With -inf a padding token that sees nothing would become nan, and so would what reads it.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if options.sinks is not None:
         sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -635,14 +624,15 @@ def _attend_unfused(
 def _attend_one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """A token's attention to a cache on a CPU: torch's SDPA there has blocks of queries, and copies
-    grouped heads.
+    """Computes one token's attention to a cache on a CPU.
+
+    torch's SDPA there computes blocks of queries, and copies grouped heads.
     """
     rows, heads, _, size = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     scores = (grouped * (size**-0.5 if scale is None else scale)) @ key.transpose(2, 3)
     if mask is not None:
-        # as numbers: it is smaller than the scores, and adding faster than filling
+        # A mask of numbers is smaller than the scores, and adding is faster than filling.
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(
                 ~mask, torch.finfo(scores.dtype).min
@@ -655,8 +645,9 @@ def _attend_one_token(
 def _attend_one_token_on_gpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """A token's attention to a cache, by SDPA with the heads of a group as its queries: the cache
-    is not copied for each head, as transformers does where there is a mask.
+    """Computes one token's attention to a cache by SDPA, with the heads of a group as its queries.
+
+    Thus the cache is not copied for each head, as transformers does where there is a mask.
     """
     rows, heads, _, size = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
@@ -672,7 +663,7 @@ def attend_with_mask(
     mask: Tensor | None,
     options: ScoreOptions,
 ) -> Tensor:
-    """Attention under a mask or a cache: transformers' SDPA, or written out where SDPA cannot."""
+    """Computes attention under a mask or over a cache, by SDPA where it can."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if (

@@ -1,26 +1,31 @@
-"""What is put into a model so that it computes each document as if it were alone, packed or padded,
-on any ranks.
+"""Changes a model so that it computes each document as if it were alone, packed or padded, on any
+ranks.
 
-After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents +
-1], the boundaries of the documents in the one packed row), `max_document_length` (int),
-`packed_lengths` (the tokens of each document, for kernels that the host starts for each: it need
-not ask a GPU) and, where `can_continue` says so, `continued` (the place of the document that each
-continues, or None). Without them every row is one document padded on the right. With
-`visible_tokens` (bool[rows, tokens], False where padding) attention is not causal: a token sees all
-of its document. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
+After `install_attention` a transformers model's forward takes these arguments:
 
-Two kinds of layers beside attention look past a document's end:
+- `cu_seq_lens`: int32[documents + 1], the boundaries of the documents in the one packed row.
+- `max_document_length`: the tokens of the longest document.
+- `packed_lengths`: the tokens of each document, for the host, which then need not ask a GPU.
+- `continued`: for each document the place of the document that it continues, or None; only where
+  `can_continue` says so.
+- `visible_tokens`: bool[rows, tokens], False at padding. With it attention is not causal: a token
+  sees all of its document.
+
+Without them every row is one document, padded on the right. Generation, which passes an attention
+mask or a cache, runs transformers' SDPA.
+
+Two kinds of layers beside attention look past a document's end.
 
 `longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes
 the largest position of a batch for all of its rows, and its dynamic RoPE keeps the largest length
-that it has seen. The loss of a document would then depend on what lies beside it, so the
-frequencies are chosen here, for every token by the length of its own document.
+that it has seen: a document's loss would depend on the documents beside it. Here every token gets
+the frequencies for the length of its own document.
 
 Recurrent layers (linear attention, Mamba, RWKV, xLSTM, short convolutions) carry a state from token
-to token, which starts again with each document. With the kernels' packages installed, transformers'
-own modules take the boundaries of all documents at once. Without them, and in families whose
-modules would ignore the boundaries, a module runs over one document after the other.
-config/families.py says which modules these are, and what they take.
+to token, which must start again with each document. With the kernels' packages installed,
+transformers' own modules take the boundaries of all documents. Without them, and in families whose
+modules ignore boundaries, a module runs over one document after the other. config/families.py lists
+these modules and their arguments.
 """
 
 import importlib.util
@@ -60,13 +65,12 @@ FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 def install_attention(
     model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None
 ) -> None:
-    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation`
-    names.
+    """Installs the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this module's attention, by torch's kernels or by those of an installed package that
+    `auto` is this project's attention, by torch's kernels or by those of an installed package that
     is faster on this GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any
-    other name is transformers' own: sdpa, eager and flex_attention find the documents in the
-    position ids, flash_attention_2 receives their boundaries.
+    other name is transformers': sdpa, eager and flex_attention find the documents by the position
+    ids, flash_attention_2 gets their boundaries.
 
     Args:
         model: An `XForCausalLM`.
@@ -90,7 +94,7 @@ def install_attention(
         implementation = "auto"
     if implementation == "auto":
         register()
-    try:  # a vision tower keeps its own
+    try:  # of the language model alone: a vision tower keeps its own attention
         language_model_of(model).set_attn_implementation(
             NAME if implementation == "auto" else implementation
         )
@@ -100,7 +104,7 @@ def install_attention(
             f"here ({str(error).splitlines()[0]}); leave the key out for packed attention that "
             "needs no extra package"
         ) from error
-    # written out, an image's scores would be of the square of its patches
+    # Without SDPA a tower would hold scores of all pairs of an image's patches.
     for part in other_parts(model):
         if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             part.set_attn_implementation("sdpa")
@@ -113,7 +117,6 @@ def install_attention(
     }
     if family.document_mask == "here":
         rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
-    # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)),
         with_kwargs=True,
@@ -121,14 +124,13 @@ def install_attention(
 
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
-    elif (
-        family.document_mask == "here"
-    ):  # BART's embedding of positions would count the tokens of the row
+    elif family.document_mask == "here":
+        # By itself, BART's embedding of positions would count the tokens of the row.
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
 
 
-# From the arguments of a training forward to those that the implementation reads, as
-# `prepare_for_packed` does.
+# As `prepare_for_packed`, these functions turn the arguments of a training forward into those of an
+# implementation.
 
 
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -141,11 +143,11 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Adds a mask of all pairs of tokens, for attention that has no other way to know documents."""
+    """Adds a mask of all pairs of tokens, for attention that cannot take boundaries."""
     kwargs, (boundaries, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
-    places = kwargs["position_ids"]  # which start again with each document
+    places = kwargs["position_ids"]  # they start again with each document
     tokens = torch.arange(places.shape[1], device=places.device)
     start = tokens - places[0]
     is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
@@ -160,8 +162,12 @@ def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
-    """Hands the modules whose class is called `kind` what the forward of `trunk` receives under
-    these names.
+    """Passes arguments of the trunk's forward to modules deep inside it.
+
+    Args:
+        trunk: The language model.
+        kind: The end of the modules' class names.
+        names: The arguments.
     """
     received: dict[str, Any] = {}
 
@@ -182,40 +188,39 @@ def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
 
 
 def can_continue(model: Any) -> bool:
-    """Whether a document of `model`'s packed rows may continue another, computed from its own
-    tokens alone.
+    """Whether a document of a packed row may continue another, so that a prompt is computed once.
 
-    Not where something beside our attention reads the tokens of a document or its length (recurrent
-    layers, chunks, long-context RoPE, images), where attention needs a mask of blocks, and where
-    the routers' auxiliary loss counts each token.
+    It may not where more than our attention reads a document's tokens or length (recurrent layers,
+    chunks, long-context RoPE, images), where attention needs a mask of blocks, and where the
+    routers' auxiliary loss counts each token.
     """
     trunk = trunk_of(model)
     routing = find_routing(model)
-    is_ours = (
-        trunk.config._attn_implementation == NAME
-        and not has_other_parts(model)
-        and not find_windows(model)
+    layer_types = getattr(trunk.config, "layer_types", None) or ()
+    obstacles = (
+        trunk.config._attn_implementation != NAME,
+        has_other_parts(model),
+        bool(find_windows(model)),
+        "chunked_attention" in layer_types,
+        bool(recurrent_modules(model)),
+        depends_on_length(trunk),
+        routing is not None and bool(routing.coefficient),
     )
-    is_chunked = "chunked_attention" in (getattr(trunk.config, "layer_types", None) or ())
-    is_recurrent = bool(recurrent_modules(model)) or depends_on_length(trunk)
-    return (
-        is_ours
-        and not is_chunked
-        and not is_recurrent
-        and (routing is None or not routing.coefficient)
-    )
+    return not any(obstacles)
 
 
 def _attends_by_mask(trunk: Any) -> bool:
+    """Whether a class of transformers tells attention its documents by a mask alone."""
     config = trunk.config
-    # and not that of a model's own code
-    is_own = type(trunk).__module__.startswith("transformers.")
-    return is_own and attends_by_mask(config.model_type, getattr(config, "layer_types", None) or ())
+    is_of_transformers = type(trunk).__module__.startswith("transformers.")
+    layer_types = getattr(config, "layer_types", None) or ()
+    return is_of_transformers and attends_by_mask(config.model_type, layer_types)
 
 
 def activate_fastest_kernels() -> None:
-    """FlashAttention 3 or 4 if installed and run by this GPU; torch's own 2 for deterministic runs,
-    and otherwise.
+    """Switches torch to FlashAttention 3 or 4 where it is installed and this GPU runs it.
+
+    Otherwise, and for deterministic runs, torch keeps its own FlashAttention 2.
     """
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return
@@ -227,14 +232,12 @@ def activate_fastest_kernels() -> None:
 
 
 def find_missing_flash_package() -> str | None:
-    """The package on the index whose FlashAttention this GPU would run, where it is not
-    installed.
-    """
+    """The package with a FlashAttention that this GPU would run; None where it is installed."""
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return None
     major, _ = torch.cuda.get_device_capability()
     module, _ = FLASH_PACKAGES["flash_attention_4"]
-    with suppress(ImportError):  # of the package that the module is in
+    with suppress(ImportError):  # the package around the module may be missing
         if importlib.util.find_spec(module) is not None:
             return None
     if major in FLASH_GPUS["flash_attention_4"]:
@@ -243,11 +246,13 @@ def find_missing_flash_package() -> str | None:
 
 
 def activate_flash_kernels(implementation: str) -> bool:
-    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own
-    switch; False where FlashAttention 3 is not installed, since transformers finds kernels of it on
-    the hub.
+    """Switches torch's attention to the FlashAttention 3 or 4 of an installed package.
 
-    Raises `UserError` where FlashAttention 4 is not installed.
+    Returns:
+        False where FlashAttention 3 is not installed: transformers has kernels of it on the hub.
+
+    Raises:
+        UserError: FlashAttention 4 is not installed.
     """
     package, name = FLASH_PACKAGES[implementation]
     try:
@@ -263,31 +268,28 @@ def activate_flash_kernels(implementation: str) -> bool:
 
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")
-DEFAULT = None  # the layer type where all layers have the same RoPE
+DEFAULT = None  # stands for the layer type where all layers have the same RoPE
 
 
 def depends_on_length(model: nn.Module) -> bool:
-    """Whether rows of several lengths in one forward of transformers' own would share one choice of
-    frequencies.
-    """
+    """Whether RoPE chooses its frequencies by the length of a text."""
     return any(
         _length_dependent_layers(getattr(module, "rope_type", None)) for module in model.modules()
     )
 
 
 def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
-    """Makes `model` compute each document's rotary embedding as transformers does for that document
-    alone.
+    """Lets RoPE that depends on the length choose frequencies by each token's own document.
 
-    Models with other kinds of RoPE stay as they are. In training the lengths come from
-    `cu_seq_lens` or `document_lengths`. Elsewhere, as in generation, a row is one document that
-    ends at its largest position.
+    In training the lengths come from `cu_seq_lens` or `document_lengths`. Elsewhere, as in
+    generation, a row is one document that ends at its largest position.
 
     Args:
-        model: a `...ForCausalLM`, before sharding and before its attention is installed.
-        sequence_group: the ranks that shard the tokens of a row.
+        model: A `...ForCausalLM`, before sharding and before its attention is installed.
+        sequence_group: The ranks that share the tokens of a row.
+
     Raises:
-        UserError: the config has such a RoPE, but the model's own code computes it in another way
+        UserError: The config has such a RoPE, and the model's own code computes it in another way
             than transformers.
     """
     trunk = trunk_of(model)
@@ -308,19 +310,18 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
         partial(_read_lengths, current, sequence_group), with_kwargs=True
     )
     for module in modules:
-        # transformers' own forward updates the frequencies first, in a wrapper; what it wraps only
-        # applies them.
+        # A wrapper around transformers' forward updates the frequencies; the forward applies them.
         apply = inspect.unwrap(type(module).forward)
         module.forward = MethodType(partial(_embed_positions, apply, current), module)
 
 
 @dataclass(slots=True)
 class _Lengths:
-    """The lengths of the documents of the forward that is running."""
+    """The lengths of the documents of the running forward."""
 
-    # int64[rows, tokens] or [rows, 1]: of the document of each token; None: not given
+    # int64[rows, tokens] or [rows, 1]: the length of each token's document; None: not given
     of_tokens: Tensor | None = None
-    on_host: tuple[int, ...] | None = None  # of all documents; None: the device has to be asked
+    on_host: tuple[int, ...] | None = None  # of all documents; None: only the device knows them
 
 
 def _configured_types(config: Any) -> Any:
@@ -332,9 +333,7 @@ def _configured_types(config: Any) -> Any:
 
 
 def _length_dependent_layers(rope_type: Any) -> list[str | None]:
-    """The layer types whose RoPE depends on the length; [DEFAULT] where it is that of all
-    layers.
-    """
+    """The layer types whose RoPE depends on the length; [DEFAULT] stands for all layers."""
     if isinstance(rope_type, dict):
         by_layer = rope_type
     else:
@@ -349,14 +348,12 @@ def _read_lengths(
     _args: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """Sets `current` from a forward's arguments: its row's boundaries, or the lengths of padded
-    rows.
-    """
-    current.of_tokens = current.on_host = None
+    """Sets `current` from a forward's arguments: the row's boundaries, or the rows' lengths."""
+    current.of_tokens = None
+    current.on_host = None
     if (boundaries := kwargs.get("cu_seq_lens")) is not None:
-        rank, ranks = (
-            (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
-        )
+        rank = 0 if sequence_group is None else sequence_group.rank()
+        ranks = 1 if sequence_group is None else sequence_group.size()
         tokens = kwargs["position_ids"].shape[1]
         lengths = boundaries.diff().long()
         by_token = lengths.repeat_interleave(lengths, output_size=tokens * ranks)
@@ -376,12 +373,13 @@ def _embed_positions(
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """The forward of a rotary module.
+    """Runs the forward of a rotary module with the frequencies of each token's document.
 
-    `apply` computes it with one set of frequencies for all tokens.
+    It applies each set of frequencies to all tokens, and each token takes the result of its own
+    set. There are few sets beside the usual one: under longrope one for all long documents, under
+    dynamic RoPE one for each.
 
-    Each set is applied to every token, and each token takes the result of its own. There are few:
-    one beyond the original length under longrope, one for each longer document under dynamic.
+    apply: Computes the module's forward with one set of frequencies.
     """
     arguments = [module, x, position_ids]
     if layer_type is not None:
@@ -424,8 +422,7 @@ def _embed_positions(
         on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
         for length in on_host:
             if length > limit:
-                # A tensor, as transformers has it: a number would round the base of the powers
-                # otherwise.
+                # A tensor, as in transformers: with a number, the base is rounded in another way.
                 frequencies = find_frequencies(torch.full((), length, device=x.device))
                 outputs = _select(lengths == length, embed(frequencies), outputs)
     setattr(module, f"{prefix}inv_freq", usual)
@@ -433,8 +430,9 @@ def _embed_positions(
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
-    """`chosen` for the tokens of is_chosen, bool[rows, tokens]: cosines and sines, or one complex
-    tensor.
+    """Takes `chosen` where `is_chosen`, else `others`: (cosines, sines), or one complex tensor.
+
+    is_chosen: bool[rows, tokens].
     """
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
@@ -443,19 +441,19 @@ def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
 
 @dataclass(slots=True)
 class _Documents:
-    """The documents of the forward that is running."""
+    """The documents of the running forward."""
 
     lengths: list[int] | None = None  # of a packed row; None: each row is one document
-    # the arguments of transformers' modules, where kernels take them
-    boundaries: dict[str, Tensor] | None = None
+    boundaries: dict[str, Tensor] | None = None  # arguments of modules whose kernels take them
 
 
 def install_recurrence(model: Any) -> None:
-    """Makes the recurrent modules of `model`, a `...ForCausalLM`, compute each document of a packed
-    row by itself.
+    """Lets recurrent modules compute each document of a packed row by itself.
 
-    Call it before sharding and before the trunk's other hooks, which drop the boundaries. Does
-    nothing for a family without recurrent layers.
+    Call it before sharding, and before hooks of the trunk that drop the boundaries. It does nothing
+    for a family without recurrent layers.
+
+    model: A `...ForCausalLM`.
     """
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence
@@ -474,7 +472,7 @@ def install_recurrence(model: Any) -> None:
 
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
-    """Returns the modules of a model that carry a state from token to token."""
+    """The modules of a model that carry a state from token to token."""
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence
     ends = () if recurrence is None else recurrence.modules
@@ -489,7 +487,8 @@ def _read_documents(
     kwargs: dict[str, Any],
 ) -> None:
     """Sets `current` from the arguments of a forward."""
-    current.lengths = current.boundaries = None
+    current.lengths = None
+    current.boundaries = None
     starts: Tensor | None = kwargs.get("cu_seq_lens")
     if starts is None or len(starts) == 2:
         return
@@ -509,9 +508,9 @@ def _read_documents(
 def _run_each_document(
     forward: Callable[..., Any], current: _Documents, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of a recurrent module over the documents of `current`."""
+    """Runs the forward of a recurrent module over each of the `current` documents."""
     mask = kwargs.get("attention_mask")
-    # that of the packed attention, which Mamba's trunk hands on
+    # Mamba's trunk passes on the empty mask of the packed attention.
     if mask is not None and mask.numel() == 0:
         kwargs["attention_mask"] = None
     if current.boundaries is not None:
@@ -522,8 +521,7 @@ def _run_each_document(
     tokens = sum(lengths)
 
     def split(tensor: Tensor) -> Any:
-        # One split, whose backward is one concatenation. That of a slice would fill the whole row
-        # for each document.
+        # The backward of a split is one concatenation; that of slices fills a row for each.
         is_of_tokens = tensor.dim() > 1 and tensor.shape[1] == tokens
         if is_of_tokens:
             return iter(torch.split(tensor, lengths, dim=1))
@@ -541,8 +539,8 @@ def _run_each_document(
 
 
 def _join_outputs(outputs: list[Any], lengths: list[int]) -> Any:
-    """The outputs of all documents in one row; of what is no output of tokens, a last state, the
-    last document's.
+    """Joins the documents' outputs to one row; of an output without tokens, such as a last state,
+    it takes the last document's.
     """
     flat = [tree_flatten(output)[0] for output in outputs]
     joined = []

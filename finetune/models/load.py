@@ -1,9 +1,8 @@
-"""Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled
-where asked for.
-"""
+"""Loads a recipe's model onto the ranks: builds it, adapts it, shards it, fills it with weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +103,19 @@ from finetune.models.weights import (
 )
 
 Scores = tuple[ScoreHead, int | None]
-"""The output head, and the id that fills up rows."""
+"""(the output head, the id of padding tokens)."""
 VOCABULARY: Scores = (ScoreHead(), None)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What a run's tokenizer, method and data ask of the model that is built."""
+    """What a run's tokenizer, method and data ask of the model."""
 
-    vocabulary: Vocabulary | None = None  # of the tokens that the recipe adds
-    scores: Scores = VOCABULARY  # what its output head computes
-    # whether anything is asked of the head; else it is frozen, unless it is the embedding
+    vocabulary: Vocabulary | None = None  # where the recipe adds tokens
+    scores: Scores = VOCABULARY  # what the output head computes
+    # Whether the loss uses the head. Else the head is frozen, unless it is tied to the embedding.
     trains_head: bool = True
-    # of a vision-language model, to find what an image reaches; None where no row holds one
-    blank_document: BlankDocument | None = None
+    blank_document: BlankDocument | None = None  # finds what an image reaches; None without images
 
 
 PLAIN = BuildOptions()
@@ -135,30 +133,27 @@ class ModelSize:
 
     total: int
     trained: int
-    # those that work on one token: of a mixture's routed experts, the ones that it chooses
-    active: int
-    multiplied: int  # active ones in matrix products: all but an untied input embedding
-    # those among them without a gradient of their own; adapters, which are small, count as such
-    frozen_multiplied: int
-    # names of parameters that the recipe would train, and that no image reaches
-    unreached: tuple[str, ...] = ()
-    # of the base's files, beside the parameters
+    active: int  # those that work on one text token: of routed experts the chosen ones
+    multiplied: int  # active parameters in matrix products: without an untied input embedding
+    frozen_multiplied: int  # `multiplied` without those trained; adapters are small, and counted
+    unreached: tuple[str, ...] = ()  # parameters that the recipe trains, but no image reaches
+    # tensors of the base's files that the model does not have, and an export keeps
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def carried_bytes(self) -> int:
-        """The bytes that the export holds beside the parameters."""
+        """The bytes of the carried tensors in an export."""
         return sum(tensor.byte_count for tensor in self.carried.values())
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model on meta, adapted, before it is sharded. Returned by `build_model`."""
+    """A model on the meta device, adapted, before it is sharded. Returned by `build_model`."""
 
     model: nn.Module
     size: ModelSize
-    values: Values  # of its parameters, adapters included
-    base: Values  # of the base's
+    values: Values  # of all parameters, with adapters
+    base: Values  # of the base's parameters
     stored: Mapping[str, StoredQuantized]  # weights that the files hold quantized
     frozen_dtype: torch.dtype  # of a base under adapters
     offload: ActivationOffload | None
@@ -173,67 +168,81 @@ def build_model(
     optimization: Optimization | None = None,
     options: BuildOptions = PLAIN,
 ) -> BuiltModel:
-    """Builds the model on meta, grown to the vocabulary of `options`, and adapts it.
+    """Builds the model on the meta device, grown to the vocabulary of `options`, and adapts it.
 
-    Of its files the headers are read.
+    Of the weights' files it reads the headers alone.
 
     Raises:
-        UserError: It cannot be reached, its files do not fit, or a key names nothing of it.
+        UserError: The model cannot be reached, its files do not fit, or a key names nothing of it.
     """
     vocabulary = options.vocabulary
     config = trained_config(load_config(model, vocabulary), model)
     set_head(config, *options.scores)
-    # how the files are quantized: they are read here, and the model exported is not
-    forget_quantization(config)
+    forget_quantization(config)  # files are dequantized here, and the export is not quantized
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     has_values = options.scores[0].has_values
     if has_values:
         base = add_value_head(built, base)
+    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
+    experts_dtype = frozen if lora.use_peft else DTYPES[model.dtype]
+    _install_forward(built, model, world, optimization, experts_dtype)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
-    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
-    _install_forward(
-        built, model, world, optimization, frozen if lora.use_peft else DTYPES[model.dtype]
-    )
-    if not lora.use_peft:
-        freeze_modules(built, model)
-        refuse_frozen_tokens(built, vocabulary)
-        is_tied = head_of(built).weight is built.get_input_embeddings().weight  # type: ignore[operator]
-        if not options.trains_head and not is_tied:
-            head_of(built).requires_grad_(False)
-    else:
         values = _adapt(built, lora, quantization, base, stored, seed, frozen)
+    else:
+        _freeze(built, model, options)
     if has_values:
         train_value_head(built, torch.float32 if lora.use_peft else DTYPES[model.dtype])
+    unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
         unreached = freeze_unreached(built, options.blank_document)
-    else:
-        unreached = ()
-    checkpoints = world.sharding.activation_checkpointing
-    if checkpoints and model.activation_offload:
-        offload = ActivationOffload(CudaCopies())
-    else:
-        offload = None
-    if checkpoints:
-        keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
-        checkpoint_activations(built, *keys, None if model.torch_compile else offload)
+    offload = _checkpoint_activations(built, model, world)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if not options.trains_head:
-        head = head_of(built).weight
-        is_frozen = not head.requires_grad
-        size = replace(
-            size,
-            multiplied=size.multiplied - head.numel(),
-            frozen_multiplied=size.frozen_multiplied - (head.numel() if is_frozen else 0),
-        )
+        size = _without_head(size, head_of(built).weight)
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the "
             "unquantized model"
         )
     return BuiltModel(built, size, values, base, stored, frozen, offload)
+
+
+def _freeze(built: nn.Module, model: Model, options: BuildOptions) -> None:
+    """Freezes what full training leaves out, and a head that the loss does not use."""
+    freeze_modules(built, model)
+    refuse_frozen_tokens(built, options.vocabulary)
+    is_tied = head_of(built).weight is built.get_input_embeddings().weight  # type: ignore[operator]
+    if not options.trains_head and not is_tied:
+        head_of(built).requires_grad_(False)
+
+
+def _checkpoint_activations(
+    built: nn.Module, model: Model, world: World
+) -> ActivationOffload | None:
+    """Checkpoints the activations of layers as Accelerate's file and the recipe say."""
+    if not world.sharding.activation_checkpointing:
+        return None
+    offload = ActivationOffload(CudaCopies()) if model.activation_offload else None
+    checkpoint_activations(
+        built,
+        model.activation_checkpointing_every,
+        model.activation_checkpointing_keeps,
+        None if model.torch_compile else offload,  # compiled layers get it by `compile_layers`
+    )
+    return offload
+
+
+def _without_head(size: ModelSize, head: nn.Parameter) -> ModelSize:
+    """The size of a model whose loss does not multiply by the head."""
+    frozen = 0 if head.requires_grad else head.numel()
+    return replace(
+        size,
+        multiplied=size.multiplied - head.numel(),
+        frozen_multiplied=size.frozen_multiplied - frozen,
+    )
 
 
 def load_model(
@@ -248,13 +257,11 @@ def load_model(
     quantization_aware: QuantizationAware = UNROUNDED,
     shared: Mapping[str, Tensor] = NOTHING,
 ) -> tuple[nn.Module, ModelSize]:
-    """Builds the model as `build_model`, shards it, and reads every rank's slices.
-
-    The rules have judged it before.
+    """Builds the model by `build_model`, shards it, and reads each rank's slices of the weights.
 
     Args:
-        shared: What `frozen_parts` returned of an earlier model; taken in place of slices that
-            would be read.
+        shared: What `frozen_parts` returned of an earlier model. Its tensors are used in place of
+            slices from the files.
 
     Raises:
         UserError: The model cannot be reached, or its files do not fit.
@@ -295,8 +302,8 @@ def _install_forward(
     optimization: Optimization | None,
     experts_dtype: torch.dtype,
 ) -> None:
-    """Puts in what computes otherwise than transformers: attention, loss, noise, experts, and
-    Liger's kernels.
+    """Installs what is computed in another way than by transformers: attention, loss, noise,
+    experts, and Liger's kernels.
     """
     install_attention(built, model.attn_implementation, world.sequence_group)
     install_loss(built, *_read_token_loss(optimization))
@@ -317,8 +324,9 @@ def _adapt(
     seed: int,
     frozen: torch.dtype,
 ) -> Values:
-    """Puts the recipe's adapters into `built`, whose base is kept in `frozen`; returns the values
-    of both.
+    """Puts the recipe's adapters into `built`; returns the values of base and adapters.
+
+    frozen: The dtype of the base.
     """
     try:
         add_adapters(built, lora, frozen)
@@ -340,43 +348,36 @@ def _adapt(
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """`...ForCausalLM` of `config`, or the vision-language model, with parameters on meta and real
-    buffers.
-    """
+    """Builds transformers' model of `config` on the meta device, with real buffers."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
     auto_class: Any = auto_class_of(config)
-    # of scores `set_head` has looked
     if not trust_remote_code and type(config) not in auto_class._model_mapping:
         raise UserError(
             f"{config.model_type}: transformers has no causal language model of this type; name "
             "another model"
         )
     try:
-        # Random numbers on meta are no numbers, and take a second for 80 layers.
+        # Without no_init_weights, drawing random numbers on meta takes a second for 80 layers.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs
-            # the one that is used.
+            # Every family has eager (Gemma 2 refuses sdpa). `install_attention` replaces it.
             model: Any = auto_class.from_config(
                 config,
                 dtype=dtype,
                 attn_implementation="eager",
                 trust_remote_code=trust_remote_code,
             )
-        # of some classes transformers does not know which module it is
-        model.get_input_embeddings()
+        model.get_input_embeddings()  # raises for classes whose embedding transformers cannot find
     except Exception as error:  # each family reads its config in its own way
         reason = on_one_line(error)
         raise UserError(
             f"{config.model_type}: transformers cannot build the model of this config ({reason}); "
             "name another model"
         ) from error
-    model.config.architectures = model.config.architectures or [
-        type(model).__name__
-    ]  # an inline model_config names none
-    # a loop over the experts of a mixture, exact on every device
-    set_experts_implementation(model, "eager")
+    if not model.config.architectures:  # as in a recipe's model_config
+        model.config.architectures = [type(model).__name__]
+    set_experts_implementation(model, "eager")  # loops over experts; exact on every device
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]
@@ -401,67 +402,63 @@ def auto_class_of(config: Any) -> Any:
 
 
 def forget_quantization(config: Any) -> None:
-    """Removes what `config` says of quantized files."""
+    """Removes the quantization from `config`."""
     for part in (config, text_config_of(config)):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
 
 
 def freeze_modules(model: nn.Module, keys: Model) -> None:
-    """Freezes what `trainable_modules` and `frozen_modules` leave out, or text does not reach, in
-    one dtype.
+    """Trains the parameters that `trainable_modules` and `frozen_modules` choose; freezes the rest.
 
     Raises `UserError` where a pattern names nothing, or nothing is left to train.
     """
-    names = names_of_parameters(model)
-    trained = find_trained(list(names.values()), keys, text_names(model))
-    for parameter, its in names.items():
-        parameter.requires_grad_(its[0] in trained)
+    named = names_of_parameters(model)
+    trained = find_trained(list(named.values()), keys, text_names(model))
+    for parameter, names in named.items():
+        parameter.requires_grad_(names[0] in trained)
 
 
 def trains_tower(model: nn.Module) -> bool:
-    """Whether anything is trained beside the language model of a vision-language one."""
+    """Whether a part of a vision-language model beside its language model is trained."""
     return any(p.requires_grad for part in other_parts(unwrap(model)) for p in part.parameters())
 
 
 def count_parameters(model: Any) -> ModelSize:
-    """The parameters of an unsharded model, tied ones once."""
+    """Counts the parameters of an unsharded model, tied ones once."""
     parameters = dict(model.named_parameters())
     active = count_active(model)
-    # they work on images
-    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}
+    for part in other_parts(model):  # they work on images, not on text
+        active |= dict.fromkeys(part.parameters(), 0)
     embedding = model.get_input_embeddings().weight
-    head = head_of(model).weight
-    multiplied = {
-        name: p for name, p in parameters.items() if embedding is head or p is not embedding
-    }
+    multiplied = dict(parameters)
+    if embedding is not head_of(model).weight:
+        multiplied = {name: p for name, p in parameters.items() if p is not embedding}
+    frozen = [p for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad]
     return ModelSize(
         total=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
         active=sum(active.values()),
         multiplied=sum(active[p] for p in multiplied.values()),
-        frozen_multiplied=sum(
-            active[p] for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad
-        ),
+        frozen_multiplied=sum(active[p] for p in frozen),
     )
 
 
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """Fills the saved buffers of `built`; returns its parameters' values, and its quantized weights
-    by name.
+    """Fills the saved buffers of `built`.
+
+    Returns:
+        (the values of its parameters, the weights that the files hold quantized).
     """
     if model.model_config is not None:
-        return seeded_values(
-            lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed
-        ), {}
+        twin = partial(build_on_meta, config, torch.float32, model.trust_remote_code)
+        return seeded_values(twin, seed), {}
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     if model.drop_vision:
         stored = take_language_model(stored)
-    else:
-        stored = stored
     stored = convert_to_parameters(built, stored, str(folder))
     untie_as_stored(built, stored)
     values = stored_values(built, stored, str(folder), quantized, vocabulary, seed)
@@ -472,14 +469,13 @@ def read_base_values(
 def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, StoredTensor]:
     """The tensors of the recipe's base that an export carries over.
 
-    `built`: its model, where that is at hand.
+    built: The recipe's model, where the caller has it.
     """
     if model.model_name_or_path is None:
         return {}
     if built is None:
-        built = build_on_meta(
-            trained_config(load_config(model), model), torch.float32, model.trust_remote_code
-        )
+        config = trained_config(load_config(model), model)
+        built = build_on_meta(config, torch.float32, model.trust_remote_code)
     carried, quantized = read_carried_of(built, weights_folder(model), model.drop_vision)
     return {
         name: quantized[name].codes if name in quantized else tensor
@@ -490,11 +486,12 @@ def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, Stor
 def read_carried_of(
     built: nn.Module, folder: Path, drop_vision: bool = False
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """The tensors of the base in `folder` that an export of `built` carries over, and the quantized
-    ones of them.
+    """Finds the tensors that an export of `built` carries over from its base.
 
-    A checkpoint holds what is trained alone: what is carried over are the tensors of the base that
-    it was trained from.
+    A checkpoint holds none of them; then they are those of the base from which it was trained.
+
+    Returns:
+        (the tensors, those of them that are quantized).
     """
     carried: dict[str, StoredTensor] = {}
     quantized: dict[str, StoredQuantized] = {}
@@ -517,8 +514,7 @@ def read_carried_of(
 
 
 def weights_folder(model: Model) -> Path:
-    """The local folder with the model's safetensors: a folder as it is, a hub name from the cache
-    or the hub.
+    """The folder with the model's safetensors; a hub name's is downloaded unless it is cached.
 
     Raises `UserError` where the hub is unreachable, or the model or the permission to read it is
     missing.
@@ -526,8 +522,7 @@ def weights_folder(model: Model) -> Path:
     assert model.model_name_or_path is not None
     if Path(model.model_name_or_path).is_dir():
         return Path(model.model_name_or_path)
-    # Beside the weights, what an export says of its base: the tokens that end an answer, and the
-    # license; processors.
+    # An export needs more than the weights: the tokens that end an answer, the license, processors.
     patterns = [
         "*.safetensors",
         "*.safetensors.index.json",
@@ -541,16 +536,17 @@ def weights_folder(model: Model) -> Path:
 
 
 def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
-    """Reads the arguments of `install_loss`; None for a model that is not trained."""
+    """Reads the arguments of `install_loss` from the recipe; a model in inference has no keys."""
     if keys is None:
         return 0.0, None
-    weighs = keys.token_loss != "cross_entropy"
-    return keys.label_smoothing, TokenWeights(keys.token_loss, keys.eaft_alpha) if weighs else None  # type: ignore[arg-type]
+    if keys.token_loss == "cross_entropy":
+        return keys.label_smoothing, None
+    return keys.label_smoothing, TokenWeights(keys.token_loss, keys.eaft_alpha)
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model, and how a student learns from it. Returned by `load_teacher`."""
+    """A frozen model from which a student learns. Returned by `load_teacher`."""
 
     model: nn.Module
     size: ModelSize
@@ -565,10 +561,11 @@ class Teacher:
     def compare(self, inputs: Mapping[str, Any]) -> HeadFunction:
         """Runs the teacher over a micro-batch.
 
-        What it returns, at the head of a student over the same micro-batch, computes the three sums
-        of `linear_divergence`.
+        Returns:
+            A function for the student's head over the same micro-batch. It computes the three sums
+            of `linear_divergence`.
 
-        inputs: the model's keyword arguments, with `trained_positions`.
+        inputs: The model's arguments, with `trained_positions`.
         """
         states = self._states(inputs)
 
@@ -584,7 +581,7 @@ class Teacher:
 
     @torch.no_grad()
     def find_top(self, inputs: Mapping[str, Any], rows: int, k: int) -> tuple[Tensor, Tensor]:
-        """`ids` and `scores` of `TopScores`, over the first `rows` of the vocabulary."""
+        """Finds `ids` and `scores` of `TopScores` among the vocabulary's first `rows` tokens."""
         own: Any = head_of(self.model)
         states = self._states(inputs)
         with gathered(own):
@@ -593,7 +590,12 @@ class Teacher:
 
     def _states(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the inputs of the teacher's head at the trained positions."""
-        select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
+
+        def select(
+            _head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
+        ) -> Tensor:
+            return hidden if positions is None else hidden[positions]
+
         states: Tensor = self.model(**inputs, head_function=select)
         return states
 
@@ -604,12 +606,15 @@ def _quantize(
     dtype: torch.dtype,
     stored: Mapping[str, StoredQuantized],
 ) -> frozenset[str]:
-    """Quantizes what is frozen of `model` on meta: layers that are stored so, else all, experts
-    too.
+    """Quantizes the frozen layers of `model` on the meta device, experts too.
+
+    Where the files hold quantized weights, it quantizes these alone.
+
+    Returns:
+        The names of the parameters that hold codes and scales.
     """
-    if stored:
-        of_experts = frozenset[str]()
-    else:
+    of_experts = frozenset[str]()
+    if not stored:
         of_experts = quantize_experts(model, quantization, dtype)
     return of_experts | quantize_layers(model, quantization, dtype, stored)
 
@@ -617,10 +622,13 @@ def _quantize(
 def build_teacher(
     recipe: Recipe, world: World
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
-    """Returns (the recipe's teacher on meta, its dtype, how it is quantized, its values, its
-    weights that the files hold quantized).
+    """Builds the recipe's teacher on the meta device.
 
-    Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
+    Returns:
+        (model, dtype, quantization, values, weights that the files hold quantized).
+
+    Raises:
+        UserError: The model cannot be reached, or its files do not fit its config.
     """
     keys = recipe.teacher
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
@@ -635,7 +643,7 @@ def build_teacher(
 
 
 def is_here(model: Model) -> bool:
-    """Whether all of the model's weights are on this machine, or come from a seed."""
+    """Whether all of the model's weights are on this machine, or are drawn from a seed."""
     name = model.model_name_or_path
     if name is None or Path(name).is_dir():
         return True
@@ -647,11 +655,9 @@ def is_here(model: Model) -> bool:
 
 
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
-    """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own
-    slices.
+    """Builds the recipe's teacher, shards it, and reads each rank's slices of the weights.
 
-    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a
-    model that cannot be reached, or whose files do not fit its config.
+    Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
     """
     keys = recipe.teacher
     assert keys is not None
@@ -660,11 +666,10 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
+    unfilled = frozenset[str]()
     if quantization.bits:
         unfilled = _quantize(model, quantization, dtype, stored)
-    else:
-        unfilled = frozenset[str]()
-    # The Accelerate file names the student's layers; a teacher of another family has its own.
+    # The Accelerate file names the student's layers, which a teacher may not have.
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)
     fill_quantized_layers(model, values, stored, world)

@@ -1,11 +1,11 @@
 """LoRA by peft: adapters injected into a transformers model, their first values, and a layer as one
 operation.
 
-A layer's experts are one parameter, which peft adapts as such (`target_parameters`): one pair of
-factors for each of the E experts, in two matrices, A [E r, in], expert after expert, and B [out, r
-E], whose columns of one rank are those of all experts. Where several parameters of a module are
-adapted, peft nests the adapters, the last parameter's outermost; so an adapter's name says which
-one it belongs to only by the number of its `base_layer`s.
+A layer's E experts are one parameter, which peft adapts by `target_parameters`. The factors of all
+experts are two matrices: A [E r, in] has the experts one after another, B [out, r E] has all
+experts' columns of the first rank, then those of the next rank. Where several parameters of a
+module are adapted, peft nests the adapters, the last parameter's outermost: the number of
+`base_layer`s in an adapter's name says which parameter it adapts.
 """
 
 import copy
@@ -67,8 +67,9 @@ ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A
 
 
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
-    """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32
-    adapters.
+    """Injects fp32 adapters into `model`, which is on the meta device, and freezes the rest.
+
+    Frozen parameters get `base_dtype`; those of `modules_to_save` are trained in fp32.
 
     Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
     pattern names no part of the model.
@@ -86,11 +87,11 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     model.to(base_dtype)
     model.requires_grad_(False)
     saved_whole = _find_saved_whole(model, lora)
-    with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
+    with warnings.catch_warnings():  # what peft warns of is refused below
         warnings.filterwarnings(
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
         )
-        warnings.filterwarnings("ignore", r"Invalid `oft_block_size`")  # refused below
+        warnings.filterwarnings("ignore", r"Invalid `oft_block_size`")
         config = make_config(lora, known, head, saved_whole)
         config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
@@ -98,11 +99,11 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     if not isinstance(head_of(model), nn.Linear):
         adapt_head(model)
     for name, parameter in model.named_parameters():
+        is_trained = is_adapter(name) or parameter in saved_whole
         if parameter in saved_whole:
             parameter.requires_grad_(True)
-        if is_adapter(name) or parameter in saved_whole:
+        if is_trained:
             parameter.data = parameter.data.to(torch.float32)
-        is_trained = is_adapter(name) or parameter in saved_whole
         assert parameter.requires_grad == is_trained, (
             f"{name}: requires_grad is {parameter.requires_grad}"
         )
@@ -115,26 +116,24 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     )
     configs: Any = model.peft_config
     configs["default"] = config
-    # Only for the adapter's own config: given to peft before, it would wrap these modules and
-    # rename their parameters.
+    # Only now, for the adapter's config: before, peft would have wrapped these modules, and renamed
+    # their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
 
 
 def adapt_head(model: Any) -> None:
-    """Makes peft's layer around the output head of `model` the head: the loss is that of base and
-    adapter together.
-    """
+    """Makes peft's layer around the output head the head, so that the loss includes the adapter."""
     layer = head_of(model)
     base = layer.base_layer
     assert hasattr(layer, "lora_A") and not layer.lora_variant, "rules refuse DoRA and OFT here"
     layer.__class__ = _head_class()
-    if type(base) is nn.Linear:  # no loss is asked for
+    if type(base) is nn.Linear:  # the model computes no loss
         return
     for name in ("input_scale", "logits", "label_smoothing", "token_weights"):
         setattr(layer, name, base.__dict__.pop(name))
     base.__class__ = nn.Linear
-    for name, parameter in list(base.named_parameters()):  # a critic's
+    for name, parameter in list(base.named_parameters()):  # a critic has more parameters
         if name not in ("weight", "bias"):
             delattr(base, name)
             layer.register_parameter(name, parameter)
@@ -143,8 +142,8 @@ def adapt_head(model: Any) -> None:
 def _find_places(model: nn.Module, lora: Lora) -> set[str]:
     """The names of the modules in `model` that have adapters.
 
-    Raises `UserError` where blocks of `oft_block_size` do not divide the inputs of one, for which
-    peft takes another size.
+    Raises `UserError` where `oft_block_size` does not divide the inputs of one of them: peft would
+    choose another size there.
     """
     places = {
         name.partition(".lora_")[0].partition(ROTATION)[0]
@@ -166,8 +165,8 @@ def _find_task(model: nn.Module) -> str:
 
 
 def find_name_suffix(name: str) -> str:
-    """The end of a layer's name from its last part that is no number, by which peft finds the layer
-    and no other.
+    """The end of a layer's name, by which peft finds this kind of layer: from the last part that is
+    no number.
 
     >>> find_name_suffix("layers.0.self_attn.q_proj"), find_name_suffix("layers.1.adapters.0.1")
     ('q_proj', 'adapters.0.1')
@@ -187,9 +186,7 @@ class AdaptedParameter:
 
 
 def _list_expert_parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters that hold the matrices of a layer's experts, [experts, out,
-    in].
-    """
+    """The names of the parameters that hold experts' matrices, [experts, out, in]."""
     names = []
     for path, module in model.named_modules():
         if is_experts(module):
@@ -201,11 +198,16 @@ def _list_expert_parameters(model: nn.Module) -> list[str]:
 def find_adapted_parameters(
     model: nn.Module, targets: Collection[str]
 ) -> dict[str, AdaptedParameter]:
-    """The prefix of an adapter's names -> the parameter of `model`, which has no adapters yet, that
-    it adapts.
+    """Finds the parameters that `targets` name by the end of their names.
 
-    The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of
-    their names.
+    The rule is peft's (`BaseTuner._inject_parameters`).
+
+    Args:
+        model: Without adapters.
+        targets: The recipe's `lora_target_parameters`.
+
+    Returns:
+        The prefix of the adapter's names -> the parameter that it adapts.
     """
     adapted = {}
     for path, module in model.named_modules():
@@ -225,11 +227,11 @@ def find_adapted_parameters(
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
-    """Puts the adapters of `config`, a peft LoraConfig, into `model`, on exactly what it names.
+    """Puts the adapters of `config`, a peft LoraConfig, on exactly the modules that it names.
 
-    In many mixtures peft reads `gate_proj` as transformers 4 used it, for a routed expert's layer,
-    and would move the adapters of shared experts and dense layers onto the routed experts: here it
-    takes names as they are.
+    In many mixtures peft takes `gate_proj` for a layer of a routed expert, as in transformers 4. It
+    would move the adapters of shared experts and dense layers onto the routed experts. Here it does
+    not translate names.
     """
     from peft import inject_adapter_in_model
     from peft.utils import transformers_weight_conversion as names
@@ -243,12 +245,18 @@ def inject_adapters(model: nn.Module, config: Any) -> None:
 
 
 def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> Any:
-    """`config` in words that plain peft reads as they are meant; `adapted`: all adapted modules of
-    `model`.
+    """Changes `config` so that plain peft puts the adapters on the modules that were trained.
 
-    A layer whose name peft would take for a routed expert's is named by its weight, as a parameter:
-    the tensors of its adapter are the same. Raises `UserError` where peft could not open the
-    adapter.
+    A layer that peft would take for a routed expert's (`inject_adapters`) is named by its weight as
+    a parameter; the tensors of its adapter are the same.
+
+    Args:
+        model: The adapted model.
+        config: A LoraConfig or an OFTConfig.
+        adapted: The names of all adapted modules.
+
+    Raises:
+        UserError: peft could not open the adapter.
     """
     renamed = {name for name in config.target_modules or () if _is_renamed(model, config, name)}
     if not renamed:
@@ -265,7 +273,7 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, renamed)]
     config.target_parameters = [*(config.target_parameters or ()), *sorted(weights)]
     config.target_modules = sorted(set(config.target_modules) - renamed)
-    config.lora_dropout = 0.0  # of the training only, and refused for parameters
+    config.lora_dropout = 0.0  # peft refuses it for parameters, and only training needs it
     for patterns in ("rank_pattern", "alpha_pattern"):
         setattr(
             config,
@@ -276,7 +284,7 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
 
 
 def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
-    """Whether plain peft would put adapters that are meant for `target` on something else."""
+    """Whether plain peft would put the adapters of `target` on other modules."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     alone = copy.copy(config)
@@ -287,25 +295,25 @@ def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
         alone.alpha_pattern = {}
     try:
         convert_peft_config_for_transformers(alone, model, None)
-    except ValueError:  # one half of two layers that are one in transformers 5
+    except ValueError:  # `target` is half of a layer that transformers 5 has joined
         return True
     return set(alone.target_modules) != {target}
 
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
     """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
-    names = names_of_parameters(model)
+    named = names_of_parameters(model)
     text = text_names(model)
-    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
+    refuse_unmatched("modules_to_save", lora.modules_to_save, named.values(), text)
     return {
-        each: its
-        for each, its in names.items()
-        if its[0].startswith(text) and is_saved_whole(its, lora)
+        parameter: names
+        for parameter, names in named.items()
+        if names[0].startswith(text) and is_saved_whole(names, lora)
     }
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter: a tied one has several."""
+    """Each parameter -> all its names; a tied one has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -313,9 +321,9 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def within_language_model(model: Any, config: Any) -> Any:
-    """`config` for peft on `model`: of a vision-language one, with a regular expression for those
-    of the target_modules that are in its language model, since its tower has layers of the same
-    names.
+    """Limits the target_modules of `config` to the language model of a vision-language model.
+
+    Its tower has layers of the same names, so the targets become a regular expression.
     """
     if not has_other_parts(model) or not config.target_modules:
         return config
@@ -339,9 +347,13 @@ def make_config(
     head: str,
     saved_whole: Mapping[nn.Parameter, Sequence[str]],
 ) -> Any:
-    """The recipe's adapter in peft's terms, a LoraConfig or an OFTConfig.
+    """Makes peft's LoraConfig or OFTConfig from the recipe's keys.
 
-    `all-linear` is `linear_layers` but `head` and what is trained whole.
+    Args:
+        lora: The recipe's keys.
+        linear_layers: The names that `all-linear` means; it excludes the head and `saved_whole`.
+        head: The head's name.
+        saved_whole: The parameters that are trained whole, with their names.
     """
     from peft import LoraConfig, OFTConfig
 
@@ -375,11 +387,17 @@ def make_config(
 def with_adapters(
     base: Values, shapes: Mapping[str, torch.Size], seed: int, multiplied: Values | None = None
 ) -> Values:
-    """`base` for the frozen parameters; for adapters their start: A uniform (He et al. 2015 with a
-    = sqrt 5, as in peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu
-    et al. 2024, eq. 5, at B = 0).
+    """Adds the first values of adapters to those of `base`.
 
-    `multiplied`: the weights that the layers multiply with, where these are not `base`."""
+    A is uniform (He et al. 2015 with a = sqrt 5, as in peft) and B is zero. DoRA's magnitude is the
+    norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0).
+
+    Args:
+        base: The values of the frozen parameters.
+        shapes: The shape of every parameter, by name.
+        seed: The run's seed.
+        multiplied: The weights that layers multiply by, where they are not those of `base`.
+    """
     multiplied = multiplied or base
 
     def values(name: str, slices: Slices) -> torch.Tensor:
@@ -403,9 +421,7 @@ def with_adapters(
 
 
 def remake_indices(model: nn.Module) -> None:
-    """Gives peft's rotations their indices again, buffers which it has moved to meta with its
-    parameters.
-    """
+    """Computes the indices of peft's rotations again, which peft has moved to the meta device."""
     for module in model.modules():
         if type(module).__name__ == "OFTRotationModule":
             size: Any = module.block_size
@@ -415,9 +431,17 @@ def remake_indices(model: nn.Module) -> None:
 
 
 def make_rotations(vectors: Tensor, block_size: int) -> Tensor:
-    """OFT's rotations [blocks, size, size] of `vectors` [blocks, size (size - 1) / 2], as peft
-    approximates them: the Cayley transform (I + Q) / (I - Q) as I + 2Q + 2Q^2 + 2Q^3 + Q^4 (Qiu et
-    al. 2025, arXiv:2506.19847), Q skew-symmetric with `vectors` above its diagonal.
+    """Makes OFT's rotations as peft does: I + 2Q + 2Q^2 + 2Q^3 + Q^4.
+
+    This approximates the Cayley transform (I + Q) / (I - Q) (Qiu et al. 2025, arXiv:2506.19847). Q
+    is skew-symmetric, with `vectors` above its diagonal.
+
+    Args:
+        vectors: [blocks, size (size - 1) / 2].
+        block_size: The size.
+
+    Returns:
+        [blocks, size, size].
     """
     rows, columns = torch.triu_indices(block_size, block_size, 1)
     q = vectors.new_zeros(len(vectors), block_size, block_size)
@@ -429,47 +453,42 @@ def make_rotations(vectors: Tensor, block_size: int) -> Tensor:
 
 
 def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
-    """The values of `model` with those of the adapter in `folder`, and `start` for whatever the
-    adapter does not hold.
+    """Adds the values of the adapter in `folder` to those of `start`.
 
     Args:
-        model: Unsharded, with its adapters. What it trains whole may be missing from the files: new
-            tokens, for one.
+        model: Unsharded, with its adapters. The files may lack what it trains whole, such as new
+            tokens.
+        folder: An adapter by peft.
+        start: The values of what the adapter does not hold.
 
     Raises:
         UserError: The adapter's tensors are not those of the model's adapters, by name and shape;
             or its copy of an adapted head, which peft saves beside it, is not the base's.
     """
-    stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
-    trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
-    names = {
-        peft_name(name): id(p)
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if id(p) in trained
-    }
-    tensors = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
-    missing = sorted(
-        name for name, _ in trained.values() if is_adapter(name) and name not in tensors
-    )
-    copies = {
-        name: stored[peft_name(each)]
-        for name, each in list_base_layers(model).items()
-        if peft_name(each) in stored
-    }
-    places = names.keys() | set(map(peft_name, list_base_layers(model).values()))
-    extra = sorted(stored.keys() - places)
     where = f"adapter_name_or_path: {folder}"
+    stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
+    trained = {
+        parameter: names
+        for parameter, names in names_of_parameters(model).items()
+        if parameter.requires_grad
+    }
+    first_names = {peft_name(name): names[0] for names in trained.values() for name in names}
+    bases = {name: peft_name(own) for name, own in list_base_layers(model).items()}
+    tensors = {first_names[name]: tensor for name, tensor in stored.items() if name in first_names}
+    adapters = {names[0] for names in trained.values() if is_adapter(names[0])}
+    missing = sorted(adapters - tensors.keys())
+    extra = sorted(stored.keys() - first_names.keys() - set(bases.values()))
     if missing or extra:
         if missing:
-            one = f"it has no {peft_name(missing[0])}"
+            first = f"it has no {peft_name(missing[0])}"
         else:
-            one = f"{extra[0]} has no place there"
+            first = f"{extra[0]} has no place there"
         raise UserError(
-            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} "
+            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {first} "
             f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the "
             "base model it was trained on, and leave the LoRA keys to the adapter"
         )
-    for name, parameter in trained.values():
+    for parameter, (name, *_) in trained.items():
         if name in tensors and tensors[name].shape != tuple(parameter.shape):
             shape = list(tensors[name].shape)
             raise UserError(
@@ -477,6 +496,7 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
                 f"needs {list(parameter.shape)}; name the base model it was trained on, with the "
                 "same added_tokens"
             )
+    copies = {name: stored[own] for name, own in bases.items() if own in stored}
 
     def values(name: str, slices: Slices) -> Tensor:
         if name in tensors:
@@ -495,7 +515,7 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
 
 
 def list_base_layers(model: nn.Module) -> dict[str, str]:
-    """The first name of each weight of an adapted layer -> its name in that layer."""
+    """The first name of each parameter of an adapted layer's base -> its name in that layer."""
     layers = {}
     for names in names_of_parameters(model).values():
         for name in names:
@@ -505,11 +525,11 @@ def list_base_layers(model: nn.Module) -> dict[str, str]:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed made from the run's `seed` and the name of a tensor or module."""
+    """Makes a 63-bit seed from the run's `seed` and the name of a tensor or module."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
-# Layers of one module that transformers' code calls with the same input.
+# Layers of one module to which transformers' code gives the same input.
 SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -519,19 +539,19 @@ SHARED_INPUTS = (
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Has plain LoRA layers of `model` compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in
-    one operation.
+    """Lets LoRA layers compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in one operation.
 
-    peft adds layer by layer: in the forward it writes three more tensors of the output's size (the
-    adapter's product, scaled, and the sum), and in the backward two (the scaled gradient, and the
-    second gradient of the input). Under autocast each adapter keeps a cast copy of the input that
-    several layers share. Here the adapter is added by the product itself, and the input is kept as
-    it is. Layers that share their input (q, k and v) are one operation together: their A's are one
-    product, and so are the gradients of the input.
+    peft computes the adapter's product, scales it and adds it. That writes three more tensors of
+    the output's size in the forward, and two in the backward: the scaled gradient, and a second
+    gradient of the input. Under autocast each adapter also keeps a cast copy of the input. Here the
+    product itself adds the adapter, and the input is kept as it came. Layers with the same input
+    (q, k and v) are one operation: one product with all their A, one gradient of the input.
 
-    Returns how many layers there are. Layers with dropout or DoRA stay peft's. For layouts in which
-    the adapter's matrices are whole in the forward of the layer: not under FSDP1, whose units they
-    are, nor tensor parallelism, which shards them.
+    Layers with dropout or DoRA stay peft's. In the layer's forward its adapter must be whole, which
+    excludes FSDP1 (an adapter is a unit of its own) and tensor parallelism (it is sharded).
+
+    Returns:
+        The number of layers that were changed.
     """
     from peft.tuners.lora.layer import Linear as PeftLinear
 
@@ -566,13 +586,13 @@ def _is_plain(layer: Any) -> bool:
 
 @cache
 def _fused_class() -> type[nn.Module]:
-    """peft's layer with another forward. Importing peft takes a second."""
+    """peft's layer with another forward. A function, because importing peft takes a second."""
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class FusedLinear(PeftLinear):  # type: ignore[misc]
-        casts_parameters = True  # which FSDP2 need not do
+        casts_parameters = True  # FSDP2 need not cast them
         group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
-        # an input, and the output that the first of its group has computed for it
+        # (an input, the output for it), where the first layer of the group has computed it
         ready: tuple[Tensor, Tensor] | None
 
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
@@ -585,7 +605,7 @@ def _fused_class() -> type[nn.Module]:
                 return ready[1]
             others = self.group[1:]
             if any(other.ready is not None or not other.is_fusable() for other in others):
-                # They are not called with this input, or not at all.
+                # The model calls them with another input, or not at all.
                 self.group = (self,)
                 others = ()
             outputs = multiply((self, *others), x)
@@ -594,7 +614,7 @@ def _fused_class() -> type[nn.Module]:
             return outputs[0]
 
         def is_fusable(self) -> bool:
-            """Whether weight and bias are frozen, and multiplied as they are, or dequantized."""
+            """Whether the base is a frozen layer that `multiply` knows, and the adapter is on."""
             base = self.base_layer
             has_frozen_bias = base.bias is None or not base.bias.requires_grad
             is_known = type(base) in (nn.Linear, QuantizedLinear)
@@ -636,7 +656,7 @@ def _head_class() -> type[nn.Module]:
             return gather_whole(logits)
 
         def _multiply_by_a(self, hidden: Tensor) -> Tensor:
-            """hidden [..., hidden] -> [..., rank], in its type."""
+            """Multiplies hidden states [..., hidden] by A: [..., rank], in their dtype."""
             a = self.lora_A[ADAPTER_NAME]
             inner = a(self.lora_dropout[ADAPTER_NAME](hidden.to(a.weight.dtype)))
             return inner.to(hidden.dtype)  # type: ignore[no-any-return]
@@ -644,7 +664,7 @@ def _head_class() -> type[nn.Module]:
         def _scaled_b(self, device: torch.device) -> Tensor:
             """B [vocabulary, rank] times the adapter's scale."""
             b = self.lora_B[ADAPTER_NAME]
-            if isinstance(b, Fsdp1):  # whose weight is whole in its own forward alone
+            if isinstance(b, Fsdp1):  # its weight is whole only in its own forward
                 rank = self.r[ADAPTER_NAME]
                 weight = b(torch.eye(rank, device=device)).t()
             else:
@@ -655,15 +675,24 @@ def _head_class() -> type[nn.Module]:
 
 
 class _LayerForm(NamedTuple):
-    """The facts of a layer that `_LoraLinears` needs beside its tensors."""
+    """What `_LoraLinears` needs to know of a layer beside its tensors."""
 
-    scale: float
+    scale: float  # the adapter's
     dtype: torch.dtype  # of the products
-    quantized: Form | None
+    quantized: Form | None  # of a quantized weight
 
 
-# of each layer, in the arguments of `_LoraLinears`: A, B, bias, weight or codes, scales
-LAYER_TENSORS = 5
+class _LayerTensors(NamedTuple):
+    """The tensors of a layer, in the order of the arguments of `_LoraLinears`."""
+
+    a: Any  # [rank, in]
+    b: Any  # [out, rank]
+    bias: Any  # None where the layer has none
+    weight: Any  # [out, in], or a quantized weight's codes
+    scales: Any  # of a quantized weight; else None
+
+
+LAYER_TENSORS = len(_LayerTensors._fields)
 
 
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
@@ -673,33 +702,30 @@ def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     tensors: list[Tensor | None] = []
     for layer in layers:
         base = layer.base_layer
-        is_quantized = type(base) is QuantizedLinear
-        form, weight, scales = (
-            base.stored_weight(dtype) if is_quantized else (None, base.weight, None)
-        )
+        if type(base) is QuantizedLinear:
+            form, weight, scales = base.stored_weight(dtype)
+        else:
+            form = None
+            weight = base.weight
+            scales = None
         forms.append(_LayerForm(layer.scaling[ADAPTER_NAME], dtype, form))
-        tensors += (
-            layer.lora_A[ADAPTER_NAME].weight,
-            layer.lora_B[ADAPTER_NAME].weight,
-            base.bias,
-            weight,
-            scales,
-        )
+        a = layer.lora_A[ADAPTER_NAME].weight
+        b = layer.lora_B[ADAPTER_NAME].weight
+        tensors += (a, b, base.bias, weight, scales)
     products: tuple[Tensor, ...] = _LoraLinears.apply(x, tuple(forms), *tensors)  # type: ignore[no-untyped-call]
-    # Outside, so that a model may add to an output in place (Falcon).
+    # Views are made outside, so that a model may add to an output in place (Falcon).
     return [product.view(*x.shape[:-1], product.shape[-1]) for product in products]
 
 
 def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool = False) -> Tensor:
-    """sums + left @ right, in the memory of `sums` [rows, columns].
+    """Computes sums + left @ right in the memory of `sums` [rows, columns].
 
-    may_be_kept: Whether selective checkpointing may have kept `sums`, which it must then find as it
-    was: the sum gets
-        memory of its own, unless it is compiled.
+    may_be_kept: Whether selective checkpointing may have kept `sums`, and must find it unchanged.
+        Then the result gets its own memory, unless it is compiled.
     """
-    # torch.compile makes its graph functional, in which addmm copies what it adds to: 448 copies of
-    # a layer's output in a step of 8B. It puts an operator of our own back in place, where nothing
-    # else reads `sums`.
+    # torch.compile makes its graph functional, in which addmm copies `sums`: 448 copies of a
+    # layer's output in a step of 8B. An operator of our own it turns back into one in place, where
+    # nothing else reads `sums`.
     if torch.compiler.is_compiling():
         _add_product(sums, left, right)
         return sums
@@ -718,34 +744,31 @@ def _(sums: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _LoraLinears(torch.autograd.Function):
-    """LoRA layers with one input: [..., in] -> [rows, out] of each.
+    """LoRA layers with one input: [..., in] -> [rows, out] of each layer.
 
-    The tensors of a layer: A [rank, in], B [out, rank], the bias or None, and the weight [out, in],
-    or its codes and scales.
-
-    Computed in the dtype of the forms, whatever autocast says. Kept for the backward: the input as
-    it came, and x A^T [rows, ranks of all layers].
+    It computes in the dtype of the forms, whatever autocast says. For the backward it keeps the
+    input as it came, and x A^T ("inner") [rows, ranks of all layers].
     """
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, forms: tuple[_LayerForm, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        layers = _by_layer(tensors)
+        layers = _group_by_layer(tensors)
         dtype = forms[0].dtype
         products = []
         with torch.autocast(inputs.device.type, enabled=False):
             rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
             inner = rows @ _join_a(layers, dtype).t()
-            for form, own, (_, b, bias, weight, scales) in zip(
-                forms, _own_inner(inner, layers), layers, strict=True
-            ):
-                base = _restore(weight, scales, form).t()
-                if bias is None:
+            inners = torch.split(inner, _list_ranks(layers), 1)
+            for form, layer, own in zip(forms, layers, inners, strict=True):
+                base = _restore_weight(layer, form).t()
+                if layer.bias is None:
                     product = rows @ base
                 else:
-                    product = torch.addmm(bias.to(dtype), rows, base)
-                products.append(add_product(product, own, _scale_b(b, form).t(), may_be_kept=True))
+                    product = torch.addmm(layer.bias.to(dtype), rows, base)
+                scaled_b = _scale_b(layer, form)
+                products.append(add_product(product, own, scaled_b.t(), may_be_kept=True))
         ctx.forms = forms
         ctx.save_for_backward(inputs, inner, *tensors)
         return tuple(products)
@@ -754,79 +777,97 @@ class _LoraLinears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs, inner, *tensors = ctx.saved_tensors
         forms = ctx.forms
-        layers = _by_layer(tensors)
+        layers = _group_by_layer(tensors)
         dtype = forms[0].dtype
+        of_inputs = None
         of_tensors: list[Tensor | None] = [None] * len(tensors)
         with torch.autocast(inputs.device.type, enabled=False):
             of_outputs = [gradient.to(dtype) for gradient in gradients]
-            of_inner = []
-            for of_output, form, layer in zip(of_outputs, forms, layers, strict=True):
-                of_inner.append(of_output @ _scale_b(layer[1], form))
-            if len(of_inner) == 1:
-                of_all_inner = of_inner[0]
-            else:
-                of_all_inner = torch.cat(of_inner, 1)
+            of_inner = _backward_to_inner(of_outputs, layers, forms)
             if any(ctx.needs_input_grad[2::LAYER_TENSORS]):
                 rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
-                of_all_a = of_all_inner.t() @ rows
-                of_a = of_all_a.split([layer[0].shape[0] for layer in layers])
-                of_tensors[::LAYER_TENSORS] = [
-                    each.to(layer[0].dtype) for each, layer in zip(of_a, layers, strict=True)
-                ]
+                of_tensors[::LAYER_TENSORS] = _backward_to_a(of_inner, rows, layers)
             if any(ctx.needs_input_grad[3::LAYER_TENSORS]):
-                of_b = []
-                inners = _own_inner(inner, layers)
-                for of_output, own, form, layer in zip(
-                    of_outputs, inners, forms, layers, strict=True
-                ):
-                    of_b.append((of_output.t() @ own).to(layer[1].dtype) * form.scale)
-                of_tensors[1::LAYER_TENSORS] = of_b
-            of_inputs = None
+                of_tensors[1::LAYER_TENSORS] = _backward_to_b(of_outputs, inner, layers, forms)
             if ctx.needs_input_grad[0]:
-                of_rows = None
-                for of_output, form, (_, _, _, weight, scales) in zip(
-                    of_outputs, forms, layers, strict=True
-                ):
-                    base = _restore(weight, scales, form, of_output)
-                    if of_rows is None:
-                        of_rows = of_output @ base
-                    else:
-                        add_product(of_rows, of_output, base)
-                assert of_rows is not None
-                add_product(of_rows, of_all_inner, _join_a(layers, dtype))
+                of_rows = _backward_to_rows(of_outputs, of_inner, layers, forms)
                 of_inputs = of_rows.view(inputs.shape).to(inputs.dtype)
         return of_inputs, None, *of_tensors
 
 
-Layer = Sequence[Any]  # LAYER_TENSORS tensors
+Layers = Sequence[_LayerTensors]
+Forms = Sequence[_LayerForm]
 
 
-def _by_layer(tensors: Sequence[Tensor | None]) -> list[Layer]:
-    return [
-        tensors[start : start + LAYER_TENSORS] for start in range(0, len(tensors), LAYER_TENSORS)
-    ]
+def _backward_to_inner(of_outputs: Sequence[Tensor], layers: Layers, forms: Forms) -> Tensor:
+    """The gradient of x A^T of all layers: [rows, ranks of all layers]."""
+    of_inner = []
+    for of_output, layer, form in zip(of_outputs, layers, forms, strict=True):
+        of_inner.append(of_output @ _scale_b(layer, form))
+    return of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
 
 
-def _join_a(layers: Sequence[Layer], dtype: torch.dtype) -> Tensor:
-    """A of all layers: [ranks, in]."""
-    each = [layer[0].to(dtype) for layer in layers]
+def _backward_to_a(of_inner: Tensor, rows: Tensor, layers: Layers) -> list[Tensor]:
+    """The gradient of each layer's A, by one product."""
+    of_a = torch.split(of_inner.t() @ rows, _list_ranks(layers))
+    return [gradient.to(layer.a.dtype) for gradient, layer in zip(of_a, layers, strict=True)]
+
+
+def _backward_to_b(
+    of_outputs: Sequence[Tensor], inner: Tensor, layers: Layers, forms: Forms
+) -> list[Tensor]:
+    """The gradient of each layer's B."""
+    inners = torch.split(inner, _list_ranks(layers), 1)
+    of_b = []
+    for of_output, own, layer, form in zip(of_outputs, inners, layers, forms, strict=True):
+        of_b.append((of_output.t() @ own).to(layer.b.dtype) * form.scale)
+    return of_b
+
+
+def _backward_to_rows(
+    of_outputs: Sequence[Tensor], of_inner: Tensor, layers: Layers, forms: Forms
+) -> Tensor:
+    """The gradient of the input, [rows, in]: the sum over the layers and their adapters."""
+    of_rows = None
+    for of_output, layer, form in zip(of_outputs, layers, forms, strict=True):
+        weight = _restore_weight(layer, form, of_output)
+        if of_rows is None:
+            of_rows = of_output @ weight
+        else:
+            add_product(of_rows, of_output, weight)
+    assert of_rows is not None
+    return add_product(of_rows, of_inner, _join_a(layers, forms[0].dtype))
+
+
+def _group_by_layer(tensors: Sequence[Tensor | None]) -> list[_LayerTensors]:
+    starts = range(0, len(tensors), LAYER_TENSORS)
+    return [_LayerTensors(*tensors[start : start + LAYER_TENSORS]) for start in starts]
+
+
+def _list_ranks(layers: Layers) -> list[int]:
+    return [layer.a.shape[0] for layer in layers]
+
+
+def _join_a(layers: Layers, dtype: torch.dtype) -> Tensor:
+    """The A of all layers: [ranks of all layers, in]."""
+    each = [layer.a.to(dtype) for layer in layers]
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
-def _own_inner(inner: Tensor, layers: Sequence[Layer]) -> Sequence[Tensor]:
-    """The columns of each layer in x A^T of all."""
-    return torch.split(inner, [layer[0].shape[0] for layer in layers], 1)
+def _scale_b(layer: _LayerTensors, form: _LayerForm) -> Tensor:
+    scaled: Tensor = (layer.b * form.scale).to(form.dtype)
+    return scaled
 
 
-def _scale_b(b: Tensor, form: _LayerForm) -> Tensor:
-    return (b * form.scale).to(form.dtype)
-
-
-def _restore(
-    weight: Tensor, scales: Tensor | None, form: _LayerForm, after: Tensor | None = None
+def _restore_weight(
+    layer: _LayerTensors, form: _LayerForm, of_output: Tensor | None = None
 ) -> Tensor:
-    """The weight [out, in]; `after`: in a backward, its gradient."""
+    """The base weight [out, in] in the dtype of the products, dequantized where it is quantized.
+
+    of_output: In a backward, the gradient that its product multiplies.
+    """
     if form.quantized is None:
-        return weight.to(form.dtype)
-    assert scales is not None
-    return dequantize_parameters(weight, scales, form.quantized, form.dtype, after)
+        weight: Tensor = layer.weight.to(form.dtype)
+        return weight
+    assert layer.scales is not None
+    return dequantize_parameters(layer.weight, layer.scales, form.quantized, form.dtype, of_output)

@@ -1,7 +1,7 @@
-"""The tensors of a model by its config alone: transformers' class, built on meta, and what each
-part of it holds.
+"""Lists a model's parameters from its config alone: builds transformers' class on the meta device
+and describes each part.
 
-For the plan of models whose layers its tables do not give.
+The plan uses it for models that its own tables do not describe.
 """
 
 from collections import Counter
@@ -37,16 +37,16 @@ Shapes = Mapping[str, Shape]  # by transformers' name of the parameter, a tied o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The parameters of a decoder layer, or of all that is in none; a tied one is in the first that
-    has it.
+    """The parameters of one decoder layer, or of all modules outside the layers.
+
+    A tied parameter belongs to the first part that uses it.
     """
 
     shapes: Shapes
-    linears: tuple[str, ...]  # the weights [out, in] of linear layers, but for the head's
-    # the weights of the linear layers that all-linear adapts, under each name of a tied one
-    adaptable: Shapes
-    experts: tuple[str, ...]  # the weights of routed experts
-    routed: tuple[str, ...]  # these, and biases
+    linears: tuple[str, ...]  # weights [out, in] of linear layers, without the head's
+    adaptable: Shapes  # weights that all-linear adapts; a tied one under each of its names
+    experts: tuple[str, ...]  # weights of routed experts
+    routed: tuple[str, ...]  # weights and biases of routed experts
     is_transposed: bool  # the weights of experts are [experts, in, out]
 
 
@@ -55,19 +55,19 @@ class Outline:
     """A model's parameters, part by part. Returned by `outline_model`."""
 
     layers: tuple[Part, ...]
-    layer_names: str  # their classes, and how many of each kind there are
+    layer_names: str  # the layers' classes, and how many of each kind there are
     embedding: tuple[str, Shape]
-    tail: Part  # all else that works on text
-    head: str | None  # the name of its weight; None where the embedding is the head
-    head_name: str  # the same, or its second name where it is the embedding
+    tail: Part  # text parameters outside layers and embedding: the final norm, the head
+    head: str | None  # the name of the head's weight; None where it is tied to the embedding
+    head_name: str  # the name of the head's weight, tied or not
     beside: tuple[Shapes, ...]  # towers, projectors
-    prefix: str  # the name of the language model
-    text_names: tuple[str, ...]
+    prefix: str  # the name of the language model within the model
+    text_names: tuple[str, ...]  # as `text_names` returns them
     heads: int
     key_value_heads: int
     head_size: float
     attending_layers: int
-    idle: int  # numbers that do not work on a given token
+    idle: int  # elements that do no work on a text token: experts not chosen, towers
     facts: ModelFacts
 
 
@@ -77,27 +77,15 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     Raises `UserError` where transformers has no class for it, or cannot build it.
     """
     model = build_class(config, where)
-    named = [*model.named_parameters(remove_duplicate=False)]
-    names = {parameter: name for name, parameter in reversed(named)}  # the first of each
     trunk = trunk_of(model)
     layers = list_layers(model)
+    names = _name_parameters(model)
     embedding = model.get_input_embeddings().weight
     head = head_of(model).weight
-    taken: set[Any] = {embedding}
-    beside = [_take(part, names, taken) for part in other_parts(model)]
-    taken.update(module for part in other_parts(model) for module in part.modules())
-    on_text = text_names(model)
-    loose = {  # of llava_next the line break between two rows of an image
-        names[parameter]: tuple(parameter.shape)
-        for parameter in model.parameters()
-        if parameter not in taken and not names[parameter].startswith(on_text)
-    }
-    taken.update(parameter for parameter in model.parameters() if names[parameter] in loose)
-    described = tuple(_describe(model, layer, names, taken) for layer in layers)
     heads = getattr(trunk.config, "num_attention_heads", None) or 1
-    active = count_active(model)
-    idle = sum(parameter.numel() - numbers for parameter, numbers in active.items())
-    idle += sum(active[parameter] for part in other_parts(model) for parameter in part.parameters())
+    taken: set[Any] = {embedding}
+    beside = _describe_beside(model, names, taken)
+    described = tuple(_describe(model, layer, names, taken) for layer in layers)
     return Outline(
         layers=described,
         layer_names=_name_layers(layers, getattr(trunk.config, "layer_types", None)),
@@ -105,20 +93,20 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         tail=_describe(model, model, names, taken),
         head=None if head is embedding else names[head],
         head_name=_name_head(model),
-        beside=tuple(part for part in (*beside, loose) if part),
+        beside=beside,
         prefix=next(name for name, module in model.named_modules() if module is trunk),
-        text_names=on_text,
+        text_names=text_names(model),
         heads=heads,
         key_value_heads=getattr(trunk.config, "num_key_value_heads", None) or heads,
         head_size=read_head_size(trunk.config),
         attending_layers=count_attention_layers(trunk.config),
-        idle=idle,
+        idle=_count_idle(model),
         facts=read_facts(model.config, where),
     )
 
 
 def build_class(config: Mapping[str, Any], where: str) -> Any:
-    """The transformers model of a config.json, on meta."""
+    """Builds the transformers model of a config.json on the meta device."""
     from transformers import AutoConfig
 
     try:
@@ -129,15 +117,15 @@ def build_class(config: Mapping[str, Any], where: str) -> Any:
         ) from None
     forget_quantization(read)
     try:
-        with torch.device("meta"):  # else a tensor of any size would be there for a moment
+        with torch.device("meta"):  # a tensor made on the CPU first could be of any size
             return build_on_meta(read, torch.float32)
-    except UserError:  # of the few whose classes compute numbers while they are built
+    except UserError:  # a few classes compute numbers while they are built
         return build_on_meta(read, torch.float32)
 
 
 def list_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers of a model: the outermost that transformers does not split, else those of
-    its longest list.
+    """The decoder layers: the outermost modules that transformers does not split, else the entries
+    of the longest module list.
     """
     layers = decoder_layers(model)
     inside = {inner for layer in layers for inner in layer.modules() if inner is not layer}
@@ -147,54 +135,100 @@ def list_layers(model: Any) -> list[nn.Module]:
     return list(max(lists, key=len, default=()))
 
 
-def _take(
-    module: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]
-) -> dict[str, Shape]:
-    """The parameters of `module` that are not `taken` yet, which they are afterwards."""
-    own = [parameter for parameter in module.parameters() if parameter not in taken]
-    taken.update(own)
-    return {names[parameter]: tuple(parameter.shape) for parameter in own}
+def _name_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of every parameter; of a tied one its first."""
+    named = [*model.named_parameters(remove_duplicate=False)]
+    return {parameter: name for name, parameter in reversed(named)}
 
 
 def _name_head(model: Any) -> str:
-    """The name of the output head's weight, which may be the embedding's too."""
+    """The name of the output head's weight, which may be tied to the embedding."""
     head = head_of(model)
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def _describe_beside(
+    model: Any, names: Mapping[nn.Parameter, str], taken: set[Any]
+) -> tuple[Shapes, ...]:
+    """The shapes of each tower and projector, then of loose parameters beside the text model.
+
+    llava_next has a loose parameter: the line break between two rows of an image. `_take` explains
+    `taken`.
+    """
+    beside = []
+    for part in other_parts(model):
+        beside.append(_take(part.parameters(), names, taken))
+        taken.update(part.modules())
+    on_text = text_names(model)
+    loose = [each for each in model.parameters() if not names[each].startswith(on_text)]
+    beside.append(_take(loose, names, taken))
+    return tuple(shapes for shapes in beside if shapes)
+
+
+def _take(
+    parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str], taken: set[Any]
+) -> dict[str, Shape]:
+    """The shapes by name of those `parameters` that no part before has taken.
+
+    taken: The parameters of the parts before, to which these are added.
+    """
+    own = [parameter for parameter in parameters if parameter not in taken]
+    taken.update(own)
+    return {names[parameter]: tuple(parameter.shape) for parameter in own}
 
 
 def _describe(
     model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]
 ) -> Part:
-    shapes = _take(part, names, taken)
-    left_out = find_family(trunk_of(model).config.model_type).unadaptable
+    """Describes `part` of `model`.
+
+    taken: The parameters and linear layers of the parts before, to which these are added.
+    """
+    shapes = _take(part.parameters(), names, taken)
     head = head_modules(model)
     linears = [
         module for module in part.modules() if isinstance(module, nn.Linear) and module not in head
     ]
+    adaptable = _list_adaptable(model, [linear for linear in linears if linear not in taken])
+    taken.update(linears)
     experts = [module for module in part.modules() if is_experts(module)]
 
-    def own(parameters: Iterable[Any]) -> tuple[str, ...]:
-        return tuple(name for name in map(names.__getitem__, parameters) if name in shapes)
+    def name_own(parameters: Iterable[Any]) -> tuple[str, ...]:
+        return tuple(names[each] for each in parameters if names[each] in shapes)
 
-    modules = {module: name for name, module in model.named_modules()}
-    adaptable = {modules[linear]: linear.weight for linear in linears if linear not in taken}
-    taken.update(linears)
     return Part(
         shapes=shapes,
-        linears=own(linear.weight for linear in linears),
-        adaptable={
-            f"{name}.weight": tuple(weight.shape)
-            for name, weight in adaptable.items()
-            if find_name_suffix(name) not in left_out
-        },
-        experts=own(weight for module in experts for weight in weights_of(module).values()),
-        routed=own(parameter for module in experts for parameter in module.parameters()),
+        linears=name_own(linear.weight for linear in linears),
+        adaptable=adaptable,
+        experts=name_own(weight for module in experts for weight in weights_of(module).values()),
+        routed=name_own(parameter for module in experts for parameter in module.parameters()),
         is_transposed=any(getattr(module, "is_transposed", False) for module in experts),
     )
 
 
+def _list_adaptable(model: Any, linears: Iterable[nn.Linear]) -> Shapes:
+    """The weights of those `linears` to which all-linear adds an adapter."""
+    left_out = find_family(trunk_of(model).config.model_type).unadaptable
+    module_names = {module: name for name, module in model.named_modules()}
+    adaptable = {}
+    for linear in linears:
+        name = module_names[linear]
+        if find_name_suffix(name) not in left_out:
+            adaptable[f"{name}.weight"] = tuple(linear.weight.shape)
+    return adaptable
+
+
+def _count_idle(model: Any) -> int:
+    """Counts the elements that do no work on a text token: experts not chosen, towers."""
+    active = count_active(model)
+    idle = sum(parameter.numel() - used for parameter, used in active.items())
+    for part in other_parts(model):
+        idle += sum(active[parameter] for parameter in part.parameters())
+    return idle
+
+
 def _name_layers(layers: Iterable[Any], kinds: Any) -> str:
-    """The classes of the layers, each with its number; of layers of one class the kinds.
+    """Names the layers' classes with their numbers, and the `kinds` where all are of one class.
 
     >>> class Layer: pass
     >>> _name_layers(

@@ -1,15 +1,16 @@
-"""What a forward and a backward of a model hold, by its own code over tensors that have shapes and
-no values.
+"""Counts the bytes that a model's forward and backward hold, by running its own code over tensors
+with shapes and without values.
 
-For the plan of models whose layers its formulas do not know. Every tensor that autograd saves is
-counted, and every one that is there at the same time, over rows of a few lengths: what grows with
-the tokens, or with their square, is a polynomial of the length. All runs as on a CPU; of a GPU's
-attention it is known that its kernel keeps its inputs, its output and the log-sum-exp.
+The plan uses it for models that its formulas do not know. It counts the tensors that autograd
+saves, and those that exist at the same time, for rows of a few lengths. Through these it fits a
+polynomial of the length: some bytes grow with the tokens, some with their square. Everything runs
+as on a CPU, except for a GPU's attention: its kernel keeps its inputs, its output and the
+log-sum-exp.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,34 +39,35 @@ from finetune.models.experts import (
 from finetune.models.lora import add_adapters, fuse_adapters
 from finetune.models.outline import build_class, list_layers
 
-# Of the traced rows, in units: not of one chunk, which is computed otherwise than several. The
-# third is for squares.
+# The lengths of the traced rows, in units. One unit would be a single chunk, which some layers
+# compute in another way than several. Only growth with the square needs the third length.
 LENGTHS = (2, 3, 4)
 MOST_LAYERS = 4  # that are traced one by one
-UNIT = 64  # tokens of a chunk that linear attention and state spaces compute, at least
-LARGEST_UNIT = 512
-STEPPED_UNIT = 8  # of layers that compute one token after the other, in a loop
-KERNEL = "traced_kernel"  # among transformers' names for attention
-PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what a layer knows of where it is
+UNIT = 64  # tokens; the smallest chunk of linear attention and state spaces
+LARGEST_UNIT = 512  # tokens
+STEPPED_UNIT = 8  # tokens, for layers that compute one token after the other in a loop
+KERNEL = "traced_kernel"  # the name of our stand-in among transformers' attention functions
+PLACES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # attributes with a layer's place
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Bytes that grow with the tokens of a document, and with their square where all pairs of them
-    are compared.
-    """
+    """Bytes that grow with the tokens of a document, and with their square."""
 
     linear: float = 0.0
     square: float = 0.0
 
     def per_token(self, length: int) -> float:
-        """Bytes a token, in documents of `length` tokens."""
+        """Bytes per token of a document of `length` tokens."""
         return self.linear + self.square * length
 
     @classmethod
     def fit(cls, unit: int, measured: Sequence[float]) -> "Growth":
-        """The polynomial, less its constant, through what was `measured` at two or all three
-        LENGTHS times `unit`.
+        """Fits the polynomial through measured bytes, and drops its constant.
+
+        Args:
+            unit: Tokens.
+            measured: The bytes at the first two or at all three LENGTHS times `unit`.
 
         >>> Growth.fit(2, [10 + 2 * n + 3 * n * n for n in (4, 6, 8)]), Growth.fit(2, [18, 22])
         (Growth(linear=2.0, square=3.0), Growth(linear=2.0, square=0.0))
@@ -77,38 +79,38 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """The tensors that one decoder layer holds."""
+    """The bytes that one decoder layer holds."""
 
-    saved: Growth  # between its forward and its backward
-    working: Growth  # beside that, in its backward
-    forward: Growth  # in a forward that saves nothing
+    saved: Growth  # from its forward to its backward
+    working: Growth  # during its backward, in addition
+    forward: Growth  # during a forward that saves nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The tensors that a model without its head holds. Returned by `trace_model`."""
+    """The bytes that a model without its head holds. Returned by `trace_model`."""
 
     layers: tuple[LayerTrace, ...] = ()
-    rest: Growth = Growth()  # saved beside the layers: token ids, rotary embedding, final norm
-    failure: str | None = None  # why nothing could be counted
+    rest: Growth = Growth()  # saved outside the layers: token ids, rotary embedding, final norm
+    failure: str | None = None  # why the model could not be traced
 
     def layer_bytes(self, part: Literal["saved", "working", "forward"], length: int) -> list[int]:
-        """Bytes a token of this part of each layer, in documents of `length` tokens."""
+        """Each layer's bytes per token of a document of `length` tokens."""
         return [max(0, round(getattr(layer, part).per_token(length))) for layer in self.layers]
 
     def largest(self, part: Literal["saved", "working", "forward"], length: int) -> int:
-        """The bytes of the layer that has the most; 0 where nothing could be counted."""
+        """The largest of `layer_bytes`; 0 where the model could not be traced."""
         return max(self.layer_bytes(part, length), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a forward is computed, as far as it decides what is saved."""
+    """The settings of a forward that decide what it saves."""
 
     itemsize: int  # bytes of the compute dtype
     autocast: bool = False
     lora: Lora | None = None
-    cpu: bool = False  # attention by document, in fp32
+    cpu: bool = False  # whether attention runs as on a CPU: by document, in fp32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,26 +119,23 @@ class Forward:
 
 
 def trace_model(config: Mapping[str, Any], how: Forward) -> Trace:
-    """Traces one layer of each kind of the model of a config.json; all of them, where some need
-    what others leave.
+    """Traces a layer of each kind of the model of a config.json.
+
+    Traces all layers where some need the results of others, as in Gemma 4.
     """
     failure = ""
     for skips in (True, False):
         try:
             with _silent():
                 return _trace(config, how, skips)
-        except (
-            Exception
-        ) as error:  # whatever a family's own code does with tensors that have no values
+        except Exception as error:  # a family's own code may need values, and fail in any way
             failure = on_one_line(error)
     return Trace(failure=failure)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No word of libraries: of kernels that a run would miss, and of operators that have no
-    fake.
-    """
+    """Silences libraries in this block: their warnings of missing kernels are about the trace."""
     loggers = [
         logging.getLogger(name) for name in ("transformers", "torch._subclasses.fake_tensor")
     ]
@@ -151,40 +150,45 @@ def _silent() -> Iterator[None]:
 
 
 def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
+    """Traces the model's layers.
+
+    skips: Whether of equal layers only the first is traced, and the others are left out.
+    """
     model = build_class(config, "config.json")
     layers = list_layers(model)
     if not skips and len(layers) > MOST_LAYERS:
         raise RuntimeError("its layers need what other layers compute")
-    # for each layer the place of the one that is traced for it: the first of its kind
-    places = list(range(len(layers)))
     if skips:
         kinds = [_describe(layer) for layer in layers]
-        places = [kinds.index(kind) for kind in kinds]
-    emptied = [layer for place, layer in enumerate(layers) if place not in places]
-    for module in (*other_parts(model), *emptied):
-        module._modules.clear()
-        module._parameters.clear()
+        places = [kinds.index(kind) for kind in kinds]  # by layer: the place of the traced one
+    else:
+        places = list(range(len(layers)))
+    skipped = [layer for place, layer in enumerate(layers) if place not in places]
+    _empty([*other_parts(model), *skipped])
     _prepare(model, how)
     trunk = trunk_of(model).train()
     unit = _find_unit(trunk)
-    forwards = [layer.forward for layer in layers]
+    forwards = {place: layers[place].forward for place in set(places)}
     lengths = LENGTHS[:2] if trunk.config._attn_implementation == KERNEL else LENGTHS
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # backwards run here, where the modes see them
+    # Without threads of its own, autograd runs backwards in this one, where the modes see them.
     with mode, torch.autograd.set_multithreading_enabled(False):
         _make_fake(model, mode)
-        rows = [
-            _trace_row(trunk, layers, forwards, set(places), unit * number, how)
-            for number in lengths
-        ]
-
-    traced = {place: _fit_layer(unit, rows, place) for place in set(places)}
+        rows = [_trace_row(trunk, layers, forwards, unit * number, how) for number in lengths]
+    traced = {place: _fit_layer(unit, rows, place) for place in forwards}
     rest = Growth.fit(unit, [row.rest for row in rows])
     return Trace(tuple(traced[place] for place in places), rest)
 
 
+def _empty(modules: Sequence[nn.Module]) -> None:
+    """Removes what `modules` hold: the trace does not run them."""
+    for module in modules:
+        module._modules.clear()
+        module._parameters.clear()
+
+
 def _describe(layer: nn.Module) -> Any:
-    """Describes a layer's modules: equal ones hold the same."""
+    """Describes a layer's modules. Layers with equal descriptions hold the same bytes."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = set()
     for path, module in layer.named_modules():
@@ -195,8 +199,9 @@ def _describe(layer: nn.Module) -> Any:
 
 
 def _prepare(model: Any, how: Forward) -> None:
-    """Puts into the model on meta what training does (models/load.py), and for a GPU what its
-    attention keeps.
+    """Changes the model on the meta device as loading for training does (models/load.py).
+
+    Unless `how.cpu`, a stand-in for a GPU's kernel computes attention.
     """
     from transformers import AttentionInterface
 
@@ -213,12 +218,12 @@ def _prepare(model: Any, how: Forward) -> None:
     if not (how.lora.lora_dropout or how.lora.use_dora):
         fuse_adapters(model)
     if not how.autocast:
-        model.to(how.dtype)  # as mixed precision computes with the fp32 adapters
+        model.to(how.dtype)  # mixed precision computes with fp32 adapters in this dtype
     multiply_by_factors(model)
 
 
 class _Kernel(torch.autograd.Function):
-    """Keeps what a GPU's attention kernel does."""
+    """Saves for its backward what a GPU's attention kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -245,8 +250,10 @@ def _attend_as_a_kernel(
 
 
 def _find_unit(trunk: Any) -> int:
-    """Tokens, of which a traced row has a multiple: whole chunks, and as many as no matrix of the
-    model has rows.
+    """Finds the number of tokens that divides the lengths of traced rows.
+
+    It is at least one chunk. No matrix of the model has as many rows as a traced row has tokens, so
+    that `_Live` does not take activations for parameters.
     """
     keys = trunk.config.to_dict()
     recurrence = find_family(trunk.config.model_type).recurrence
@@ -266,30 +273,27 @@ def _find_unit(trunk: Any) -> int:
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Turns parameters and buffers into fake tensors that say they are on the CPU."""
+    """Turns parameters and buffers into fake tensors on the CPU."""
 
     def fake(tensor: Tensor) -> Tensor:
         return mode.fake_tensor_converter.from_meta_and_device(
             mode, tensor.to("meta"), torch.device("cpu")
         )
 
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is one fake tensor, too
+    for parameter in model.parameters():
+        fake_data = fake(parameter.data)
+        made[parameter] = nn.Parameter(fake_data, requires_grad=parameter.requires_grad)
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(
-                        fake(parameter.data), requires_grad=parameter.requires_grad
-                    )
-                module._parameters[name] = made[parameter]
+        for name, own in module._parameters.items():
+            module._parameters[name] = None if own is None else made[own]
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer)
+            module._buffers[name] = None if buffer is None else fake(buffer)
 
 
 @dataclass(slots=True)
 class _Row:
-    """The bytes that were held for one row, by the place of a layer."""
+    """The bytes held for one traced row, by the place of a layer."""
 
     saved: dict[int, int] = field(default_factory=dict)
     working: dict[int, int] = field(default_factory=dict)
@@ -298,7 +302,7 @@ class _Row:
 
 
 def _fit_layer(unit: int, rows: Sequence[_Row], place: int) -> LayerTrace:
-    """How the bytes of a layer grow with the tokens of a row."""
+    """Fits how the bytes of a layer grow with the tokens of a row."""
     return LayerTrace(
         Growth.fit(unit, [row.saved[place] for row in rows]),
         Growth.fit(unit, [row.working[place] for row in rows]),
@@ -309,14 +313,15 @@ def _fit_layer(unit: int, rows: Sequence[_Row], place: int) -> LayerTrace:
 def _trace_row(
     trunk: Any,
     layers: Sequence[nn.Module],
-    forwards: Sequence[Callable[..., Any]],
-    places: Collection[int],
+    forwards: Mapping[int, Callable[..., Any]],
     tokens: int,
     how: Forward,
 ) -> _Row:
-    """Traces one row of a single document.
+    """Traces one row with a single document of `tokens` tokens.
 
-    Each layer at `places` goes forward, backward, and forward without a graph.
+    Each traced layer runs forward, backward, and forward again without a graph.
+
+    forwards: The traced layers' own forwards, by place.
     """
     row = _Row()
     live = _Live(trunk)
@@ -327,17 +332,17 @@ def _trace_row(
         leaf = hidden.detach().requires_grad_()
         args, kwargs = tree_map_only(Tensor, _cut, (args, kwargs))
         saved = _Saved(live, rest, (args, kwargs), _cut_shared(kwargs))
-        with saved.counted():
+        with saved.count():
             out = forwards[place](leaf, *args, **kwargs)
         row.saved[place] = saved.bytes
         result = next(
             each for each in _tensors(out) if each.requires_grad and each.shape == hidden.shape
         )
-        row.working[place] = live.above(
+        row.working[place] = live.measure_peak(
             lambda: torch.autograd.backward(result, torch.empty_like(result))
         )
         with torch.no_grad():
-            row.forward[place] = live.above(
+            row.forward[place] = live.measure_peak(
                 lambda: outputs.append(forwards[place](hidden, *args, **kwargs))
             )
         return outputs.pop()
@@ -346,11 +351,11 @@ def _trace_row(
         return hidden
 
     for place, layer in enumerate(layers):
-        if place in places:
+        if place in forwards:
             layer.forward = partial(trace_layer, place)
         else:
             layer.forward = skip
-    with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.counted():
+    with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast), live, rest.count():
         ids = torch.zeros(1, tokens, dtype=torch.long)
         positions = torch.arange(tokens)[None]
         boundaries = torch.tensor([0, tokens], dtype=torch.int32)
@@ -365,14 +370,12 @@ def _trace_row(
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, which a layer's backward goes through once."""
+    """Cuts a tensor off its graph: each layer's backward may run through its own graph alone."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _cut_shared(kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Cuts the tensors that layers hand on in a mapping (Gemma 4's keys and values); returns
-    them.
-    """
+    """Cuts tensors that layers pass on in a mapping (Gemma 4's keys, values); returns them."""
     shared = list[Tensor]()
     for mapping in kwargs.values():
         if isinstance(mapping, MutableMapping):
@@ -388,13 +391,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Returns a key of a tensor's memory, valid as long as it is there."""
+    """A key for a tensor's memory, valid while the memory exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that are there, but for those of a parameter's shape:
-    gradients and casts.
+    """Counts the bytes of the tensors that exist.
+
+    It leaves out tensors of a parameter's shape: these are gradients and casts.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -408,7 +412,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if operator is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # of which alone torch knows the shapes
+            # torch can fake this operator in bfloat16 alone
             halves = [tensor.to(torch.bfloat16) for tensor in args[:2]]
             out = operator(*halves, *args[2:], **(kwargs or {})).to(torch.float32)
         else:
@@ -417,8 +421,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(tensor)
         return out
 
-    def above(self, run: Callable[[], object]) -> int:
-        """The most bytes during `run` above those before it."""
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        """The most bytes during `run`, less those before it."""
         before = self._peak = self._now
         run()
         return self._peak - before
@@ -442,40 +446,46 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Saved:
-    """Counts what autograd saves, each storage once; what a layer was given counts for `shared`,
-    not for the layer, and what another layer has made, for that one.
-    """
+    """Counts the bytes that autograd saves, each storage once, without those of parameters."""
 
     def __init__(
         self,
         live: _Live,
         shared: "_Saved | None" = None,
         given: Any = (),
-        made: Sequence[Tensor] = (),
+        of_others: Sequence[Tensor] = (),
     ) -> None:
+        """Counts for a layer, or for the whole model.
+
+        Args:
+            live: Knows the parameters.
+            shared: Counts the layer's arguments, which all layers share; None for the model.
+            given: The layer's arguments.
+            of_others: Tensors that another layer made, and which count there.
+        """
         self._live = live
         self._shared = shared
         self._given = {_key(tensor) for tensor in _tensors(given)}
-        self._made = {_key(tensor) for tensor in made}
+        self._of_others = {_key(tensor) for tensor in of_others}
         self._sizes: dict[int, int] = {}
 
     @property
     def bytes(self) -> int:
-        """All that was saved, but for parameters and their casts."""
+        """The bytes saved so far."""
         return sum(self._sizes.values())
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """The block whose forward saves."""
+    def count(self) -> Iterator[None]:
+        """Counts what the forward in this block saves."""
         with torch.autograd.graph.saved_tensors_hooks(self._add, lambda tensor: tensor):
             yield
 
     def _add(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)
-        if key not in self._live.of_parameters and key not in self._made:
-            if self._shared is not None and key in self._given:
-                owner = self._shared
-            else:
-                owner = self
-            owner._sizes[key] = tensor.untyped_storage().nbytes()
+        if key in self._live.of_parameters or key in self._of_others:
+            return tensor
+        owner = self
+        if self._shared is not None and key in self._given:
+            owner = self._shared
+        owner._sizes[key] = tensor.untyped_storage().nbytes()
         return tensor

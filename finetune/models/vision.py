@@ -1,9 +1,9 @@
 """The training forward of a vision-language model over documents with images, in packed or padded
 rows.
 
-The tower and the projector run over all images of the micro-batch at once, before the embedding, on
-every rank. The rest is the model's own forward, to which each document's positions are given, and
-in which the boundaries of documents reach attention past the parts that would not pass them on.
+Tower and projector run first, over all images of the micro-batch at once, on every rank. Then the
+model's own forward runs with each document's positions. Hooks pass the boundaries of documents to
+the language model, because the forwards around it would drop them.
 """
 
 import inspect
@@ -28,14 +28,17 @@ from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
 def forward_images(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """Returns the inputs of the output head: [rows, tokens, hidden].
+    """Runs the model up to the output head.
 
     Args:
         model: An `...ForConditionalGeneration`.
-        images: Its processor's arguments for all images, in the order of the documents; where there
-            is none, those of a blank one, which adds nothing.
-        counts: Images of each document.
-        kwargs: Arguments of the trunk.
+        images: The processor's arguments for all images, in the order of the documents; without an
+            image those of a blank one, which adds nothing.
+        counts: The images of each document.
+        kwargs: Arguments of the language model.
+
+    Returns:
+        The inputs of the output head: [rows, tokens, hidden].
     """
     base = base_of(model)
     trunk = trunk_of(model)
@@ -47,17 +50,9 @@ def forward_images(
         features = base.get_image_features(**images, return_dict=True)
     kwargs["use_cache"] = False
     if not any(counts):
-        # what is sharded is gathered by all ranks, in the same order
-        entry = base if find_family(base.config.model_type).embedders_read_all_tokens else trunk
-        hidden: Tensor = entry(**kwargs).last_hidden_state
-        tensors = [
-            leaf
-            for leaf in tree_leaves(features)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
-        return hidden + 0.0 * torch.stack([tensor.float().sum() for tensor in tensors]).sum().to(
-            hidden
-        )
+        reads_all = find_family(base.config.model_type).embedders_read_all_tokens
+        hidden: Tensor = (base if reads_all else trunk)(**kwargs).last_hidden_state
+        return hidden + _zero_from(features).to(hidden)
     ids = kwargs["input_ids"]
     is_image = ids == base.config.image_token_id
     held = {name: kwargs.pop(name) for name in BOUNDARIES if name in kwargs}
@@ -74,8 +69,8 @@ def forward_images(
         kwargs |= {} if is_ours else {"token_type_ids": is_image.long()}
     if is_ours:
         kwargs["attention_mask"] = NO_MASK
-    with _arguments_of(trunk, held):
-        if base is model:  # Llama 4's forward ends with the head
+    with _added_arguments(trunk, held):
+        if base is model:  # Llama 4's own forward would run the head, too
             embedded = _embed_images(base, ids, is_image, features)
             outputs = trunk(**kwargs | {"input_ids": None}, inputs_embeds=embedded)
         else:
@@ -84,8 +79,18 @@ def forward_images(
     return states
 
 
+def _zero_from(features: Any) -> Tensor:
+    """A zero that depends on the tower's outputs.
+
+    Added to a loss, it lets this rank take part in the tower's collectives of the backward.
+    """
+    tensors = [leaf for leaf in tree_leaves(features) if isinstance(leaf, Tensor)]
+    sums = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point()]
+    return 0.0 * torch.stack(sums).sum()
+
+
 def _embed_images(base: Any, ids: Tensor, is_image: Tensor, features: Any) -> Tensor:
-    """The embeddings [rows, tokens, hidden], with the projected features in the images' places."""
+    """The embeddings [rows, tokens, hidden], with projected features at the images' tokens."""
     embedded: Tensor = base.get_input_embeddings()(ids)
     flat = features.last_hidden_state.flatten(0, -2)
     projected = base.multi_modal_projector(flat).to(embedded)
@@ -93,8 +98,9 @@ def _embed_images(base: Any, ids: Tensor, is_image: Tensor, features: Any) -> Te
 
 
 def _gradients_of_tower(model: Any) -> Any:
-    """In this block gradients are kept where anything beside the language model is trained: else
-    checkpointing would keep its layers' inputs.
+    """Switches gradients off in this block, unless a part beside the language model is trained.
+
+    With gradients, checkpointing would keep the inputs of the tower's layers for nothing.
     """
     is_trained = any(
         parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
@@ -105,12 +111,14 @@ def _gradients_of_tower(model: Any) -> Any:
 def _read_across(
     model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """Returns the head's inputs of a model whose cross attention reads the images of a token's own
-    document (Llama 3.2 Vision).
+    """Runs a model whose cross attention reads the images of a token's own document (Llama 3.2
+    Vision), up to the output head.
 
-    A token before its document's first image reads all tiles of its images alike, as transformers
-    has it. A document without images reads a vector of zeros, of which keys, values and output
-    are zeros: it passes the layers unchanged, as transformers has it where no row has an image.
+    A token before its document's first image attends to all tiles of the document equally, as in
+    transformers. A document without images attends to a vector of zeros. Its keys, values and
+    output are zeros, so the layers do not change it, as in transformers.
+
+    Takes and returns what `forward_images` does.
     """
     base = base_of(model)
     trunk = trunk_of(model)
@@ -148,8 +156,17 @@ def _find_attended(
     images: Mapping[str, Tensor],
     image_id: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (bool[tokens, images, tiles]: the tiles that each token reads, by transformers' own
-    functions; bool[tokens, images]: the images of its document).
+    """Finds for each token the tiles that it attends to, and the images of its document.
+
+    Args:
+        ids: int64[tokens], of all documents.
+        lengths: The tokens of each document.
+        counts: The images of each document.
+        images: The processor's arguments.
+        image_id: The token that stands for an image.
+
+    Returns:
+        (bool[tokens, images, tiles], bool[tokens, images]).
     """
     tiles = images["aspect_ratio_mask"][0].cpu()
     attended = torch.zeros(len(ids), *tiles.shape, dtype=torch.bool)
@@ -168,8 +185,15 @@ def _find_attended(
 
 
 def _find_read_tiles(ids: Tensor, tiles: Tensor, image_id: int) -> Tensor:
-    """bool[tokens, images, tiles]: what each token of a document reads, whose images have `tiles`
-    (int[images, tiles]).
+    """Finds the tiles that each token of one document attends to, by transformers' own functions.
+
+    Args:
+        ids: int64[tokens].
+        tiles: int[images, tiles], 1 where an image has the tile.
+        image_id: The token that stands for an image.
+
+    Returns:
+        bool[tokens, images, tiles].
     """
     from transformers.models.mllama.processing_mllama import (
         convert_sparse_cross_attention_mask_to_dense,
@@ -183,13 +207,17 @@ def _find_read_tiles(ids: Tensor, tiles: Tensor, image_id: int) -> Tensor:
 
 
 def reads_across(model: Any) -> bool:
-    """Whether layers of cross attention read the images. Their prompts are answered one by one."""
+    """Whether layers of cross attention read the images; such models answer prompts one by one."""
     return find_family(base_of(model).config.model_type).images_are_read_across
 
 
 def with_read_tiles(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments `inputs` of `generate` for the images of one prompt `ids` (int64[1, tokens]),
-    with the tiles that its tokens read, where `model` asks for them.
+    """Adds to the arguments of `generate` the tiles that tokens read, for models that need them.
+
+    Args:
+        model: Any model.
+        ids: int64[1, tokens], one prompt.
+        inputs: The arguments for the prompt's images.
     """
     if not reads_across(model):
         return inputs
@@ -199,23 +227,21 @@ def with_read_tiles(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Mappi
 
 
 def record_outputs(model: nn.Module) -> None:
-    """Lets transformers record the outputs of a sharded tower's layers, which LLaVA's projector
-    reads.
+    """Lets transformers record the outputs of a sharded tower's layers for LLaVA's projector.
 
-    It looks up what to record by the name of the tower's class, which FSDP2 has changed.
+    transformers looks up what to record by the name of the tower's class, which FSDP2 has changed.
     """
     registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
-    # FSDP2 warns of in-place changes to what a projector returns; transformers scatters it into a
-    # new tensor.
+    # FSDP2 warns of in-place changes to a projector's output; transformers does not change it.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 @contextmanager
-def _arguments_of(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
-    """In this block `trunk` is called with the arguments `held` too."""
+def _added_arguments(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
+    """Adds the arguments `held` to every call of `trunk` in this block."""
     hook = trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, **held}), with_kwargs=True, prepend=True
     )
@@ -228,14 +254,17 @@ def _arguments_of(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
 def find_prompt_positions(
     model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns (the positions of prompts as the model's forward reads them; int64[rows, 1], that of
-    the token after each prompt).
+    """Finds the positions of prompts with images.
 
     Args:
         model: An `...ForConditionalGeneration`.
         ids: int64[rows, tokens], padded on the left.
-        mask: int64[rows, tokens], 0 where padding.
-        inputs: The arguments of its forward for their images, of all rows.
+        mask: int64[rows, tokens], 0 at padding.
+        inputs: The arguments of its forward for the images of all rows.
+
+    Returns:
+        (the positions as the model's forward takes them, the position of the token after each
+        prompt, int64[rows, 1]).
     """
     base = base_of(model)
     text = (mask.cumsum(1) - 1).clamp(min=0)
@@ -255,8 +284,11 @@ def _find_positions(
     counts: Sequence[int],
     images: Mapping[str, Tensor],
 ) -> Tensor:
-    """int64[4, rows, tokens]: the place of each token in its document, then its time, height and
-    width as the model counts them for this document alone.
+    """Finds the positions of tokens in documents with images.
+
+    Returns:
+        int64[4, rows, tokens]: the place in the document, then time, height and width, as the model
+        counts them for the document alone.
     """
     grids = images["image_grid_thw"]
     used = 0

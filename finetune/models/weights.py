@@ -1,7 +1,11 @@
-"""The values of a model's parameters: slices of safetensors files, or random from a seed.
+"""The values of a model's parameters: slices of safetensors files, or random numbers from a seed.
 
-Both are pure functions of (name, slices), so every layout and every number of ranks starts from the
-same weights.
+Both are pure functions of (name, slices): every layout starts from the same weights.
+
+transformers may convert tensors between its files and its modules: it renames, joins and splits
+them. Here its own conversions run on `BoxedTensor`s, which have no values. A box is a rectangular
+part of a tensor. The result says which boxes of which tensors make a parameter, so that each rank
+reads its slices alone.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -31,27 +35,26 @@ Shape = tuple[int, ...]
 
 
 class UnsupportedConversion(Exception):
-    """A conversion whose result is not made of boxes of its sources."""
+    """A conversion whose result is not composed of boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxPart:
-    """A box of a named tensor, at its place in a `BoxedTensor`."""
+    """A box of a named tensor, and its place in a `BoxedTensor`."""
 
     name: str
-    begin: Shape  # of its first element in the named tensor
-    offsets: Shape  # of its first element in the box
-    shape: Shape  # in the box
-    # for each dimension of the box, the named tensor's; None: added, of size 1
+    begin: Shape  # the place of its first element in the named tensor
+    offsets: Shape  # the place of its first element in the `BoxedTensor`
+    shape: Shape  # in the `BoxedTensor`
+    # for each dimension of the `BoxedTensor` that of the named tensor; None: an added one of size 1
     axes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxedTensor:
-    """The tensor that a conversion makes: its shape, and the parts that fill it.
+    """A tensor without values: its shape, and the boxes that fill it.
 
-    Stands in for a tensor in torch's functions, as far as transformers' conversions of weights in
-    boxes use them.
+    It stands in for a tensor in those of torch's functions that transformers' conversions use.
     """
 
     shape: Shape
@@ -59,9 +62,10 @@ class BoxedTensor:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "BoxedTensor":
-        """All of the tensor `name`."""
-        shape, zeros = tuple(shape), (0,) * len(shape)
-        return cls(shape, (BoxPart(name, zeros, zeros, shape, tuple(range(len(shape)))),))
+        """The whole tensor `name`, as one box."""
+        zeros = (0,) * len(shape)
+        part = BoxPart(name, zeros, zeros, tuple(shape), tuple(range(len(shape))))
+        return cls(tuple(shape), (part,))
 
     @classmethod
     def __torch_function__(
@@ -70,9 +74,7 @@ class BoxedTensor:
         known: dict[Any, Callable[..., Any]] = {
             torch.cat: _cat,
             torch.stack: _stack,
-            torch.chunk: lambda box, chunks, dim=0: _split(
-                box, ceil_div(box.shape[dim], chunks), dim
-            ),
+            torch.chunk: _chunk,
             torch.split: _split,
         }
         if function not in known:
@@ -98,43 +100,40 @@ class BoxedTensor:
         return self
 
     def squeeze(self, dim: int | None = None) -> "BoxedTensor":
-        if dim is None:  # all dimensions of size 1, as transformers 5.17 has it
+        if dim is None:  # all dimensions of size 1; transformers 5.17 calls it so
             if 1 in self.shape:
                 return self.squeeze(self.shape.index(1)).squeeze()
             return self
         if self.shape[dim] != 1:
             return self
-        parts = tuple(
-            replace(
-                p,
-                offsets=_without(p.offsets, dim),
-                shape=_without(p.shape, dim),
-                axes=_without(p.axes, dim),
-            )
-            for p in self.parts
-        )
-        return BoxedTensor(_without(self.shape, dim), parts)
+        parts = []
+        for part in self.parts:
+            offsets = _without(part.offsets, dim)
+            shape = _without(part.shape, dim)
+            axes = _without(part.axes, dim)
+            parts.append(replace(part, offsets=offsets, shape=shape, axes=axes))
+        return BoxedTensor(_without(self.shape, dim), tuple(parts))
 
     def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
-        """The elements `slices` (of step 1; missing dimensions are whole), by `read(name, slices)`
-        of the tensors.
+        """Reads the elements `slices`.
+
+        Args:
+            slices: Of step 1; dimensions without one are read whole.
+            read: Reads slices of a named tensor.
         """
-        bounds = [
-            wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)
-        ]
-        bounds += [(0, size) for size in self.shape[len(bounds) :]]
         box = self
-        for dim, (start, stop) in enumerate(bounds):
+        for dim, (wanted, size) in enumerate(zip(slices, self.shape, strict=False)):
+            start, stop, _ = wanted.indices(size)
             box = _narrow(box, dim, start, max(start, stop))
         result: torch.Tensor | None = None
         for part in box.parts:
             value = read(part.name, _source_slices(part)).reshape(part.shape)
             if len(box.parts) == 1:
                 return value
-            result = value.new_empty(box.shape) if result is None else result
-            result[
-                tuple(slice(at, at + n) for at, n in zip(part.offsets, part.shape, strict=True))
-            ] = value
+            if result is None:
+                result = value.new_empty(box.shape)
+            ends = [at + size for at, size in zip(part.offsets, part.shape, strict=True)]
+            result[tuple(map(slice, part.offsets, ends))] = value
         assert result is not None, f"an empty box of {self.shape}"
         return result
 
@@ -142,14 +141,17 @@ class BoxedTensor:
 def convert_to_parameters(
     model: Any, stored: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """The tensors of the files under the names of `model`'s parameters and saved buffers, in their
-    form in memory.
+    """Converts the tensors of files to those of `model`'s parameters and saved buffers.
 
-    A tensor that has no place in the model keeps its name. Reads no value. `where` names the files
-    in errors.
+    It reads no values. A tensor that has no place in the model keeps its name.
 
-    Raises `UserError` where tensors do not fit together, or a conversion rearranges elements in a
-    way that rectangular boxes cannot describe.
+    Args:
+        model: On the meta device.
+        stored: The tensors of the files, by name.
+        where: Names the files in errors.
+
+    Raises:
+        UserError: Tensors do not fit together, or boxes cannot describe a conversion.
     """
     names = model.state_dict().keys()
     if stored.keys() <= names:
@@ -165,10 +167,14 @@ def convert_to_parameters(
 def boxes_of_parameters(
     model: Any, shapes: Mapping[str, Shape], where: str
 ) -> dict[str, BoxedTensor]:
-    """For each parameter of `model` the tensors of the files (given by their shapes) that it is
-    made of.
+    """Finds for each parameter of `model` the boxes of the files' tensors that fill it.
 
-    The order of the steps is transformers' own (`convert_and_load_state_dict_in_model`).
+    The steps are those of transformers' `convert_and_load_state_dict_in_model`.
+
+    Args:
+        model: On the meta device.
+        shapes: The shapes of the files' tensors, by name.
+        where: Names the files in errors.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -212,11 +218,16 @@ def boxes_of_parameters(
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, BoxedTensor]:
-    """For each tensor that transformers writes to `model`'s files, the parameters (given by their
-    shapes) that it is made of, in their order.
+    """Finds for each tensor of `model`'s files the boxes of parameters that fill it.
 
-    Raises `UserError` where a conversion rearranges elements in a way that rectangular boxes cannot
-    describe.
+    They are in the order of the parameters.
+
+    Args:
+        model: Any model of transformers.
+        shapes: The shapes of the parameters, by name.
+
+    Raises:
+        UserError: Boxes cannot describe a conversion.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -238,63 +249,57 @@ def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
 
 
 def _as_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    """The parameter `name` as one tensor on disk, whose parts lie wherever the files' tensors
-    do.
-    """
+    """The parameter `name` as one tensor on disk, with the files' tensors as its parts."""
     dtypes = {stored[part.name].dtype for part in box.parts}
     if len(dtypes) > 1:
         raise UserError(
             f"{name}: its tensors in the files differ in dtype "
             f"({', '.join(sorted(map(str, dtypes)))}); store them in one dtype"
         )
-    parts = [
-        stored_part for part in box.parts for stored_part in _stored_parts(part, stored[part.name])
-    ]
+    parts: list[StoredPart] = []
+    for part in box.parts:
+        parts += _stored_parts(part, stored[part.name])
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
 def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
-    """Where the elements of `part` lie on disk."""
+    """The places on disk of the elements of `part`.
+
+    tensor: The one that `part` names.
+    """
     wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
     parts: list[StoredPart] = []
     for held in tensor.parts:
         cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
         if any(start >= stop for start, stop in cuts):
             continue
-        if isinstance(held, ComputedPart):  # a whole tensor, read by any slices
-            parts.append(
-                replace(
-                    held, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes
-                )
-            )
+        if isinstance(held, ComputedPart):  # can be read by any slices
+            of_part = replace(held, offsets=part.offsets, shape=part.shape)
+            parts.append(replace(of_part, begin=part.begin, axes=part.axes))
             continue
         if cuts[1:] != list(held.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
         row_bytes = prod(held.shape[1:]) * tensor.dtype.itemsize
-        if cuts:
-            skipped = (cuts[0][0] - held.offsets[0]) * row_bytes
-        else:
-            skipped = 0
+        skipped_rows = cuts[0][0] - held.offsets[0] if cuts else 0
         offsets = tuple(
             at if axis is None else at + cuts[axis][0] - part.begin[axis]
             for at, axis in zip(part.offsets, part.axes, strict=True)
         )
         shape = tuple(1 if axis is None else cuts[axis][1] - cuts[axis][0] for axis in part.axes)
-        parts.append(StoredPart(held.path, held.position + skipped, offsets, shape))
+        position = held.position + skipped_rows * row_bytes
+        parts.append(StoredPart(held.path, position, offsets, shape))
     return parts
 
 
 def _source_slices(part: BoxPart) -> Slices:
-    """Which elements of the named tensor `part` is; a dimension that the box has lost is one
-    element wide.
-    """
+    """The slices of the named tensor; they have size 1 where the box has lost a dimension."""
     sizes = {
         axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None
     }
     return tuple(slice(start, start + sizes.get(axis, 1)) for axis, start in enumerate(part.begin))
 
 
-# torch's functions, for boxes.
+# torch's functions for boxes.
 
 
 def _cat(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
@@ -304,9 +309,9 @@ def _cat(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
     for box in boxes:
         if _without(box.shape, dim) != _without(first, dim):
             raise ValueError(f"shapes {list(first)} and {list(box.shape)}")
-        parts += [
-            replace(p, offsets=_changed(p.offsets, dim, p.offsets[dim] + length)) for p in box.parts
-        ]
+        for part in box.parts:
+            offsets = _changed(part.offsets, dim, part.offsets[dim] + length)
+            parts.append(replace(part, offsets=offsets))
         length += box.shape[dim]
     return BoxedTensor(_changed(first, dim, length), tuple(parts))
 
@@ -322,6 +327,10 @@ def _stack(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
 
     layers = [BoxedTensor(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
     return _cat(layers, dim)
+
+
+def _chunk(box: BoxedTensor, chunks: int, dim: int = 0) -> tuple[BoxedTensor, ...]:
+    return _split(box, ceil_div(box.shape[dim], chunks), dim)
 
 
 def _split(box: BoxedTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[BoxedTensor, ...]:
@@ -345,18 +354,15 @@ def _narrow(box: BoxedTensor, dim: int, start: int, stop: int) -> BoxedTensor:
     for part in box.parts:
         low = max(start, part.offsets[dim])
         high = min(stop, part.offsets[dim] + part.shape[dim])
-        if low < high:
-            axis = part.axes[dim]
-            if axis is None:
-                begin = part.begin
-            else:
-                begin = _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
-            shape = _changed(part.shape, dim, high - low)
-            parts.append(
-                replace(
-                    part, begin=begin, offsets=_changed(part.offsets, dim, low - start), shape=shape
-                )
-            )
+        if low >= high:
+            continue
+        axis = part.axes[dim]
+        begin = part.begin
+        if axis is not None:
+            begin = _changed(begin, axis, begin[axis] + low - part.offsets[dim])
+        shape = _changed(part.shape, dim, high - low)
+        offsets = _changed(part.offsets, dim, low - start)
+        parts.append(replace(part, begin=begin, offsets=offsets, shape=shape))
     return BoxedTensor(_changed(box.shape, dim, stop - start), tuple(parts))
 
 
@@ -378,26 +384,31 @@ def stored_values(
     vocabulary: Vocabulary | None = None,
     seed: int = 0,
 ) -> Values:
-    """Values read from files, each rank its own slices.
+    """The values of files, of which each rank reads its slices.
 
-    `where` names the files in errors; `vocabulary`: what the embedding and the head have grown to;
-    `seed`: of a head of scores, where the files have none.
+    Args:
+        model: On the meta device.
+        stored: The files' tensors under the names of the model's parameters.
+        where: Names the files in errors.
+        quantized: The names of quantized tensors.
+        vocabulary: The size to which embedding and head have grown, where they have.
+        seed: Draws a head of scores that the files do not have.
 
-    Raises `UserError` naming every tensor that is missing, without a place in the model, or of
-    another shape.
+    Raises:
+        UserError: Tensors are missing, have no place in the model, or have another shape; it names
+            all of them.
     """
     grown = find_grown(model, stored, vocabulary)
-    rows = vocabulary.rows if vocabulary else 0
-    fitting = {
-        name: replace(tensor, shape=(rows, *tensor.shape[1:])) for name, tensor in grown.items()
-    }
     new = find_new_head(model, stored)
-    refuse_mismatch(model, {**stored, **fitting}, where, quantized, new)
+    readers: dict[str, Callable[[Slices], torch.Tensor]] = {}
+    for name in new:
+        readers[name] = partial(draw_head, model, name, seed)
+    fitting = dict(stored)
     if vocabulary:
-        readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()}
-    else:
-        readers = {}
-    readers |= {name: partial(draw_head, model, name, seed) for name in new}
+        for name, tensor in grown.items():
+            fitting[name] = replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
+            readers[name] = grown_reader(tensor, vocabulary)
+    refuse_mismatch(model, fitting, where, quantized, new)
 
     def values(name: str, slices: Slices) -> torch.Tensor:
         name = base_name(name)
@@ -409,9 +420,10 @@ def stored_values(
 
 
 def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
-    """Unties weights of `model`, on meta, that the files hold apart with other values, as
-    transformers does whatever config.json says: that of Mistral Small 3 leaves it out, and the
-    default is tied.
+    """Unties weights of `model` whose values in the files differ.
+
+    transformers does so, too, whatever config.json says: that of Mistral Small 3 does not say it,
+    and the default is tied.
     """
     for second, first in tied_names(model).items():
         if second in stored and first in stored and not are_equal(stored[second], stored[first]):
@@ -428,12 +440,15 @@ def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
 
 def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors on disk are the same."""
-    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return one is other
-    rows = [
-        (slice(start, start + COMPARED_ROWS),) for start in range(0, one.shape[0], COMPARED_ROWS)
-    ]
-    return all(torch.equal(read_slice(one, part), read_slice(other, part)) for part in rows)
+    if one is other:
+        return True
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    for start in range(0, one.shape[0], COMPARED_ROWS):
+        rows = (slice(start, start + COMPARED_ROWS),)
+        if not torch.equal(read_slice(one, rows), read_slice(other, rows)):
+            return False
+    return True
 
 
 def refuse_mismatch(
@@ -443,21 +458,26 @@ def refuse_mismatch(
     quantized: Container[str] = (),
     new: Collection[str] = (),
 ) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved
-    buffers, but for `new` ones; of those that are `quantized`, the shape alone is compared.
+    """Raises `UserError` unless the files hold exactly the model's parameters and saved buffers.
+
+    Args:
+        model: On the meta device.
+        stored: The files' tensors under the names of the model's parameters.
+        where: Names the files in errors.
+        quantized: The names of quantized tensors, whose dtypes are not compared.
+        new: The names of parameters that the files need not hold.
     """
     needed = saved_buffers(model) | dict(model.named_parameters())
     needed = {name: tensor for name, tensor in needed.items() if name not in new}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
-    problems = find_mismatches(
-        model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in needed.items()}
+    problems = find_mismatches(model, untied, shapes, where)
     for name, parameter in needed.items():
         if name not in stored or name in quantized or not parameter.is_floating_point():
             continue
         dtype = stored[name].dtype
-        # int8, and float8 too: they mean nothing without scales
+        # int8 and float8 mean nothing without scales.
         if not dtype.is_floating_point or dtype.itemsize < 2:
             problems.append(
                 f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is "
@@ -473,9 +493,11 @@ def find_mismatches(
     needed: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> list[str]:
-    """Compares the tensors `stored` with those of `model`, which are `needed` with these shapes.
-    Returns a sentence on those that are missing, one on those without a place in it, and one for
-    each of another shape.
+    """Compares the tensors `stored` with those that `model` needs, given by their shapes.
+
+    Returns:
+        A sentence about missing ones, one about those without a place in the model, and one for
+        each of another shape.
     """
     may_carry = carries(model)
     extra = {
@@ -505,28 +527,28 @@ def find_mismatches(
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint holds beside the parameters (Gemma 4's `layer_scalar`), by
-    name.
-    """
+    """The buffers that a checkpoint holds, by name, such as Gemma 4's `layer_scalar`."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Fills the saved buffers of `model`, which are in memory while its parameters are still on
-    meta.
-    """
+    """Fills the saved buffers of `model`, which are in memory while its parameters are on meta."""
     for name, buffer in saved_buffers(model).items():
         buffer.copy_(read_slice(stored[name], tuple(slice(0, size) for size in buffer.shape)))
 
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
-    """Values for training from random weights: the family's own initialization, drawn module by
-    module from (seed, module name).
+    """Random values for training from scratch, by the family's own initialization.
 
-    `make_twin` builds the same model on meta, unsharded.
+    Each module's are drawn from (seed, module name).
 
-    The values raise `UserError` where the family initializes a parameter nowhere.
+    Args:
+        make_twin: Builds the same model on the meta device, unsharded.
+        seed: The run's seed.
+
+    Raises:
+        UserError: When called, the values find that the family does not initialize a parameter.
     """
     twin: Any = make_twin()
 
@@ -553,8 +575,8 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
 def _initialize(model: Any, name: str) -> None:
     """Initializes the module `name` as transformers does.
 
-    After it comes each module that holds it, whose initialization may include its children's
-    weights. A vision tower has rules of its own.
+    Then it initializes each module around it, which may set its children's weights, too. A vision
+    tower has its own rules.
     """
     path = [model]
     for part in name.split(".") if name else ():

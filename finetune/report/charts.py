@@ -1,12 +1,11 @@
-"""The plots of a report: as SVG paths in a box of 1000 x 1000 with labels in percent, and the loss
-as a PNG.
+"""The plots of a report as SVG paths, and the loss as a PNG.
 
-The template stretches the box to any width but not its strokes and text, so that a plot is as
-legible on a phone as on a desktop.
+Paths lie in a box of 1000 x 1000, labels are placed in percent of it. The template stretches the
+box to any width, but not strokes and text: a plot is as legible on a phone as on a desktop.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -19,8 +18,8 @@ Points = Sequence[tuple[float, float]]  # (step, value)
 
 
 def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
-    """At most `most` points: the lowest and highest of every stretch, so that no spike is lost."""
-    # so that their differences are finite too
+    """Keeps at most `most` points: the lowest and the highest of every stretch, so that spikes stay."""
+    # larger values would have infinite differences
     finite = [point for point in points if abs(point[1]) < 1e300]
     if len(finite) <= most:
         return finite
@@ -33,7 +32,7 @@ def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
 
 
 def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers, from at or below `low` to at or above `high`.
+    """Chooses at most `most` round numbers that reach from `low` or below to `high` or above.
 
     >>> choose_ticks(0.0, 9.3, most=6)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
@@ -52,13 +51,13 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low, high]
 
 
-LOG_FROM = 10.0  # times the lowest value, from which a loss is drawn on a log scale
-LOG_LEAST = 1e-30  # what is below it, or 0, has no place there
+# A loss is drawn on a log scale where its highest value is this many times its lowest one.
+LOG_FROM = 10.0
+LOG_LEAST = 1e-30  # a log scale cannot show smaller values
 
 
 def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers, each about as many times the one before, from at or below `low`
-    to `high` or above.
+    """Chooses at most `most` round numbers for a log scale, from `low` or below to `high` or above.
 
     >>> choose_log_ticks(0.02, 4.0), choose_log_ticks(1e-7, 4.0)
     ([0.01, 0.1, 1.0, 10.0], [1e-07, 1e-05, 0.001, 0.1, 10.0])
@@ -78,17 +77,15 @@ def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def is_log(lines: Sequence["Line"]) -> bool:
-    """Whether a loss is drawn on a log scale: all of it is positive, and what is drawn strong falls
-    to a small part.
-    """
+    """Whether a loss is drawn on a log scale: it is positive, and its strong lines span LOG_FROM."""
+    values = [y for line in lines for _, y in line.points]
     strong = [y for line in lines if not line.faint for _, y in line.points]
-    return all(y > LOG_LEAST for line in lines for _, y in line.points) and max(
-        strong
-    ) >= LOG_FROM * min(strong)
+    is_positive = min(values) > LOG_LEAST
+    return is_positive and max(strong) >= LOG_FROM * min(strong)
 
 
 BOX = 1000
-# of the PNG; page.css's by light
+# The colors of the runs in the PNG; page.css has the same for light mode.
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")
 
 
@@ -97,14 +94,14 @@ class Line:
     """One line (or, with `dots`, separate points) of a chart, in the data's units."""
 
     label: str
-    run: int  # which run, for the color
+    run: int  # the run's index, which chooses the color
     points: Points
-    faint: bool = False  # behind the others and not in the legend
+    faint: bool = False  # drawn behind the others, without an entry in the legend
     dots: bool = False
     dashed: bool = False
 
 
-Label = tuple[str, float]  # a text at an axis, and where, in percent from its start
+Label = tuple[str, float]  # (text, place along the axis in percent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +130,12 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
-    """Every plot for which some run has a number.
+    """Makes every plot for which some run has a number.
 
-    `planned_bytes`: each run's planned peak memory, where known.
+    planned_bytes: Each run's planned peak memory; None where it has no plan.
     """
     memory = _make_lines(runs, "peak_memory_bytes", lambda value: value / 2**30)
-    memory += [
-        Line(
-            f"{run.name} planned",
-            index,
-            [(_step_range(run)[0], planned / 2**30), (_step_range(run)[1], planned / 2**30)],
-            dashed=True,
-        )
-        for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True))
-        if planned is not None
-    ]
+    memory += _planned_lines(runs, planned_bytes)
     charts = [
         _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
         _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
@@ -172,9 +160,18 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
     return [chart for chart in charts if chart is not None]
 
 
-def _step_range(run: RunRecord) -> tuple[float, float]:
-    steps = [point[0] for point in run.series("peak_memory_bytes") or run.series("loss")] or [0.0]
-    return steps[0], steps[-1]
+def _planned_lines(
+    runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
+) -> Iterator[Line]:
+    """A level dashed line at each run's planned peak memory, in GiB, over all of its steps."""
+    for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True)):
+        if planned is None:
+            continue
+        measured = run.series("peak_memory_bytes") or run.series("loss")
+        steps = [step for step, _ in measured] or [0.0]
+        level = planned / 2**30
+        ends = [(steps[0], level), (steps[-1], level)]
+        yield Line(f"{run.name} planned", index, ends, dashed=True)
 
 
 def _make_lines(
@@ -261,9 +258,7 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
 
 
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The title and the note of the plot of `kl`, logged by distillation and by methods that learn
-    from ratings.
-    """
+    """The title and the note of the plot of `kl`, by the methods of the runs."""
     if any(METHODS[run.method].samples for run in runs):
         return (
             "KL divergence",
@@ -281,7 +276,7 @@ def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
 def _preference_lines(
     runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0
 ) -> list[Line]:
-    """A line for each run and key, dashed from the second key on, with its held-out points."""
+    """A line and held-out points for each run and key; lines of the second key on are dashed."""
     lines = []
     for number, key in enumerate(keys):
         side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
@@ -294,7 +289,7 @@ def _preference_lines(
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where values lie between the two ends of an axis."""
+    """An axis between two ends, with its ticks."""
 
     ticks: list[float]
     low: float
@@ -302,7 +297,7 @@ class Axis:
     scale: Callable[[float], float] = float  # log10 on a log scale
 
     def place(self, value: float) -> float:
-        """Returns 0 for `low` and 1 for `high`."""
+        """The place of `value`: 0 at `low`, 1 at `high`."""
         low = self.scale(self.low)
         return (self.scale(value) - low) / (self.scale(self.high) - low)
 
@@ -315,8 +310,11 @@ def _make_chart(
     zero: bool = False,
     can_be_log: bool = False,
 ) -> Chart | None:
-    """The chart with axes around all `lines`, from 0 if `zero`, on a log scale where they ask for
-    it and `can_be_log`; None where there is nothing to draw.
+    """Makes one chart with axes around all `lines`; None where there is nothing to draw.
+
+    Args:
+        zero: The y axis includes 0.
+        can_be_log: The y axis has a log scale where `is_log` says so.
     """
     lines = [replace(line, points=thin(line.points)) for line in lines]
     points = list(chain.from_iterable(line.points for line in lines))
@@ -340,7 +338,7 @@ def _make_chart(
 
 
 def _make_x_axis(steps: Sequence[float]) -> Axis:
-    """An axis from the first step to the last, with round numbers of steps between them."""
+    """Makes an axis from the first step to the last, with ticks at round steps."""
     low = min(steps)
     high = max(steps)
     if high <= low:
@@ -350,10 +348,10 @@ def _make_x_axis(steps: Sequence[float]) -> Axis:
 
 
 def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
-    """An axis from one round number to another one around all values, and 0 if `zero`."""
+    """Makes an axis between two round numbers that include all values, and 0 if `zero`."""
     low = min([*values, 0.0]) if zero else min(values)
     high = max(values)
-    if high - low < 1e-3 * abs(high):  # flat, in the three digits of a label
+    if high - low < 1e-3 * abs(high):  # the three digits of a label would show no difference
         low = high
     if log:
         ticks = choose_log_ticks(low, high)
@@ -366,7 +364,7 @@ def _draw_line(
     line: Line, across: Callable[[float], float], down: Callable[[float], float]
 ) -> DrawnLine:
     placed = [(across(x), down(y), x, y) for x, y in line.points if math.isfinite(y)]
-    if line.dots:  # a stroke of no length with round ends stays a dot when stretched
+    if line.dots:  # a stroke of length 0 with round ends stays a dot when the box is stretched
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
@@ -390,9 +388,7 @@ def _style(line: Line) -> str:
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
-    """Writes the loss of every run to `path`: as logged (faint), smoothed, and held-out
-    (points).
-    """
+    """Writes a PNG of every run's loss to `path`: as logged (faint), smoothed, held-out (points)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")

@@ -1,5 +1,5 @@
-"""`finetune report`: one HTML page of a run or of several, written with their losses as a PNG, or
-served.
+"""`finetune report`: writes one HTML page about one or more runs, and their losses as a PNG, or
+serves the page while they train.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from finetune.errors import UserError, install_command
 from finetune.files.durable import replace_file, restore_exports
 from finetune.files.run_files import list_runs
 from finetune.plan.plan import Plan
-from finetune.report.charts import draw_loss_png, make_charts
+from finetune.report.charts import Chart, draw_loss_png, make_charts
 from finetune.report.run_data import (
     OF_SOURCE,
     REPORTED_FILES,
@@ -45,7 +45,7 @@ from finetune.units import counted
 HERE = Path(__file__).parent
 WAITING = "for the first line of metrics; this page then shows it"
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
-# of the Accelerate file: ranks and device say it
+# keys of the Accelerate file that `ranks` and `device` say too
 NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")
 
 
@@ -56,29 +56,21 @@ def render_page(
     live: bool = False,
     notices: Sequence[str] = (),
 ) -> str:
-    """The whole HTML of one run, or of several with their plots overlaid.
+    """Renders the whole page of one run, or of several with their plots overlaid.
 
-    `plans`: each run's, where known.
-
-    `live`: the page fetches itself again while it is open. `notices` are shown before all else.
+    Args:
+        runs: What their folders hold.
+        plans: Each run's plan; None where it cannot be made.
+        live: Whether the page fetches itself again while it is open.
+        notices: Sentences at the top of the page.
     """
-    charts = make_charts(
-        runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans]
-    )
-    columns = [
-        name for name in OF_SOURCE if name != "pairs" or any(run.rows != "answers" for run in runs)
-    ]
+    planned_bytes = [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans]
+    charts = make_charts(runs, planned_bytes)
+    columns = _list_source_columns(runs)
     sections = [
         describe_run(run, plan, columns, live=live) for run, plan in zip(runs, plans, strict=True)
     ]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
-    data = {
-        chart.key: [
-            {"label": n.label, "run": n.run, "points": n.points, "steps": n.steps}
-            for n in chart.lines
-        ]
-        for chart in charts
-    }
     page = _template().render(
         title=" · ".join(run.name for run in runs) or "Waiting",
         subtitle=_subtitle(runs),
@@ -94,11 +86,28 @@ def render_page(
         style=_style(),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         live_script=Markup((HERE / "live.js").read_text(encoding="utf-8")),
-        # `<` is escaped, so that no name of a run can end the script element.
-        data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
+        data=_list_points(charts),
     )
-    # a file of JSON may hold half of a surrogate pair
+    # A run's JSON may hold half of a surrogate pair, which UTF-8 cannot encode.
     return page.encode("utf-8", "replace").decode()
+
+
+def _list_source_columns(runs: Sequence[RunRecord]) -> list[str]:
+    """The columns of the tables of data sources; runs on answers alone have no pairs."""
+    has_pairs = any(run.rows != "answers" for run in runs)
+    return [name for name in OF_SOURCE if name != "pairs" or has_pairs]
+
+
+def _list_points(charts: Sequence[Chart]) -> Markup:
+    """The points of all charts as JSON for the tooltips of page.js."""
+    points = {}
+    for chart in charts:
+        points[chart.key] = [
+            {"label": line.label, "run": line.run, "points": line.points, "steps": line.steps}
+            for line in chart.lines
+        ]
+    # A run's name may hold `</script>`.
+    return Markup(json.dumps(points, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _subtitle(runs: Sequence[RunRecord]) -> str:
@@ -110,7 +119,7 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
 
 
 def render_plots(run: RunRecord) -> str:
-    """The plots of a run alone, with their style."""
+    """Renders the plots of one run without the rest of the page."""
     template = _template()
     plots = template.blocks["plots"](template.new_context({"charts": make_charts([run], [None])}))
     return f"<style>{_style()} body {{ padding: 0 }}</style>{''.join(plots)}"
@@ -126,8 +135,9 @@ def _style() -> Markup:
 
 
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe;
-    of lists and mappings only the entries that differ.
+    """Lists the settings in which the runs differ, each with every run's value.
+
+    Settings are layout, ranks, device and the recipe's keys; of lists and mappings their entries.
     """
     settings = []
     for run in runs:
@@ -144,8 +154,8 @@ def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
 
 
-SECONDS = 1.0  # between two drawings, at least
-HEIGHT = 430  # pixels: of the loss; the other plots are below it
+SECONDS = 1.0  # at least, between two drawings
+HEIGHT = 430  # pixels; shows the loss, the reader scrolls to the other plots
 
 
 class Plots:
@@ -156,18 +166,18 @@ class Plots:
         self._drawn_at = 0.0
 
     def on_log(self, event: Any) -> None:
-        """Draws, but for lines that follow one another closely."""
+        """Draws, unless it has drawn within the last SECONDS."""
         if time.monotonic() > self._drawn_at + SECONDS:
             self._draw(event.folder)
 
     def on_end(self, event: Any) -> None:
-        """Draws all that was logged."""
+        """Draws everything that was logged."""
         self._draw(event.folder)
 
     def _draw(self, folder: Path) -> None:
         from IPython.display import HTML, display
 
-        with suppress(UserError, OSError):  # it is only looked at
+        with suppress(UserError, OSError):  # a plot must not end the training
             page = html.escape(render_plots(read_run(folder)))
             frame = HTML(
                 f'<div><iframe srcdoc="{page}" '
@@ -180,12 +190,11 @@ class Plots:
         self._drawn_at = time.monotonic()
 
 
-ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
+ADDRESS = "127.0.0.1"  # this machine alone: a report shows data without a password
 DEFAULT_PORT = 8000
 PORTS_TRIED = 20
-# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own;
-# its Host header shows it.
-MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
+MAX_CONNECTIONS = 64  # each has a thread, even one that sends no request
+# Another site may let its name resolve to 127.0.0.1 to read the report; its Host header differs.
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -210,12 +219,11 @@ class LivePage:
     folders: tuple[Path, ...]
     _state: str = ""
     _html: bytes = b""
-    # by what they are made from: they take a while
-    _plans: dict[str, Plan | None] = field(default_factory=dict)
+    _plans: dict[str, Plan | None] = field(default_factory=dict)  # by a hash of the files they need
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def current(self) -> tuple[str, bytes]:
-        """Returns (a name for the runs' state, the page)."""
+        """Returns (a hash of the runs' state, the page)."""
         with self._lock:
             state = _hash_state(
                 [path for folder in self.folders for path in _reported_files(folder)]
@@ -253,11 +261,11 @@ def _reported_files(folder: Path) -> list[Path]:
 
 
 def _hash_state(paths: Sequence[Path]) -> str:
-    """A digest of the sizes and times of `paths`; one that is missing counts as such."""
+    """Hashes the names, sizes and times of `paths`; a missing file by its name alone."""
     digest = hashlib.sha256()
     for path in paths:
         try:
-            stat = os.stat(path)  # noqa: PTH116  # also of a path that cannot be a file's
+            stat = os.stat(path)  # noqa: PTH116  # raises an OSError for every path without a file
             digest.update(
                 f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode(
                     errors="replace"
@@ -286,13 +294,13 @@ def _open_server(page: LivePage, port: int | None) -> ThreadingHTTPServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = os.name == "posix"
-    request_queue_size = MAX_CONNECTIONS  # of five at a time, the others would wait for seconds
+    request_queue_size = MAX_CONNECTIONS  # with the default of 5, others wait for seconds
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed
+        return threading.active_count() <= MAX_CONNECTIONS  # else the connection is closed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # a page that was closed meanwhile is no error
+        # A browser may close the page while it is sent.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -329,8 +337,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Writes the report of `arguments.runs`, with the loss as a PNG, and prints both paths; or
-    serves it.
+    """Writes the report of `arguments.runs` and a PNG of the loss, and prints both paths; or serves
+    the report.
 
     Returns the exit code.
     """
@@ -379,7 +387,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise UserError("--output: --serve writes no file; use one of the two")
     folders = [Path(name) for name in arguments.runs]
     for folder in folders:
-        if not folder.is_dir():  # one that has not logged yet is waited for
+        if not folder.is_dir():  # a run that has not logged yet is no error: the page waits for it
             raise UserError(
                 f"{folder}: no such folder; name a run's folder, such as runs/quickstart"
             )

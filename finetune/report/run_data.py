@@ -1,5 +1,6 @@
-"""What a run's folder holds, its plan, and what a report says of them; read without torch, also
-while it runs.
+"""Reads a run's folder and describes it for a report.
+
+It works without torch, and while the run trains.
 """
 
 import json
@@ -56,8 +57,8 @@ REPORTED_FILES = (
 )
 CHANGED = "the file was changed after the run wrote it"
 
-# What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of
-# one kind.
+# The values that the page computes with, and the kind that each needs: a type, a mapping of keys,
+# or a list of one kind. `_keep_kinds` drops values of another kind.
 NUMBER = float
 OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
     "idle_expert_share_by_layer": [NUMBER]
@@ -93,21 +94,20 @@ class RunRecord:
 
     folder: Path
     name: str
-    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl, but for those of phases
-    phases: Mapping[int, Mapping[str, Mapping[int, float]]]  # of `seconds_by_phase`
-    recipe: dict[str, Any]  # every key filled in
-    sharding: dict[str, Any]  # of accelerate.yaml
+    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl, without those of phases
+    phases: Mapping[int, Mapping[str, Mapping[int, float]]]  # as `seconds_by_phase` returns them
+    recipe: dict[str, Any]  # with a value for every key
+    sharding: dict[str, Any]  # accelerate.yaml
     environment: dict[str, Any]
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
     completions: tuple[dict[str, Any], ...]  # of completions.jsonl
-    # published ones, by their manifests: name, step, size, files
-    checkpoints: tuple[dict[str, Any], ...]
+    checkpoints: tuple[dict[str, Any], ...]  # the complete ones: name, step, size, files
     benchmarks: tuple[BenchmarkResult, ...]
 
     @property
     def method(self) -> str:
-        """The recipe's method; runs of earlier versions had only one."""
+        """The recipe's method; runs of the first version have no such key."""
         method = str(self.recipe.get("method", DEFAULT_METHOD))
         return method if method in METHODS else DEFAULT_METHOD
 
@@ -180,25 +180,22 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def plan_run(run: RunRecord) -> Plan | None:
-    """The plan of `run`, made from its folder; None where its model, recipe or layout can no longer
-    be read.
-    """
+    """Plans `run` from its folder; None where its model, recipe or layout can no longer be read."""
     ranks = run.environment.get("ranks")
     if not isinstance(ranks, int):
         return None
     try:
         recipe = read_recipe(str(run.folder / RECIPE))
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
-        if configs:  # the trained model's own, which needs no hub
+        if configs:  # a checkpoint has the model's config; its folder or the hub may be gone
             config = _read_mapping(configs[-1])
             model = replace(
                 recipe.model, model_name_or_path=None, model_config=config, drop_vision=False
             )
             recipe = replace(recipe, model=model)
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
-        return make_plan(
-            recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU")
-        )
+        on_cpu = str(run.environment.get("device", "")).startswith("CPU")
+        return make_plan(recipe, sharding, ranks, on_cpu=on_cpu)
     except UserError:
         return None
 
@@ -213,7 +210,7 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl.
 
-    Raises `UserError` for one that is there twice: it would count twice.
+    Raises `UserError` for a line that occurs twice.
     """
     seen: dict[str, int] = {}
     for number, line in enumerate(_read_json_lines(path), start=1):
@@ -235,8 +232,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _keep_kinds(value: Any, kind: Any) -> Any:
-    """`value` without those parts of it that are of another kind than `kind` names; None where it
-    is itself.
+    """Returns `value` without the parts that are not of the kind that `kind` names for them.
+
+    Returns None where `value` itself is of another kind.
     """
     if isinstance(kind, dict):
         if not isinstance(value, dict):
@@ -254,7 +252,7 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
         return [inner for inner in inner_values if inner is not None]
     wanted = int | float if kind is NUMBER else kind
     if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
-        return math.copysign(math.inf, value)  # whatever is computed with it would be infinite
+        return math.copysign(math.inf, value)  # results computed with it would be infinite
     is_right = isinstance(value, wanted) and not isinstance(value, bool)
     if is_right and (kind is not int or abs(value) < 2**63):
         return value
@@ -264,8 +262,7 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         files = read_json_object(manifest).get("files")
-        # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
-        if files is None:
+        if files is None:  # the checkpoint is damaged; `finetune checkpoints` says so
             continue
         if isinstance(files, dict):
             sizes = [_size_of(entry) for entry in files.values()]
@@ -291,9 +288,10 @@ def _size_of(entry: Any) -> int:
 
 
 MAX_SAMPLES = 20
-DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
-# Counts in a data report by other names; left out where they are 0, as most are under any one
-# method.
+# The parts of a data report that the page shows as a list or table of its own.
+DATA_TABLES = ("findings", "sources", "eval_sources")
+# Counts of a data report, and what the page calls them. It leaves out those that are 0: most are,
+# under any one method.
 COUNT_NAMES = {
     "pairs": "pairs",
     "desirable": "answers rated good",
@@ -316,16 +314,18 @@ class Tile(NamedTuple):
 def describe_run(
     run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
 ) -> dict[str, Any]:
-    """Describes one run for the template. `columns`: of the table of its sources. `live`: while it
-    is watched.
+    """Describes one run for the template.
+
+    Args:
+        run: What its folder holds.
+        plan: Its plan; None where it cannot be made.
+        columns: The columns of the table of its data sources.
+        live: Whether the page is open while the run trains.
     """
     tiles = list(_make_tiles(run, live=live))
     questions = [sample for sample in run.samples if sample.get("expected")]
-    # the recipe's sample_prompts
-    asked = [sample for sample in run.samples if not sample.get("expected")]
+    prompts = [sample for sample in run.samples if not sample.get("expected")]
     findings, facts = _describe_data(run.data_report)
-    process = plan.process_bytes if plan else 0
-    sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
     return {
         "name": run.name,
         "tiles": tiles,
@@ -333,22 +333,17 @@ def describe_run(
         "subtitle": describe_in_one_line(run),
         "diverged": find_divergence(losses_of(run.lines)),
         "questions": _pair_answers(questions),
-        "prompts": _pair_answers(asked),
+        "prompts": _pair_answers(prompts),
         "sampled": _page_completions(run.completions),
         "ratios": _ratio_histogram(run),
         "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
         "data": facts,
-        "sources": [
-            [Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)]
-            for s in sources
-        ],
+        "sources": _list_sources(run.data_report, columns),
         "time": _table_of_phases(run),
         "memory": memory_rows(plan.phases) if plan else [],
-        "memory_note": f"one rank; its process adds about {gib(process)} GiB"
-        if process
-        else "peak of each phase",
+        "memory_note": _note_memory(plan),
         "recipe": [
             (key, format_value(value), format_value(default))
             for key, (value, default) in run.changed_keys().items()
@@ -357,6 +352,22 @@ def describe_run(
         "checkpoints": run.checkpoints,
         "environment": list(_flatten(run.environment)),
     }
+
+
+def _list_sources(report: Mapping[str, Any], columns: Sequence[str]) -> list[list[str]]:
+    """The rows of the table of data sources: a source's name, then its numbers."""
+    rows = []
+    for source in [*report.get("sources", []), *report.get("eval_sources", [])]:
+        name = Path(str(source.get("path", ""))).name
+        rows.append([name, *(f"{source.get(column, 0):,}" for column in columns)])
+    return rows
+
+
+def _note_memory(plan: Plan | None) -> str:
+    """The note below the table of planned memory."""
+    if plan is None or not plan.process_bytes:
+        return "peak of each phase"
+    return f"one rank; its process adds about {gib(plan.process_bytes)} GiB"
 
 
 def describe_in_one_line(run: RunRecord) -> str:
@@ -430,11 +441,10 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both
-    sides.
+    """Averages each value with its neighbors, which weigh `weight` ** distance.
 
-    On both sides, so that the line does not lag behind a falling loss. Values that are not finite
-    are ignored.
+    It averages over both sides, so that the line does not lag behind a falling loss. It ignores
+    values that are not finite.
 
     >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
@@ -445,7 +455,7 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     for value, (left, left_weight), (right, right_weight) in zip(
         values, before, after, strict=True
     ):
-        own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
+        own = 1.0 if math.isfinite(value) else 0.0  # both sums include the value
         total = left_weight + right_weight - own
         counted_twice = value if own else 0.0
         smoothed.append(round((left + right - counted_twice) / total, 9) if total else value)
@@ -453,7 +463,7 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """At each value the weighted sum of it and all before it, and the sum of their weights."""
+    """Returns for each value (weighted sum of the values up to it, sum of their weights)."""
     total = 0.0
     weights = 0.0
     sums = []
@@ -466,35 +476,30 @@ def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, f
 
 
 def smoothing_weight(count: int) -> float:
-    """The weight that averages about a fortieth of the line on each side, so that a short run keeps
-    its shape.
-    """
+    """The weight with which `smooth` averages about a fortieth of `count` values on each side."""
     return 1 - 1 / max(1.0, count / 40)
 
 
-RATE_LINES = 20  # of metrics, from which the time left follows
+RATE_LINES = 20  # the newest lines of metrics, which give the speed for the time left
 
 
 def _describe_progress(run: RunRecord, done: int, *, live: bool) -> Iterator[str]:
-    """The steps of the whole run, its epochs, and while it is watched the time left without
-    evaluations and saves.
+    """Says how many steps the whole run has, its epochs, and if `live` the time that is left.
+
+    The time does not include evaluations and saves.
     """
     steps = _count_steps(run)
     if steps is not None and steps >= done:
         yield f"of {steps:,}"
     if epoch := run.last("epoch"):
         yield f"{epoch:.2f} epochs"
-    if (
-        live
-        and steps is not None
-        and steps > done
-        and (seconds := _seconds_of_step(run)) is not None
-    ):
+    seconds = _seconds_of_step(run)
+    if live and seconds is not None and steps is not None and steps > done:
         yield f"{timedelta(seconds=round((steps - done) * seconds))} left"
 
 
 def _count_steps(run: RunRecord) -> int | None:
-    """The steps that the run is to do, by its recipe; None where that does not say."""
+    """The number of steps that the recipe asks for; None before it is known."""
     steps = run.recipe.get("max_steps")
     epochs = run.recipe.get("num_train_epochs")
     if isinstance(steps, int):
@@ -507,7 +512,7 @@ def _count_steps(run: RunRecord) -> int | None:
 
 
 def _seconds_of_step(run: RunRecord) -> float | None:
-    """The mean of the newest steps, by their tokens and speed; None before the second line."""
+    """The mean seconds of the newest steps; None before the second line of metrics."""
     keys = ("step", "tokens", "tokens_per_second")
     lines = [line for line in run.lines if all(line.get(key) for key in keys)][-RATE_LINES:]
     pairs = list(pairwise(lines))
@@ -520,9 +525,7 @@ def _seconds_of_step(run: RunRecord) -> float | None:
 def _smoothed_tile(
     run: RunRecord, key: str, name: str, form: Callable[[float], str]
 ) -> Iterator[Tile]:
-    """The end and the beginning of the line that the plot draws strong: single steps are too far
-    apart to compare.
-    """
+    """A tile with the end and the beginning of the smoothed line: single steps vary too much."""
     values = [value for _, value in run.series(key)]
     if values:
         values = smooth(values, smoothing_weight(len(values)))
@@ -532,14 +535,17 @@ def _smoothed_tile(
 def _change_tiles(
     run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]
 ) -> Iterator[Tile]:
-    """The last value of each key that the run logged, under its name, and the first one."""
+    """A tile for each key that the run logged, with its last and its first value.
+
+    names: Metric key -> the tile's name.
+    """
     for key, name in names.items():
         if (last := run.last(key)) is not None:
             yield Tile(name, form(last), f"from {form(run.first(key))}")
 
 
 def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
-    """Each prompt with its first and last answer, and a note on their steps."""
+    """Returns (each prompt with its first and last answer, a note on their steps)."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
@@ -550,7 +556,7 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
             before = answers[0]
         else:
             before = None
-        # a run in progress may have answered once
+        # A run that still trains may have one answer.
         after = answers[-1] if answers[-1] is not before else None
         shown.append(
             {
@@ -570,15 +576,15 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
     return shown, "; ".join(notes)
 
 
-SHOWN_AGES = 6  # the generations that a token's weights may be behind
+SHOWN_AGES = 6  # generations by which the weights that sampled a token may be behind
 
 
 def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The head, then a row for each range of probability ratios: the % of tokens in it, each as a
-    text and as the length of a bar; empty where the method samples nothing.
+    """The table of probability ratios: a head, then a row for each range of ratios.
 
-    The columns are the first and last tenth of the run, all of it, and the tokens whose weights
-    were so many generations behind.
+    A cell is (text, length of its bar): the percentage of tokens whose ratio is in the range.
+    Columns are the first and the last tenth of the run, the whole run, and the tokens sampled by
+    weights of each age. The table is empty where the method samples nothing.
     """
     columns = _list_ratio_columns(run)
     if not columns:
@@ -586,15 +592,13 @@ def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]
     rows = []
     for place, name in enumerate(RATIO_SHARES):
         means = [100 * sum(values[place]) / len(values[place]) for _, values in columns]
-        said = name.rpartition("/")[2].replace("-", " to ")
-        rows.append((said, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
+        ratios = name.rpartition("/")[2].replace("-", " to ")
+        rows.append((ratios, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
     return [("Ratio", [(head, 0.0) for head, _ in columns]), *rows]
 
 
 def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
-    """Returns (the head of a column, the shares of each range in its steps); none without such
-    shares.
-    """
+    """Returns (head, shares [ranges][steps]) of each column; empty where none were logged."""
     whole = _read_shares(run, "")
     if not whole:
         return []
@@ -612,37 +616,38 @@ def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
 
 
 def _read_shares(run: RunRecord, prefix: str) -> list[list[float]]:
-    """[ranges][steps]; empty where a range is missing."""
+    """Returns the shares of tokens [ranges][steps]; empty where a range is missing."""
     series = [[value for _, value in run.series(prefix + name)] for name in RATIO_SHARES]
     count = min(map(len, series))
     return [values[:count] for values in series] if count else []
 
 
-SHOWN_STARTS = 3  # the newest
+SHOWN_STARTS = 3  # the newest starts of a run that was resumed
 
 
 def _table_of_phases(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The head, then a row for each phase: its name, and for each of the newest starts a text and a
-    bar's length in percent; empty where the run has no seconds of phases.
+    """The table of seconds: a head, then a row for each phase with a cell for each start.
+
+    The table is empty where no seconds were logged.
     """
-    starts = {start: run.phases[start] for start in sorted(run.phases)[-SHOWN_STARTS:]}
-    phases = [phase for phase in PHASES if any(phase in of_start for of_start in starts.values())]
+    shown = sorted(run.phases)[-SHOWN_STARTS:]
+    starts = [run.phases[start] for start in shown]
+    phases = [phase for phase in PHASES if any(phase in of_start for of_start in starts)]
     if not phases:
         return []
-    head = [(f"Start {start}" if len(run.phases) > 1 else "Seconds", 0.0) for start in starts]
-    longest = max(
-        sum(by_step.values()) for of_start in starts.values() for by_step in of_start.values()
-    )
+    heads = [f"Start {start}" for start in shown] if len(run.phases) > 1 else ["Seconds"]
+    totals = [sum(by_step.values()) for of_start in starts for by_step in of_start.values()]
     rows = []
     for phase in phases:
-        by_start = [of_start.get(phase, {}) for of_start in starts.values()]
-        rows.append((PHASES[phase], [_cell_of_phase(by_step, longest) for by_step in by_start]))
-    return [("Phase", head), *rows]
+        cells = [_cell_of_phase(of_start.get(phase, {}), max(totals)) for of_start in starts]
+        rows.append((PHASES[phase], cells))
+    return [("Phase", [(head, 0.0) for head in heads]), *rows]
 
 
 def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, float]:
-    """The seconds of a phase, at the steps where it was, as a text and as a bar's length in percent
-    of `longest`.
+    """A phase's seconds as (text, length of its bar in percent of `longest`).
+
+    by_step: The seconds at each step where the phase occurred.
     """
     if not by_step:
         return "–", 0.0
@@ -656,37 +661,36 @@ def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, f
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Returns (step, its completions) of at most MAX_SAMPLES steps, from the first to the last."""
+    """Returns (step, its completions) of at most MAX_SAMPLES steps, spread over the run."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         by_step.setdefault(line.get("step", 0), []).append(line)
     steps = sorted(by_step)
-    last = len(steps) - 1
-    if steps:
-        shown = sorted({round(i * last / max(1, MAX_SAMPLES - 1)) for i in range(MAX_SAMPLES)})
-    else:
-        shown = []
-    return [(steps[i], [_describe_completion(line) for line in by_step[steps[i]]]) for i in shown]
+    if len(steps) > MAX_SAMPLES:
+        stride = (len(steps) - 1) / (MAX_SAMPLES - 1)
+        steps = [steps[round(stride * i)] for i in range(MAX_SAMPLES)]
+    return [(step, [_describe_completion(line) for line in by_step[step]]) for step in steps]
 
 
 def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
-    rewards = ((name, value) for name, value in (line.get("rewards") or {}).items())
-    said = ", ".join(
-        f"{name} {'–' if value is None else _format_number(value)}" for name, value in rewards
+    rewards = ", ".join(
+        f"{name} {'–' if value is None else _format_number(value)}"
+        for name, value in (line.get("rewards") or {}).items()
     )
     advantage = line.get("advantage")
     texts: dict[str, Any] = {
         key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")
     }
-    # of the model and of tools, in turn
+    # the model's and the tools' parts in turn
     texts["parts"] = line.get("parts") or [texts["completion"]]
-    return texts | {"rewards": said, "advantage": "" if advantage is None else f"{advantage:+.2f}"}
+    return texts | {
+        "rewards": rewards,
+        "advantage": "" if advantage is None else f"{advantage:+.2f}",
+    }
 
 
 def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
-    """An answer under `name`, and its CSS class: right, wrong, or none where no answer is
-    expected.
-    """
+    """An answer under `name`, and its CSS class: right, wrong, or empty without an expectation."""
     if sample is None:
         return {name: "", f"{name}_class": ""}
     text = str(sample.get("answer", ""))
@@ -698,18 +702,8 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
-    """The findings of a data report, and the rest of it as names and values."""
-    findings = [
-        {
-            "severity": str(finding.get("severity", "note")),
-            "text": (
-                f"in {finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')} "
-                f"{finding.get('what', '')}"
-            )
-            + (f" ({', '.join(finding['where'])})" if finding.get("where") else ""),
-        }
-        for finding in report.get("findings", [])
-    ]
+    """Returns (the findings of a data report, the rest of it as names and values)."""
+    findings = [_describe_finding(finding) for finding in report.get("findings", [])]
     facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
     return findings, [
         (COUNT_NAMES.get(name, name), value)
@@ -718,10 +712,15 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
     ]
 
 
+def _describe_finding(finding: Mapping[str, Any]) -> dict[str, str]:
+    rows = f"{finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')}"
+    where = f" ({', '.join(finding['where'])})" if finding.get("where") else ""
+    text = f"in {rows} {finding.get('what', '')}{where}"
+    return {"severity": str(finding.get("severity", "note")), "text": text}
+
+
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of nested mappings; an inner name follows its outer one: `lengths
-    median`.
-    """
+    """Yields (name, value) of nested mappings; a name has those around it: `lengths median`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flatten(inner, f"{name} {key}".strip().replace("_", " "))
@@ -739,24 +738,28 @@ def _format_number(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A recipe's value as YAML, without the keys that are null."""
-    if isinstance(value, dict) or (
-        isinstance(value, list) and any(isinstance(item, dict) for item in value)
-    ):
-        items = [value] if isinstance(value, dict) else value
-        given = [
-            {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item
-            for item in items
-        ]
-        plain = given[0] if isinstance(value, dict) else given
-        return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).strip()
+    """A recipe's value as YAML, without keys that are null."""
     if isinstance(value, str):
         return value
+    if isinstance(value, dict):
+        return _as_yaml(_drop_nulls(value))
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return _as_yaml([_drop_nulls(item) for item in value])
     return json.dumps(value, ensure_ascii=False)
 
 
+def _drop_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
+def _as_yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True)).strip()
+
+
 def list_metrics(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys of the recipes' own `metrics` in the lines of the runs."""
+    """The keys under which the runs logged the recipes' own `metrics`."""
     return list(
         dict.fromkeys(
             key for run in runs for line in run.lines for key in line if key.startswith("metrics/")

@@ -1,8 +1,10 @@
-"""Completions as the rows of a step: laid out behind their prompts, packed, dealt to ranks, with
-what the loss reads.
+"""Makes the rows of a step from completions.
 
-A group's completions may continue one prompt that lies in the row once. Then the prompt is a
-document, and so is each completion from the prompt's last token on, which predicts its first.
+Lays them out behind their prompts, packs them, deals them to ranks, and adds the columns that the
+loss reads.
+
+A row may hold a prompt once for several completions of its group. Then the prompt is a document,
+and each completion is one that begins with the prompt's last token, which predicts its first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,20 +34,18 @@ from finetune.distributed.world import DataParallelRank
 from finetune.rollout.critic import find_targets
 from finetune.rollout.engine import Ended, Rollout, find_advantages
 
-# at least, of which each rank gets as many: longer ones would leave some ranks with much less
+# The fewest rows of a rank: with fewer and longer rows some ranks would get much less work.
 ROWS_OF_RANK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens that lie together in a row: a prompt with its completion, or one of the two where a
-    prompt is shared.
-    """
+    """A prompt with its completion; or one of the two, where completions share a prompt."""
 
     tokens: Example
-    first: int  # the position of its first token; above 0, it continues the prompt before it
-    completion: int | None  # place in the rollout; None: a prompt alone
-    experts: NDArray[np.int16] | None = None  # of its tokens, as `Sampled` has them
+    first: int  # position of the first token; above 0 the document continues the prompt before it
+    completion: int | None  # the completion's place in the rollout; None for a prompt alone
+    experts: NDArray[np.int16] | None = None  # [tokens, layers, chosen], as in `Sampled`
 
     @property
     def length(self) -> int:
@@ -53,27 +53,27 @@ class Document:
 
 
 Piece = list[Document]
-"""A completion, or several behind the prompt that they share, which no row takes apart."""
+"""One completion, or a prompt and all completions that share it. A piece lies in one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """Settings of packing completions into the rows of a rank."""
+    """Settings for packing completions into the rows of a rank."""
 
     recipe: Recipe
     rank: DataParallelRank
     pad_token_id: int
-    shares_prompts: bool  # whether a prompt lies in a row once for several completions
-    prompts: StoredBatches | None = None  # which have their images
+    shares_prompts: bool  # whether a row holds a prompt once for several completions
+    prompts: StoredBatches | None = None  # the data set of prompts, with their images
 
     @property
     def images(self) -> ImageProcessor | None:
-        """The prompts' images; None where they hold none."""
+        """Reads the prompts' images; None where prompts have none."""
         return None if self.prompts is None else self.prompts.images
 
 
 def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
-    """This rank's share of the completions, with what the loss and the metrics read of them."""
+    """Makes this rank's micro-batches of completions, with the columns for loss and metrics."""
     batch = lay_out(rollout, options)
     columns = _describe(rollout, options.recipe)
     is_ahead = options.recipe.rollout.max_staleness > 0
@@ -91,25 +91,18 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
 
 
 def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
-    """This rank's share of the completions as tokens alone; `example_ids` are places in the
-    rollout.
+    """Makes this rank's micro-batches of completions without columns.
+
+    Their `example_ids` are places in the rollout.
     """
-    recipe = options.recipe
-    rank = options.rank
     rows_together = _count_rows_together(rollout, options)
-    row_tokens = rows_together * recipe.data.max_length
+    row_tokens = rows_together * options.recipe.data.max_length
     groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)
     pieces = [_make_piece(places, rollout, options) for places in groups]
-    lengths = np.array([sum(document.length for document in piece) for piece in pieces], np.int32)
-    config = BatchConfig(
-        seed=recipe.run.seed,
-        packing=recipe.data.packing,
-        max_length=row_tokens,
-        global_batch_size=len(pieces),
-    )
-    rows = arrange_epoch(lengths, config, 1, 0)
-    size = recipe.batch.per_device_train_batch_size // rows_together
-    dealt = deal_rows([rows[row] for row in range(len(rows))], rank.rank, rank.size, size)
+    micro_batches = []
+    for dealt in _deal_pieces(pieces, rows_together, options):
+        micro_batch = _make_micro_batch(dealt, options)
+        micro_batches.append(_add_images(micro_batch, rollout, options))
     documents = [document for piece in pieces for document in piece]
     trained_tokens = sum(
         int((document.tokens.labels != IGNORE_INDEX).sum()) for document in documents
@@ -117,11 +110,8 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     return StepBatch(
         step=0,
         epoch=0.0,
-        micro_batches=tuple(
-            _add_images(_make_micro_batch([pieces[i] for i in ids], options), rollout, options)
-            for ids in dealt
-        ),
-        tokens=int(lengths.sum()),
+        micro_batches=tuple(micro_batches),
+        tokens=sum(document.length for document in documents),
         trained_tokens=trained_tokens,
         chosen_tokens=trained_tokens,
         squared_tokens=sum((each.first + each.length) ** 2 - each.first**2 for each in documents),
@@ -129,11 +119,33 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     )
 
 
+def _deal_pieces(
+    pieces: Sequence[Piece], rows_together: int, options: RowOptions
+) -> Iterator[list[Piece]]:
+    """Packs `pieces` into rows and yields those of each of this rank's micro-batches.
+
+    rows_together: How many rows of `max_length` are packed as one.
+    """
+    recipe = options.recipe
+    rank = options.rank
+    lengths = np.array([sum(document.length for document in piece) for piece in pieces], np.int32)
+    config = BatchConfig(
+        seed=recipe.run.seed,
+        packing=recipe.data.packing,
+        max_length=rows_together * recipe.data.max_length,
+        global_batch_size=len(pieces),
+    )
+    rows = arrange_epoch(lengths, config, 1, 0)
+    size = recipe.batch.per_device_train_batch_size // rows_together
+    for ids in deal_rows([rows[row] for row in range(len(rows))], rank.rank, rank.size, size):
+        yield [pieces[i] for i in ids]
+
+
 def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
     """Counts the rows of a micro-batch that are packed as one longer row.
 
-    A longer row holds more completions of a group, which share its prompt. Each rank keeps at least
-    ROWS_OF_RANK of them.
+    A longer row holds more of the completions that share a prompt. Each rank keeps at least
+    ROWS_OF_RANK rows.
     """
     if not options.shares_prompts:
         return 1
@@ -147,17 +159,18 @@ def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
 
 
 def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
-    """The completions of each group by places, those together that fit into `most` tokens with
-    their prompt once.
+    """Yields the places of completions that share a prompt: those of a group that fit together.
+
+    most: The tokens into which they fit with their prompt once.
     """
     for group in range(0, len(rollout.sampled), rollout.generations):
         together: list[int] = []
         tokens = 0
         for place in range(group, group + rollout.generations):
             prompt = rollout.prompts[place]
-            # environments may say something else to each
+            # An environment may give each completion another prompt.
             is_shared = len(prompt) > 1 and rollout.prompts[(*together, place)[0]] == prompt
-            # with the prompt's last token, which predicts the first
+            # The prompt's last token predicts the completion's first one.
             own = 1 + len(rollout.sampled[place].token_ids)
             if together and (not is_shared or tokens + own > most):
                 yield together
@@ -170,9 +183,10 @@ def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
 
 
 def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) -> Piece:
-    """Makes the documents of completions at `places`, which have one prompt.
+    """Makes the documents of the completions at `places`, which have one prompt.
 
-    If they are several, the prompt is a document before theirs; else its tokens begin theirs.
+    The prompt of one completion is the beginning of its document. The prompt of several is a
+    document before theirs.
     """
     *prompt, last = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
@@ -188,8 +202,8 @@ def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) ->
         completion = rollout.sampled[place]
         is_learned = not (masks_truncated and completion.ended is Ended.CUT)
         ids = [last, *completion.token_ids]
-        # A completion ends where an image's token is sampled: nothing reads it, and no image is
-        # put in its place.
+        # A completion ends where the model samples an image's token. Nothing reads that token; as
+        # an input it would need an image.
         if ids[-1] in image_ids:
             ids[-1] = last
         labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
@@ -211,11 +225,11 @@ def _make_document(
     """Makes a document of `ids`.
 
     Args:
-        ids: Tokens of a prompt, a completion, or both.
-        labels: Of `ids`.
-        first: The place of the first of `ids` in the prompt with its completion.
-        completion: Its place in the rollout; None for a prompt alone.
-        experts: Of all tokens of the prompt and the completion.
+        ids: The tokens of a prompt, of a completion, or of both.
+        labels: The labels of `ids`.
+        first: The position of `ids[0]` in the prompt with its completion.
+        completion: The completion's place in the rollout; None for a prompt alone.
+        experts: The experts of all tokens of the prompt and the completion.
     """
     own = None if experts is None else experts[first : first + len(ids)]
     tokens = Example(np.array(ids, np.int32), np.array(labels, np.int32))
@@ -223,7 +237,7 @@ def _make_document(
 
 
 def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatch:
-    """The micro-batch of `pieces`, with completions as its examples; a filler of none."""
+    """Makes a micro-batch whose examples are the completions of `pieces`; without any, a filler."""
     documents = [document for piece in pieces for document in piece]
     tokens = [document.tokens for document in documents]
     packing = options.recipe.data.packing
@@ -245,7 +259,7 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
 
 
 def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) -> MicroBatch:
-    """A micro-batch of completions with the images of their prompts, where prompts hold any."""
+    """Adds the images of the completions' prompts, where prompts have images."""
     if options.prompts is None or options.images is None:
         return micro_batch
     ids = rollout.example_ids[list(micro_batch.example_ids)].tolist()
@@ -253,8 +267,9 @@ def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) 
 
 
 def _lay_out_experts(micro_batch: MicroBatch, documents: Sequence[Document]) -> Tensor | None:
-    """int16[rows, tokens, layers, chosen]: the experts of `documents` where they lie, -1 elsewhere;
-    None where no document has any.
+    """Returns the experts of `documents` at their tokens' places, -1 elsewhere.
+
+    Returns int16[rows, tokens, layers, chosen], or None where no document has experts.
     """
     known = [document.experts for document in documents if document.experts is not None]
     if not known:
@@ -272,7 +287,7 @@ def _lay_out_experts(micro_batch: MicroBatch, documents: Sequence[Document]) -> 
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:
-    """A packed micro-batch of `documents` in which completions continue the prompt before them."""
+    """Lets the completions of a packed micro-batch continue the prompt before them."""
     assert micro_batch.packed_lengths is not None and micro_batch.trained_documents is not None
     padding = len(micro_batch.packed_lengths) - len(documents)  # a document of its own, or none
     firsts = np.array([document.first for document in documents] + [0] * padding)
@@ -285,7 +300,7 @@ def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) ->
         prompt = prompt if first else place
         continued.append(prompt if first else None)
     is_completion = np.array([document.completion is not None for document in documents])
-    # among the completions
+    # each document's place among the completions; of a prompt any
     place_of_document = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))
     return replace(
         micro_batch,
@@ -299,8 +314,9 @@ def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) ->
 
 
 def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """[completions] or [completions, functions]: what the loss and the metrics read of each
-    completion.
+    """Returns the columns that the loss and the metrics read.
+
+    They are fp32[completions], "scores" is fp32[completions, functions].
     """
     count = len(rollout.sampled)
     columns = {
@@ -331,11 +347,17 @@ def _attach(
     *,
     is_ahead: bool,
 ) -> MicroBatch:
-    """A micro-batch of `lay_out` with its columns, and prompts as its examples.
+    """Adds columns to a micro-batch of `lay_out`, and makes prompts its examples.
 
-    They are fp32[positions] "sampled", each token's log-probability under the sampler, "versions",
-    the steps after which its weights were taken, where sampling `is_ahead`, and those `of_tokens`
-    that are known; and `columns` of its completions.
+    Columns of tokens are fp32[positions]: "sampled", the log-probability under the sampler, and
+    "versions", the step whose weights sampled the token.
+
+    Args:
+        micro_batch: Its examples are places in the rollout.
+        rollout: The step's completions.
+        columns: By name, a value for each completion of the rollout.
+        of_tokens: By name, a value for each token of each completion; without any, no column.
+        is_ahead: Whether sampling runs ahead of training, so that "versions" is needed.
     """
     places = list(micro_batch.example_ids)
     tensors = {
@@ -351,21 +373,24 @@ def _attach(
 
 
 def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -> Tensor:
-    """fp32[positions]: values of each completion's trained tokens where they stand in a micro-batch
-    of `lay_out`.
-    """
+    """Puts each completion's values at the positions of its trained tokens: fp32[positions]."""
     has_label, counts = _count_labels(micro_batch)
     values: list[float] = []
     for place, count in zip(micro_batch.example_ids, counts, strict=True):
-        values += by_completion[place][:count]  # none of a completion that is not learned from
+        values += by_completion[place][:count]  # `count` is 0 where a completion is not trained on
     return torch.zeros(len(has_label)).masked_scatter(
         has_label, torch.tensor(values, dtype=torch.float32)
     )
 
 
 def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, list[float]]:
-    """Place in the rollout -> its trained tokens' `values` [positions] of a micro-batch of
-    `lay_out`.
+    """Collects each completion's values from the positions of its trained tokens.
+
+    Args:
+        micro_batch: One of `lay_out`.
+        values: [positions].
+
+    Returns the completion's place in the rollout -> its values.
     """
     has_label, counts = _count_labels(micro_batch)
     by_completion = torch.split(values[has_label], counts)
@@ -376,9 +401,7 @@ def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, 
 
 
 def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
-    """Returns (bool[positions], which trained positions have a label; how many of each completion
-    have one).
-    """
+    """Returns (which positions have a label, bool[positions]; the labels of each completion)."""
     assert micro_batch.trained_documents is not None
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
     counts = torch.bincount(

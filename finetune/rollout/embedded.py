@@ -1,4 +1,4 @@
-"""The embedded engine: the model in training itself samples, where it is, with a key-value
+"""The embedded engine: the model in training samples itself, on its own ranks, with a key-value
 cache.
 """
 
@@ -29,17 +29,18 @@ from finetune.models.routing import Routing
 from finetune.models.vision import find_prompt_positions
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
-# After so many tokens a GPU's rows are looked at, which waits for it. Completions that have ended
-# are sampled until then, and what they are given is dropped.
+# How many tokens a GPU samples before the host asks it which rows have ended, which waits for the
+# GPU. Rows that have ended are sampled until then, and the surplus tokens are dropped.
 TOKENS_BETWEEN_LOOKS = 16
-# A captured step attends to caches of a multiple of so many tokens, and is captured again for the
-# next multiple.
+# A captured step attends to a multiple of this many tokens. It is captured again for the next
+# multiple.
 CAPTURED_TOKENS = 256
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """The keys and values of a layer, in memory reserved once: transformers' own copies them for
-    each token.
+    """The keys and values of a layer in memory that is reserved once.
+
+    transformers' own class copies all of them for each token.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -51,9 +52,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Adds tokens; returns the keys and values of all so far, or, after `fix`, of all places
-        shown.
-        """
+        """Adds tokens; returns the keys and values of all tokens, after `fix` those it shows."""
         if self._place is not None:
             for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
                 reserved.index_copy_(2, self._place, states)
@@ -74,20 +73,20 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         rows, heads, _, size = key_states.shape
         values = value_states.new_empty(rows, heads, self._tokens, value_states.shape[3])
         if key_states.is_cuda:
-            # Zeros, since a captured step multiplies what it masks, too.
+            # Zeros, because a captured step multiplies masked places too.
             keys = key_states.new_zeros(rows, heads, self._tokens, size)
             self._reserved = keys, values.zero_()
         else:
-            # The keys' tokens lie side by side in memory: the product with one query reads them
-            # faster.
+            # A key's tokens are adjacent in memory: the product with one query reads them faster.
             keys = key_states.new_empty(rows, heads, size, self._tokens).transpose(2, 3)
             self._reserved = keys, values
 
     def fix(self, place: Tensor, shown: int) -> None:
-        """Makes `update` write at `place` (int64[1], on the device) and return the first `shown`
-        tokens.
+        """Makes `update` write at `place` and return the first `shown` tokens.
 
         A captured step can then be replayed.
+
+        place: int64[1], on the device.
         """
         self._place = place
         self._show(shown)
@@ -95,7 +94,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps the rows `beam_idx`, in that order.
 
-        Only those that move are copied, unless they become more.
+        It copies only rows that move, unless the number of rows grows.
         """
         rows = len(beam_idx)
         length = self.get_seq_length()
@@ -109,24 +108,38 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         self._show(length)
 
     def fill(self, parts: Sequence[DynamicLayer], places: Tensor) -> None:
-        """Takes the tokens `places` (int64[rows, tokens]) of `parts`, counted through all of their
-        rows.
+        """Copies tokens from the caches of prompts.
+
+        Args:
+            parts: This layer's caches of the prompts.
+            places: int64[rows, tokens], each token's place among all tokens of all `parts`.
         """
-        keys, values = (
-            torch.cat([states.transpose(0, 1).flatten(1, 2) for states in each], 1)[
-                :, places
-            ].transpose(0, 1)
-            for each in ([part.keys for part in parts], [part.values for part in parts])
-        )
+        keys = _pick_tokens([part.keys for part in parts], places)
+        values = _pick_tokens([part.values for part in parts], places)
         self.update(keys, values)
 
     def _show(self, length: int) -> None:
         self.keys, self.values = (reserved[:, :, :length] for reserved in self._reserved)
 
 
+def _pick_tokens(states: Sequence[Tensor], places: Tensor) -> Tensor:
+    """Picks tokens by their places among all tokens of all rows.
+
+    Args:
+        states: Keys or values, each [rows, heads, tokens, head size].
+        places: int64[new rows, new tokens].
+
+    Returns:
+        [new rows, heads, new tokens, head size].
+    """
+    tokens = torch.cat([each.transpose(0, 1).flatten(1, 2) for each in states], 1)
+    return tokens[:, places].transpose(0, 1)
+
+
 def make_cache(config: Any, tokens: int) -> DynamicCache:
-    """A model's cache for rows of up to `tokens` tokens; layers with a window or a state stay
-    transformers' own.
+    """Makes a cache for rows of up to `tokens` tokens.
+
+    Layers with a sliding window or a recurrent state keep transformers' own class.
     """
     cache = DynamicCache(config=config)
     cache.layers = [
@@ -136,9 +149,9 @@ def make_cache(config: Any, tokens: int) -> DynamicCache:
 
 
 class EmbeddedEngine:
-    """Samples `rows` completions at once; the next begin when these have ended.
+    """Samples `rows` completions at once, then the next ones.
 
-    A prompt is read once for all of its completions. A completion that has ended leaves the batch.
+    It reads a prompt once for all of its completions. A completion that has ended leaves the batch.
     """
 
     def __init__(
@@ -154,13 +167,12 @@ class EmbeddedEngine:
         """Samples from `model`.
 
         Args:
-            model: In whatever layout it is trained.
+            model: The model in training, in any layout.
             world: The ranks.
             stop_ids: Token ids that end a completion.
-            rows: How many completions are sampled at once.
-            images: Reads the prompts' images; None where they hold none.
-            routing: Records the experts that the model chooses, as part of a completion; None:
-                nothing is recorded.
+            rows: The completions that are sampled at once.
+            images: Reads the prompts' images; None where prompts have none.
+            routing: Records the experts of each token; None where nothing replays them.
         """
         self._model = model
         self._images = images
@@ -171,26 +183,24 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request.
+        """Samples a completion for each request.
 
-        All ranks call it: together they gather the model, and free it at the end.
+        All ranks call it: together they gather the weights, and free them at the end.
         """
         was_training = self._model.training
         self._model.eval()
-        # Generation's shapes and caches would fill torch.compile's limit of graphs, and training
-        # would run uncompiled.
         recording = nullcontext() if self._routing is None else self._routing.recording()
+        # Eager, because the many shapes of sampling would use up torch.compile's limit of graphs,
+        # and training would run uncompiled.
         with keep_gathered(self._model), torch.compiler.set_stance("force_eager"), recording:
-            waves = (
-                requests[start : start + self._rows]
-                for start in range(0, len(requests), self._rows)
-            )
-            sampled = [each for wave in waves for each in self._sample_together(wave, sampling)]
+            sampled: list[Sampled] = []
+            for start in range(0, len(requests), self._rows):
+                sampled += self._sample_together(requests[start : start + self._rows], sampling)
         self._model.train(was_training)
         return sampled
 
     def forget(self) -> None:
-        """Does nothing: what is sampled follows from the weights."""
+        """Does nothing: the weights determine the completions, so there are no records to drop."""
 
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         reader = _PromptReader(unwrap(self._model), self._images, self._world.device)
@@ -207,17 +217,15 @@ class EmbeddedEngine:
 
 
 def _can_capture(world: World) -> bool:
-    """Whether a token's step is work of this rank's GPU alone."""
+    """Whether this rank's GPU samples a token without the other ranks."""
     return world.device.type == "cuda" and not world.sharding.divides_matrices and world.stages == 1
 
 
 class _Wave:
-    """Completions that are sampled together, one token each a step.
+    """Completions that are sampled together: each step draws one token for each.
 
-    All that a step changes is on the device.
-
-    On a GPU a step is captured as a CUDA graph, and replayed: its kernels are so short that the
-    host, which would start each of them, takes twice as long.
+    A step reads and writes tensors on the device alone. On a GPU it is captured as a CUDA graph and
+    replayed: its kernels are so short that the host would need twice as long to launch them.
     """
 
     def __init__(
@@ -249,11 +257,11 @@ class _Wave:
                 read[end - len(request.prompt_ids) : end].cpu().numpy()
                 for end, request in zip(ends, requests, strict=True)
             ]
-            # [requests, tokens, layers, chosen]: of each token that was sampled and read
+            # [requests, tokens, layers, chosen]: the experts of each sampled token
             self._experts = read.new_full((len(requests), self._most, *read.shape[1:]), -1)
-        self._longest = self._mask.shape[-1] - self._most  # tokens of a prompt, padding included
+        self._longest = self._mask.shape[-1] - self._most  # the tokens of a padded prompt
         self._places = torch.arange(self._mask.shape[-1], device=device)
-        # By request.
+        # [requests]
         self._limits = torch.tensor(limits, device=device)
         uniforms = np.stack([request.draw_uniforms(self._most) for request in requests])
         self._uniforms = torch.from_numpy(uniforms).to(device)
@@ -263,7 +271,7 @@ class _Wave:
         self._lengths = self._limits.clone()
         self._is_open = torch.ones(len(requests), dtype=torch.bool, device=device)
         self._is_stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        # By row: the completions that are still sampled.
+        # [rows]: a row is a completion that is still sampled
         self._requests = torch.arange(len(requests), device=device)
         self._drawn = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # tokens drawn so far
@@ -275,8 +283,7 @@ class _Wave:
         try:
             self._run()
         finally:
-            # Freed here and now: where Python's collector frees a graph while another is captured,
-            # that one is lost.
+            # Freed now: if Python's collector freed it during another capture, that would fail.
             self._graph = None
 
     def _run(self) -> None:
@@ -288,7 +295,7 @@ class _Wave:
             self._advance(step)
 
     def _advance(self, step: int) -> None:
-        """One more token for each row, the last one of which is number `step`."""
+        """Draws token number `step` of each row."""
         seen = self._longest + step
         if self._graph is None:
             mask = self._mask[..., :seen]
@@ -299,9 +306,9 @@ class _Wave:
             self._graph.run(len(self._drawn), shown)
 
     def _advance_captured(self, shown: int) -> None:
-        """Does `_advance` with the device's own step counter, so that a CUDA graph can repeat it.
+        """Does `_advance` with the step counter on the device, so that a CUDA graph can repeat it.
 
-        `shown`: tokens of the cache that attention sees.
+        shown: The tokens of the cache to which attention attends.
         """
         place = self._longest + self._step - 1
         for layer in self._cache.layers:
@@ -311,7 +318,7 @@ class _Wave:
         self._read_drawn(positions, mask)
 
     def _read_drawn(self, positions: Tensor, mask: Tensor) -> None:
-        """Reads the tokens that were drawn last, and draws the next."""
+        """Runs the model on the tokens that were drawn last, and draws the next ones."""
         logits = _forward(
             self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
         )
@@ -320,7 +327,7 @@ class _Wave:
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
-        """Draws a token for each row and notes it, all on the device."""
+        """Draws a token for each row and records it, all on the device."""
         rows = self._requests
         step = self._step
         drawn, log_probabilities, entropies = draw_tokens(
@@ -339,21 +346,20 @@ class _Wave:
         self._step += 1
 
     def _keep_open_rows(self) -> bool:
-        """Drops the rows that have ended, where that is worth it; returns whether any is left.
+        """Drops rows that have ended; returns whether any is left. Waits for the device.
 
-        Waits for the device.
+        A captured step drops them once they are half of all: each number of rows is a new capture.
         """
         is_open = self._is_open[self._requests]
-        going = is_open.nonzero().squeeze(1)
-        rows = len(is_open)
-        if len(going) == 0:
+        open_rows = is_open.nonzero().squeeze(1)
+        count = len(open_rows)
+        if count == 0:
             return False
-        # Each number of rows is captured by itself.
-        if len(going) == rows or (self._graph is not None and len(going) > rows // 2):
+        if count == len(is_open) or (self._graph is not None and count > len(is_open) // 2):
             return True
-        # the last rows move to where others have ended
-        kept = torch.arange(len(going), device=going.device)
-        kept[~is_open[: len(going)]] = going[going >= len(going)]
+        # The last open rows move to the places of rows that have ended.
+        kept = torch.arange(count, device=open_rows.device)
+        kept[~is_open[:count]] = open_rows[open_rows >= count]
         self._requests = self._requests[kept]
         self._drawn = self._drawn[kept]
         self._mask = self._mask[kept]
@@ -362,7 +368,7 @@ class _Wave:
         return True
 
     def read(self) -> list[Sampled]:
-        """The completions, in the order of the requests."""
+        """Returns the completions in the order of the requests."""
         by_request = zip(
             self._tokens.cpu(),
             self._log_probabilities.cpu(),
@@ -384,8 +390,9 @@ class _Wave:
         ]
 
     def _list_experts(self) -> Sequence[NDArray[np.int16] | None]:
-        """Lists for each request the experts of its prompt and its completion, whose last token is
-        not read.
+        """Lists for each request the experts of its prompt and its completion.
+
+        The model has not read a completion's last token, whose experts are -1.
         """
         lengths = self._lengths.tolist()
         if self._routing is None:
@@ -399,23 +406,22 @@ class _Wave:
 
 
 class _CapturedStep:
-    """A token's step as a CUDA graph, captured again where the number of rows or the tokens of the
-    cache change.
+    """A sampling step as a CUDA graph, captured again when the shape changes.
 
-    A model whose forward waits for the device (a loop over experts) cannot be captured, and samples
-    without.
+    A model whose forward waits for the device (a loop over experts) cannot be captured. It samples
+    without a graph.
     """
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
-        self._shape: tuple[int, int] | None = None  # rows and tokens of the last step
+        self._shape: tuple[int, int] | None = None  # (rows, tokens shown) of the last step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._can_capture = True
 
     def run(self, rows: int, shown: int) -> None:
-        """One step.
+        """Runs one step.
 
-        The first of each shape runs uncaptured, since libraries allocate and choose kernels in it.
+        The first step of each shape is not captured: libraries allocate and choose kernels in it.
         """
         if (rows, shown) != self._shape:
             self._shape = (rows, shown)
@@ -431,7 +437,7 @@ class _CapturedStep:
     def _capture(self, shown: int) -> bool:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Of this thread alone: another may be copying a checkpoint.
+            # Another thread may use the device meanwhile to copy a checkpoint.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._advance(shown)
         except RuntimeError as error:
@@ -449,42 +455,43 @@ class _Prompt(NamedTuple):
 
 
 class _PromptReader(NamedTuple):
-    """The part of the engine that reads prompts into a cache."""
+    """The parts of the engine that read prompts into a cache."""
 
     transformer: Any
-    images: ImageProcessor | None  # None: no prompt holds any
+    images: ImageProcessor | None  # None where prompts have no images
     device: torch.device
 
 
 class _Read(NamedTuple):
-    """Prompts that are in a cache."""
+    """What is known of prompts that have been read into a cache."""
 
-    logits: Tensor  # fp32[prompts, vocabulary]: after each
-    sizes: Tensor  # int64[prompts]: the tokens of each in the cache, padding before it included
-    positions: Tensor  # int64[prompts, 1]: of the token after each
+    logits: Tensor  # fp32[prompts, vocabulary]: of the token after the prompt
+    sizes: Tensor  # int64[prompts]: the prompt's tokens in the cache, with the padding before it
+    positions: Tensor  # int64[prompts, 1]: of the token after the prompt
 
 
 class _ReadyRequests(NamedTuple):
     """Requests whose prompts have been read."""
 
-    cache: DynamicCache  # a row a request, which ends with the last token of its prompt
-    # int64[requests, tokens] or bool[requests, 1, 1, tokens]: of prompts and what will be sampled
+    cache: DynamicCache  # each request's row ends with its prompt
+    # int64[requests, tokens] or bool[requests, 1, 1, tokens]: of the prompts and the tokens that
+    # will be sampled
     mask: Tensor
     positions: Tensor  # int64[requests, 1]: of the next token
-    logits: Tensor  # fp32[requests, vocabulary]: after the prompt
-    ends: Tensor  # int64[requests, 1]: where the prompt ends among all tokens that were read
+    logits: Tensor  # fp32[requests, vocabulary]: of the next token
+    ends: Tensor  # int64[requests, 1]: the prompt's end among all tokens that were read
 
 
 def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int) -> _ReadyRequests:
-    """Reads each prompt once, and gives its cache to each request that has it.
+    """Reads each prompt once, and copies its cache to each request that has it.
 
-    `most`: tokens that will be sampled, for which the cache has room.
+    most: The tokens that will be sampled, for which the cache has room.
     """
     device = reader.device
     of_requests = [_Prompt(request.prompt_ids, request.images) for request in requests]
     prompts = sorted(dict.fromkeys(of_requests), key=lambda prompt: len(prompt.ids))
-    number = {prompt: index for index, prompt in enumerate(prompts)}
-    of_request = torch.tensor([number[prompt] for prompt in of_requests], device=device)
+    places = {prompt: place for place, prompt in enumerate(prompts)}
+    of_request = torch.tensor([places[prompt] for prompt in of_requests], device=device)
     lengths = torch.tensor([[len(prompt.ids)] for prompt in prompts], device=device)
     longest = len(prompts[-1].ids)
     config = text_config_of(reader.transformer.config)
@@ -495,7 +502,7 @@ def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int)
     if is_plain:
         parts, read = _read_in_parts(reader, prompts, packs)
         ends = read.sizes.cumsum(0)[:, None]
-        # What is before a prompt is masked, but it must not be nan: its first token stands there.
+        # Places before a prompt are masked, but must not be nan: the prompt's first token is there.
         tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
         for layer in cache.layers:
             layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
@@ -515,10 +522,10 @@ def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int)
 def _read_in_parts(
     reader: _PromptReader, prompts: Sequence[_Prompt], packs: bool
 ) -> tuple[list[DynamicCache], _Read]:
-    """Reads PROMPTS_AT_ONCE prompts at a time, which are of similar length: they are sorted.
+    """Reads PROMPTS_AT_ONCE prompts at a time; sorted prompts need little padding.
 
     Returns:
-        (a cache for each part, what was read of all prompts).
+        (a cache for each part, what is known of all prompts).
     """
     config = text_config_of(reader.transformer.config)
     caches = []
@@ -533,8 +540,9 @@ def _read_in_parts(
 def _read(
     reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt], packs: bool
 ) -> _Read:
-    """Reads prompts into `cache`: all in one packed row, as training reads them, or each in a
-    padded one, as any with images are.
+    """Reads prompts into `cache`: all in one packed row, as training does.
+
+    Prompts with images, and all prompts unless the model `packs`, get a padded row each.
     """
     if any(prompt.images for prompt in prompts) or not packs:
         return _read_padded(reader, cache, prompts)
@@ -557,13 +565,11 @@ def _read(
 
 def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
     longest = max(len(prompt.ids) for prompt in prompts)
-    ids, mask = (
-        torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=reader.device)
-        for rows in (
-            [prompt.ids for prompt in prompts],
-            [[1] * len(prompt.ids) for prompt in prompts],
-        )
-    )
+    padding = [[0] * (longest - len(prompt.ids)) for prompt in prompts]
+    padded = [zeros + list(prompt.ids) for zeros, prompt in zip(padding, prompts, strict=True)]
+    masks = [zeros + [1] * (longest - len(zeros)) for zeros in padding]
+    ids = torch.tensor(padded, device=reader.device)
+    mask = torch.tensor(masks, device=reader.device)
     images = list(chain.from_iterable(prompt.images for prompt in prompts))
     inputs: Mapping[str, Any] = {}
     if images:
@@ -580,8 +586,11 @@ def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_
 def _forward(
     transformer: Any, cache: DynamicCache, ids: Tensor, positions: Tensor, **keys: Any
 ) -> Tensor:
-    """fp32[rows, vocabulary]: the logits after the last token of each row, or those of one row to
-    keep.
+    """Runs the model on `ids` with a cache.
+
+    Returns:
+        fp32[rows, vocabulary], the logits of the token after each row; with `logits_to_keep` among
+        `keys`, those of its places in the only row.
     """
     keys = {"use_cache": True, "logits_to_keep": 1} | keys
     keys[_name_of_cache(transformer.__class__)] = cache
@@ -591,7 +600,7 @@ def _forward(
 
 @functools.cache
 def _name_of_cache(model_class: type) -> str:
-    """Returns the name of the cache in the class's forward, which differs in transformers 5.24."""
+    """The name of the cache among the forward's arguments, which differs between classes."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     return "cache" if "cache" in parameters else "past_key_values"
 
@@ -599,15 +608,18 @@ def _name_of_cache(model_class: type) -> str:
 def draw_tokens(
     logits: Tensor, uniforms: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The next token of each row, its log-probability and the entropy of what it was drawn from.
+    """Draws the next token of each row by the inverse of the cumulative distribution, in fp64.
 
-    Drawn by the inverse of the cumulative distribution, in fp64: the same number gives the same
-    token, unless rounding has moved a border between two tokens over it.
+    The same uniform number gives the same token, unless rounding moves a border between two tokens
+    across it.
 
     Args:
         logits: fp32[rows, vocabulary].
         uniforms: float64[rows], in [0, 1).
-        sampling: With its temperature.
+        sampling: Gives the temperature.
+
+    Returns:
+        (tokens, their log-probabilities, the entropies of the distributions), each [rows].
     """
     log_probabilities = torch.log_softmax(logits / sampling.temperature, -1)
     probabilities = log_probabilities.exp()

@@ -1,8 +1,9 @@
-"""What samples completions, and what they are: tokens, log-probabilities and the reason of the
-end.
+"""The engines that sample completions, as protocols, and the completions: requests, tokens,
+log-probabilities, rewards, advantages.
 """
 
 import base64
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,28 +21,28 @@ from finetune.data.images import EncodedImage
 class Ended(Enum):
     """Why a completion ended."""
 
-    STOPPED = "stopped"  # at a token that ends a turn, which is its last
-    CUT = "cut"  # at max_completion_length
-    ABORTED = "aborted"  # by a change of weights, in the middle of a completion
+    STOPPED = "stopped"  # its last token ends the turn
+    CUT = "cut"  # it has max_completion_length tokens
+    ABORTED = "aborted"  # the weights changed before its end
 
 
 class Request(NamedTuple):
     """One completion to sample."""
 
     prompt_ids: tuple[int, ...]
-    # of its random numbers, whatever else is sampled beside it: the run's seed, the step, the place
-    # of the prompt in it, which completion of the prompt, and numbers of its parts
+    # The seed of its random numbers, which do not depend on the requests beside it: the run's seed,
+    # the step, the prompt's place in the step, the completion's number, and that of its part.
     seed: tuple[int, ...]
-    max_tokens: int | None = None  # fewer than those of the `Sampling`
-    images: tuple[EncodedImage, ...] = ()  # of the prompt
+    max_tokens: int | None = None  # where it is less than that of the `Sampling`
+    images: tuple[EncodedImage, ...] = ()  # the prompt's
 
     def draw_uniforms(self, tokens: int) -> NDArray[np.float64]:
-        """float64[tokens]: a number in [0, 1) for each token."""
+        """Draws a number in [0, 1) for each token: float64[tokens]."""
         entropy = np.random.SeedSequence([*self.seed, *b"rollout"])
         return np.random.Generator(np.random.Philox(entropy)).random(tokens)
 
     def draw_seed(self) -> int:
-        """A seed in int64, for a server that draws its own numbers."""
+        """Draws an int64 seed for a server that draws its own numbers."""
         return int(
             np.random.SeedSequence([*self.seed, *b"rollout"]).generate_state(1, np.uint64)[0] >> 1
         )
@@ -49,9 +50,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: from all of the vocabulary, whose distribution is the one
-    trained.
-    """
+    """How the next token is drawn: always from the whole vocabulary, which is what is trained."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -64,46 +63,40 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A completion; where tools have answered, with what they said between the turns that were
-    sampled.
-    """
+    """A completion. It may have several sampled turns with the answers of tools between them."""
 
     token_ids: list[int]
-    # of each sampled token, under the distribution that it was sampled from
+    # of each sampled token, under the distribution from which it was sampled
     log_probabilities: list[float]
-    entropy: float  # nats, of those distributions, summed
+    entropy: float  # nats, summed over the sampled tokens
     ended: Ended
-    # of each token: 1 sampled, 0 of a tool; empty: all sampled
-    tool_mask: list[int] = field(default_factory=list)
-    calls: int = 0  # of tools
-    failed_calls: int = 0  # that got an error
-    # Of each sampled token, after how many optimizer steps the weights that sampled it were taken;
-    # empty: they are those of the step.
+    tool_mask: list[int] = field(default_factory=list)  # 1 sampled, 0 a tool's; empty: all sampled
+    calls: int = 0  # calls of tools
+    failed_calls: int = 0  # calls that an error answered
+    # For each sampled token the step whose weights sampled it; empty: those of the step itself.
     versions: list[int] = field(default_factory=list)
-    cuts: int = 0  # how often a change of weights, or the end of a run, has cut it
-    dropped: int = 0  # tokens that were sampled, then cut, and are not part of it
-    # int16[prompt and completion, layers, chosen]: the experts of each token that was read, -1 of
-    # the last; None: they are not replayed
+    cuts: int = 0  # how often a change of weights or the end of a run interrupted it
+    dropped: int = 0  # tokens that were sampled before an interruption and are not part of it
+    # int16[tokens of prompt and completion, layers, chosen]: the experts of each token, -1 for the
+    # last, which the model has not read; None where the recipe does not replay them
     experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
     def labels(self, *, is_learned: bool) -> list[int]:
-        """The tokens that are trained on: those that were sampled; none of a completion that is not
-        learned from.
-        """
-        if is_learned:
-            mask = self.tool_mask or [1] * len(self.token_ids)
-        else:
-            mask = [0] * len(self.token_ids)
+        """The labels: sampled tokens, IGNORE_INDEX for a tool's; none unless it `is_learned`."""
+        if not is_learned:
+            return [IGNORE_INDEX] * len(self.token_ids)
+        mask = self.tool_mask or [1] * len(self.token_ids)
         return [
-            token if by else IGNORE_INDEX for token, by in zip(self.token_ids, mask, strict=True)
+            token if is_sampled else IGNORE_INDEX
+            for token, is_sampled in zip(self.token_ids, mask, strict=True)
         ]
 
     def last_turn(self) -> list[int]:
-        """The tokens that were sampled last, after what tools have answered."""
+        """The tokens sampled after the last answer of a tool."""
         return self.token_ids[max(np.flatnonzero(np.array(self.tool_mask) == 0), default=-1) + 1 :]
 
     def extend(self, given: list[int], more: "Sampled") -> "Sampled":
-        """It, then the tokens `given` to the model, and what it has sampled after them."""
+        """Appends tokens `given` to the model, such as a tool's answer, and the turn after them."""
         mask = self.tool_mask or [1] * len(self.token_ids)
         return replace(
             self,
@@ -118,7 +111,7 @@ class Sampled:
         )
 
     def join(self, more: "Sampled") -> "Sampled":
-        """It, and what was sampled on after it was cut."""
+        """Appends what was sampled after an interruption."""
         return replace(
             self,
             token_ids=self.token_ids + more.token_ids,
@@ -129,7 +122,7 @@ class Sampled:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The values that `of_json` reads."""
+        """The completion as values of JSON, for `of_json`."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"ended": self.ended.value}
         del values["experts"]
@@ -139,7 +132,7 @@ class Sampled:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:
-        """The completion that `as_json` has described."""
+        """Reads what `as_json` returned."""
         read: dict[str, Any] = {**values, "ended": Ended(values["ended"])}
         if read.get("experts") is not None:
             read["experts"] = _read_experts(read["experts"])
@@ -157,89 +150,92 @@ def _read_experts(written: Mapping[str, Any]) -> NDArray[np.int16]:
 
 
 class Engine(Protocol):
-    """Samples completions from the weights that are trained, as they are now."""
+    """Samples completions from the weights in training, as they are now."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request, in order.
+        """Samples a completion for each request, in order.
 
-        All ranks call it, each with requests of its own.
+        All ranks call it, each with its own requests.
         """
 
     def forget(self) -> None:
-        """Drops what only a run that resumes from before the last checkpoint would need.
+        """Drops records from before the last checkpoint, which no resumed run needs any more.
 
         The main rank calls it.
         """
 
 
 Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]
-"""Samples completions in several turns by the function that it is given, which answers requests."""
+"""Samples completions in several turns. Its argument is a function that samples for requests."""
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine that hands its weights over, and can sample from them while the model trains."""
+    """An engine with a server that gets copies of the weights and samples while the model trains.
 
-    hand_over_seconds: float  # that this took the last time
-    version: int  # the optimizer steps after which the weights are as they are now
+    prompts_step: The step whose prompts the completions continue.
+    """
+
+    hand_over_seconds: float  # how long the last hand-over took
+    version: int  # the number of optimizer steps after which the current weights were taken
 
     def hand_over(self) -> None:
-        """Gives the sampler the weights as they are now, unless it has them. All ranks call it."""
+        """Gives the server the current weights, unless it has them. All ranks call it."""
 
     def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample completions of the prompts of `prompts_step` from these weights."""
+        """Begins to sample completions of `requests` from the weights handed over."""
 
     def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
-        """Begins to sample them by `converse`, in a thread of the main rank."""
+        """Begins to sample completions by `converse`, in a thread of the main rank."""
 
     def is_in_flight(self, prompts_step: int) -> bool:
-        """Whether completions of the prompts of `prompts_step` have been begun."""
+        """Whether completions of that step have been begun."""
 
     def take(self, prompts_step: int) -> list[Sampled]:
-        """Waits for those completions and returns them on every rank. All ranks call it."""
+        """Waits for the completions of that step; returns them on every rank. All ranks call it."""
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """A line of JSON for each completion that was begun, on the main rank."""
+        """Yields a line of JSON for each completion that was begun, on the main rank."""
 
     def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Takes those lines of a checkpoint back: what was there is not sampled again."""
+        """Takes completions from a checkpoint's lines, so that they are not sampled again."""
 
 
-SMALLEST_DEVIATION = 1e-4  # added to a standard deviation that is divided by, as in TRL
-# what is one number of a rollout
+SMALLEST_DEVIATION = 1e-4  # added to a standard deviation before a division by it, as in TRL
+# the fields of a rollout that are one number
 OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")
-OF_TOKENS = ("old", "reference", "values")  # what is a number of each trained token
+OF_TOKENS = ("old", "reference", "values")  # the fields with a number for each trained token
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Completions of some prompts, `generations` of each, one after another."""
+    """The completions of some prompts: `generations` of the first prompt, then of the next one.
 
-    example_ids: NDArray[np.int64]  # [completions]: the prompts'
-    prompts: list[list[int]]  # [completions]
+    A group is the completions of one prompt.
+    """
+
+    example_ids: NDArray[np.int64]  # [completions]: the prompts' places in the data set
+    prompts: list[list[int]]  # [completions][tokens]
     sampled: list[Sampled]
-    scores: NDArray[np.float64]  # [completions, functions]; nan: the function says nothing of it
-    # [completions]: the weighted sum; nan where no function says anything
-    rewards: NDArray[np.float64]
-    failures: int
+    scores: NDArray[np.float64]  # [completions, reward functions]; nan: no score
+    rewards: NDArray[np.float64]  # [completions]: the weighted sum of the scores; nan: no score
+    failures: int  # completions whose reward functions failed
     generations: int
-    sampled_groups: int  # also those that were dropped
-    flat_groups: int  # of those, without a difference between their rewards
-    hand_over_seconds: float = 0.0  # in which a server got the weights, the last time before
-    # Of the trained tokens, before the first update on them; empty where the loss needs none: their
-    # log-probabilities in training, and of the reference, and the critic's values.
+    sampled_groups: int  # with the groups that were dropped
+    flat_groups: int  # sampled groups whose rewards are all equal
+    hand_over_seconds: float = 0.0  # how long the server's last hand-over of weights took
+    # [completions][trained tokens], from before the first update on them; empty where the loss
+    # needs none: log-probabilities in training and of the reference, and the critic's values.
     old: list[list[float]] = field(default_factory=list)
     reference: list[list[float]] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
 
     @property
     def of_tokens(self) -> dict[str, list[list[float]]]:
-        """The values of each token by the names of `OF_TOKENS`, [completions][trained tokens] each,
-        or empty.
-        """
+        """The fields of `OF_TOKENS` by name."""
         return {name: getattr(self, name) for name in OF_TOKENS}
 
     def select(self, groups: NDArray[np.int64]) -> "Rollout":
-        """The rollout of some of the prompts, by their places."""
+        """The rollout of the groups at these places."""
         kept = (groups[:, None] * self.generations + np.arange(self.generations)).ravel()
         return replace(
             self,
@@ -251,7 +247,7 @@ class Rollout:
         )
 
     def join(self, more: "Rollout") -> "Rollout":
-        """Both, one after the other."""
+        """Appends the groups of `more`."""
         return replace(
             self,
             example_ids=np.concatenate((self.example_ids, more.example_ids)),
@@ -265,36 +261,38 @@ class Rollout:
         )
 
     def deviations(self) -> NDArray[np.float64]:
-        """[prompts]: of the rewards of each prompt's completions."""
+        """The standard deviation of each group's rewards: [groups]."""
         return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
 
     def describe_lines(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """A line for each completion, which `finetune inspect` reads as a row with a prompt and a
-        completion.
+        """Yields a line for each completion.
+
+        `finetune inspect` reads it as a row with a prompt and a completion, `of_lines` as part of
+        the rollout.
         """
         of_all = {name: getattr(self, name) for name in OF_ALL}
         for i, each in enumerate(self.sampled):
+            of_tokens = {
+                name: values[i] if values else None for name, values in self.of_tokens.items()
+            }
             yield {
                 "prompt": tokenizer.decode(self.prompts[i]),
                 "completion": tokenizer.decode(each.token_ids),
                 "example_id": int(self.example_ids[i]),
                 "prompt_ids": self.prompts[i],
                 "sampled": each.as_json(),
-                "scores": [None if np.isnan(score) else score for score in self.scores[i].tolist()],
-                "reward": None if np.isnan(self.rewards[i]) else float(self.rewards[i]),
-                **{
-                    name: of_tokens[i] if of_tokens else None
-                    for name, of_tokens in self.of_tokens.items()
-                },
+                "scores": [_none_for_nan(score) for score in self.scores[i].tolist()],
+                "reward": _none_for_nan(float(self.rewards[i])),
+                **of_tokens,
                 **of_all,
             }
 
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
-        """The rollout that `describe_lines` has described."""
-        of_tokens: dict[str, Any] = {
-            name: [line[name] for line in lines if line.get(name) is not None] for name in OF_TOKENS
-        }
+        """Makes the rollout from the lines of `describe_lines`."""
+        of_tokens: dict[str, Any] = {}
+        for name in OF_TOKENS:
+            of_tokens[name] = [line[name] for line in lines if line.get(name) is not None]
         return cls(
             example_ids=np.array([line["example_id"] for line in lines], np.int64),
             prompts=[line["prompt_ids"] for line in lines],
@@ -306,15 +304,23 @@ class Rollout:
         )
 
 
+def _none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def compute_advantages(
     rewards: NDArray[np.float64], generations: int, baseline: str, scale: str
 ) -> NDArray[np.float64]:
-    """[completions]: by how much each reward is above its baseline; 0 where there is no reward.
+    """Computes by how much each reward is above its baseline; 0 where there is no reward.
 
     Args:
-        rewards: [completions], those of a prompt one after another; nan: none.
-        generations: Completions of each prompt.
-        baseline, scale: Of `PolicyLoss`, and the recipe's `scale_rewards`.
+        rewards: [completions], group after group; nan where there is none.
+        generations: The completions of a group.
+        baseline: The loss's `PolicyLoss.baseline`.
+        scale: The recipe's `scale_rewards`.
+
+    Returns:
+        [completions].
     """
     groups = rewards.reshape(-1, generations)
     known = ~np.isnan(groups)
@@ -322,16 +328,15 @@ def compute_advantages(
     total = np.nansum(groups, 1, keepdims=True)
     if baseline == "others":
         others = (total - groups) / np.maximum(number - 1, 1)
-        # alone, it is compared with nothing
+        # A reward without others has nothing to be compared with.
         advantages = np.where(number > 1, groups - others, 0.0 * groups)
     elif baseline == "step":
         advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
     else:
         advantages = groups - total / np.maximum(number, 1)
         if scale == "group":
-            advantages = advantages / (
-                np.array([[_deviation(group)] for group in groups]) + SMALLEST_DEVIATION
-            )
+            deviations = np.array([[_deviation(group)] for group in groups])
+            advantages = advantages / (deviations + SMALLEST_DEVIATION)
         elif scale == "batch":
             advantages = advantages / (_deviation(rewards) + SMALLEST_DEVIATION)
     return np.asarray(np.nan_to_num(advantages.ravel(), nan=0.0), np.float64)
@@ -343,19 +348,20 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _deviation(values: NDArray[np.float64]) -> float:
-    """Returns the standard deviation of a sample, with its size less 1 as divisor.
+    """The standard deviation of a sample, with n - 1 as divisor; nan is left out.
 
     >>> _deviation(np.full(3, 0.1)), _deviation(np.array([1.0, 3.0, np.nan])).__round__(3)
     (0.0, 1.414)
     """
     known = values[~np.isnan(values)]
-    if len(known) < 2 or (known == known[0]).all():  # the mean of equal numbers may be another one
+    # By rounding, the mean of equal numbers may differ from them.
+    if len(known) < 2 or (known == known[0]).all():
         return 0.0
     return float(known.std(ddof=1))
 
 
 def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
-    """[completions]: their advantages under the recipe's loss."""
+    """The completions' advantages under the recipe's loss: [completions]."""
     baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
     return compute_advantages(
         rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards
