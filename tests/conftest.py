@@ -52,10 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what is marked gpu where there is none. Before many tests, the imports of their ranks begin on another core."""
     if len(items) > MANY:
         start_server()
-        # What starts ranks first: a file that takes minutes, begun last, would leave the other process without work.
-        items.sort(
-            key=lambda item: item.path.parent.name not in ("training", "models", "cuda_without_gpu")
-        )
+        # Long files first: one that is begun last would leave the other processes without work.
+        order = ("training", "models", "cuda_without_gpu", "tests", "checkpoint", "rollout", "service", "inference",
+                 "export", "report", "optim", "plan")  # fmt: skip
+        place = {name: number for number, name in enumerate(order)}
+        items.sort(key=lambda item: place.get(item.path.parent.name, len(order)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:

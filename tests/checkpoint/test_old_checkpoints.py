@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoint import folders, manifest
 from finetune.cli import main
 from finetune.files.tensors import read, read_folder
+from tests.conftest import slow_but
 from tests.ranks import ROOT, launch_ranks, run_python
 
 FILES = Path(__file__).parent / "from_993aeb8"
@@ -61,7 +62,9 @@ def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
         assert one["tokens"] == other["tokens"]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("single", 1), ("fsdp1", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), slow_but([("single", 1)], [("single", 1), ("fsdp1", 2)])
+)
 def test_a_tower_of_37b8172_resumes_with_its_own_next_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
 ) -> None:

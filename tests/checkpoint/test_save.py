@@ -46,7 +46,8 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("slow_seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_protocol.py walks each step of a save on one rank
+@pytest.mark.parametrize("slow_seconds", [1, 20])
 def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -> None:
     make_model(tmp_path / "model")
     make_chat(tmp_path / "chat.jsonl", rows=4)

@@ -12,26 +12,23 @@ import pytest
 
 from tests.ranks import run_python
 
-QUICK = ("one process",)
-SLOW = ("checkpointed", "lora", "mixtral", "gemma2", "fp8")
+pytestmark = pytest.mark.slow
+CASES = ("one process", "checkpointed", "lora", "mixtral", "gemma2", "fp8")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The graphs of each case, or its error."""
     results = tmp_path_factory.mktemp("fake-graphs") / "results.json"
-    chosen = QUICK + SLOW if slow_too else QUICK
     done = run_python(
-        [str(Path(__file__).with_name("fake_graphs.py")), str(results), *chosen], timeout=400
+        [str(Path(__file__).with_name("fake_graphs.py")), str(results), *CASES], timeout=400
     )
     assert done.returncode == 0, done.stderr
     read: dict[str, Any] = json.loads(results.read_text())
     return read
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_layer_and_the_loss_are_a_graph_each_on_cuda_without_a_break(
     found: Any, name: str
 ) -> None:

@@ -271,6 +271,7 @@ def test_options_that_contradict_each_other_are_refused(chat: Callable[..., str]
             chat("model", *options)
 
 
+@pytest.mark.slow
 def test_without_a_chat_template_it_asks_as_the_run_was_trained(
     tiny_llama: Callable[..., Path],
     tmp_path: Path,

@@ -150,6 +150,7 @@ def test_base_beside_trained_in_run_report_and_card(
     )
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_as_if_it_were_alone_under_longrope(
     tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:

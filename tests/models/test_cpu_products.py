@@ -13,6 +13,7 @@ from tests.training.layouts import write_config
 SCRIPT = Path(__file__).with_name("products_on_ranks.py")
 
 
+@pytest.mark.slow
 def test_products_are_those_in_fp32_rounded_once() -> None:
     launch_ranks(SCRIPT, timeout=300).check()
 

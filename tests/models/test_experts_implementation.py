@@ -159,7 +159,8 @@ def test_adapters_of_experts_compute_what_peft_does_and_nothing_of_the_size_of_t
     assert abs(without - found[0]) > 0.01 * found[0]
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

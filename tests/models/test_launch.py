@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import slow_but
 from tests.models.families import HYBRIDS, OTHERS
 from tests.ranks import run_python
 
@@ -30,7 +29,8 @@ RUNS: dict[
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["gemma4, LoRA"], RUNS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_it_trains_to_a_verified_export(
     name: str, tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -83,9 +83,8 @@ def checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("ranks", "other"), [(2, "ddp"), pytest.param(1, "single", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "other"), [(2, "ddp"), (1, "single")])
 def test_a_run_resumes_exactly_and_another_layout_goes_on_from_it(
     ranks: int, other: str, tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:

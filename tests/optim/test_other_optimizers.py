@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
 
     trained = TWO_RANKS if slow_too else QUICK
     two = [run(*which) for which in trained]
-    for name in RESUMED if slow_too else ["muon"]:
+    for name in RESUMED if slow_too else ():
         before, after = RESUMED[name]
         start = folder / f"{before}-{name}" / "checkpoints" / "step-00000003"
         two.append(run(after, name, f"resume_from_checkpoint={start}", output=f"resumed-{name}"))
@@ -163,7 +163,8 @@ def groups_of(trained: list[torch.nn.Parameter], weight_decay: float) -> list[di
     ]
 
 
-@pytest.mark.parametrize("name", slow_but(["muon"], RESUMED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
 def test_another_layout_resumes_it_exactly(name: str, folder: Path) -> None:
     before = losses(folder / f"{RESUMED[name][0]}-{name}")
     assert losses(folder / f"resumed-{name}") == pytest.approx(before[3:], rel=1e-5)

@@ -245,6 +245,7 @@ def test_a_published_model_has_its_published_number_of_parameters(
     assert read_architecture(split_config(config), "config.json").parameters == total
 
 
+@pytest.mark.slow
 def test_the_quickstart_with_pictures_and_a_hybrid_are_planned_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

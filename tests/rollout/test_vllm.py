@@ -227,10 +227,8 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "sizes", "keys"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (i > 0)) for i, each in enumerate(RANKS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout", "sizes", "keys"), RANKS)
 def test_every_layout_hands_over_the_same_weights(
     ranks: int,
     layout: str,

@@ -33,6 +33,7 @@ def flatten(value: Any) -> list[float]:
     return [] if isinstance(value, str) else [float(value)]
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(shared: Path, tmp_path: Path) -> None:
     alone = operate(tmp_path / "alone", shared, "single", 1)
     for layout in ("ddp", "full_shard"):

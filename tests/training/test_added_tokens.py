@@ -40,7 +40,7 @@ RUNS = (
     ("full_shard", "lora"),
     ("ddp", "lora-tied"),
 )
-QUICK = (("full_shard", "tied"), ("full_shard", "lora"))
+QUICK = (("full_shard", "lora"),)
 
 
 def slow_runs(runs: Iterable[tuple[str, str]]) -> list[Any]:

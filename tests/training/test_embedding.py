@@ -127,7 +127,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     wanted = product(RUNS, KINDS) if slow_too else QUICK
-    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED if slow_too else {})
 
 
 def read_texts(row: dict[str, Any], kind: str) -> list[str]:
@@ -402,7 +402,7 @@ def test_the_folder_says_how_it_is_pooled(
     assert "library_name: sentence-transformers" in card and "encode_query" in card
 
 
-@cross_resumed(RESUMED, KINDS, QUICK)
+@cross_resumed(RESUMED, KINDS, quick=())
 def test_a_run_resumes(
     name: str, kind: str, layout: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:

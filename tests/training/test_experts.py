@@ -181,6 +181,7 @@ def test_plain_transformers_opens_the_export_of_a_trained_model(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe"])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(
     family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path, tmp_path: Path

@@ -16,7 +16,6 @@ from finetune.checkpoint.folders import list_checkpoints
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.run import fine_tune
-from tests.conftest import slow_but
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import serving
 from tests.training.calling import (
@@ -92,10 +91,11 @@ def recipe(folder: Path, caller: Path) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipe: Path, slow_too: bool) -> Callable[..., Path]:
     """(ranks, layout) -> the run's folder."""
-    return train_layouts(folder, recipe, EVERY if slow_too else QUICK)
+    return train_layouts(folder, recipe, EVERY if slow_too else QUICK[:1])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), slow_but(QUICK, EVERY))
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), EVERY)
 def test_every_layout_meets_the_same_worlds(
     ranks: int, layout: str, runs: Callable[..., Path]
 ) -> None:
@@ -154,7 +154,8 @@ def test_rewards_are_those_of_what_was_said(runs: Callable[..., Path]) -> None:
 DEATHS = {("once", "tools"): 3, ("again", "tools"): 2, ("again", "step"): 2}
 
 
-@pytest.mark.parametrize(("case", "place"), slow_but([("again", "tools")], DEATHS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "place"), DEATHS)
 def test_a_run_that_is_killed_in_a_world_ends_as_if_nobody_had(
     case: str, place: str, recipe: Path, folder: Path
 ) -> None:

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
             if slow_too or (layout, mode) in QUICK
         ]
     for mode, (before, after) in RESUMED.items():
-        if not slow_too and (before, mode) not in QUICK:
+        if not slow_too:
             continue
         start = folder / f"{before}-{mode}" / "checkpoints" / "step-00000003"
         keys_ = [f"output_dir={folder / f'resumed-{mode}'}", f"resume_from_checkpoint={start}"]
@@ -162,7 +162,8 @@ def read_model(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: read(stored) for name, stored in read_folder(checkpoint / "model").items()}
 
 
-@pytest.mark.parametrize("mode", slow_but({"whole"}, RESUMED))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", RESUMED)
 def test_another_layout_resumes_it_exactly(mode: str, folder: Path) -> None:
     before = [line["loss"] for line in steps_of(folder / f"{RESUMED[mode][0]}-{mode}")]
     after = [line["loss"] for line in steps_of(folder / f"resumed-{mode}")]

@@ -51,7 +51,7 @@ WANTED: dict[tuple[int, str], list[str]] = {
 }
 CASES = [(ranks, layout, mode) for (ranks, layout), modes in WANTED.items() for mode in modes]
 QUICK_CASES = [(1, "single", mode) for mode in WANTED[1, "single"]]
-QUICK_CASES += [(2, "full_shard", mode) for mode in ("packed", "kto-lora")]
+QUICK_CASES += [(2, "full_shard", "packed")]
 MODES_COMPARED = ("dpo-lora", "dpo-full", "packed", "orpo", "kto")
 QUICK_COMPARED = ("packed",)
 

@@ -254,12 +254,10 @@ def runs(folder: Path, recipe: Path, slow_too: bool) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    slow_but(
-        [("int8-int8 later", "single", 1)],
-        [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)],
-    ),
+    [("int8-int8 later", "single", 1), ("lora int8-int4", "full_shard", 2)],
 )
 def test_a_run_resumes_bit_for_bit(
     name: str, layout: str, ranks: int, runs: Any, recipe: Path, folder: Path, tmp_path: Path

@@ -59,7 +59,6 @@ WANTED = [
 ]
 QUICK = [("mixtral", "full_shard", 2), ("deepseek_v3", "single", 1)]
 EXPORTED = [("mixtral", "full_shard"), ("mixtral", "divided"), ("gpt_oss", "divided")]
-QUICK_BYTES = ["mixtral"]  # on two ranks
 
 
 def make_mixture(folder: Path, family: str) -> Path:
@@ -147,28 +146,25 @@ def load_quantized(folder: Path, kind: str, lora: Lora | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def expert_bytes(
-    folder: Path, recipes: dict[str, Path], slow_too: bool
+    folder: Path, recipes: dict[str, Path]
 ) -> Callable[[str], dict[str, dict[str, str]]]:
     """By family and kind, the digests of the experts' bytes under a layout. Each number of ranks is started once."""
-    for family in RECIPES if slow_too else QUICK_BYTES:
+    for family in RECIPES:
         (folder / "bytes" / family).mkdir(parents=True)
         for file in (folder / family / "model").iterdir():
             (folder / "bytes" / family / file.name).symlink_to(file)
-    for ranks in experts_on_ranks.WORLDS if slow_too else [2]:
+    for ranks in experts_on_ranks.WORLDS:
         launch_ranks(
             Path(experts_on_ranks.__file__), [str(folder / "bytes")], ranks=ranks, timeout=200
         ).check()
     return lambda layout: json.loads((folder / "bytes" / f"{layout}.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    slow_but(
-        experts_on_ranks.WORLDS[2],
-        [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts],
-    ),
+    "layout", [layout for layouts in experts_on_ranks.WORLDS.values() for layout in layouts]
 )
-@pytest.mark.parametrize("family", slow_but(QUICK_BYTES, RECIPES))
+@pytest.mark.parametrize("family", RECIPES)
 def test_each_expert_has_the_bytes_of_bitsandbytes(
     family: str, layout: str, expert_bytes: Callable[..., Any], folder: Path
 ) -> None:

@@ -134,7 +134,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     wanted = product(RUNS, KINDS) if slow_too else QUICK
-    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED if slow_too else {})
 
 
 def write_pair(tokenizer: Any, query: str, document: str, kind: str) -> torch.Tensor:
@@ -388,7 +388,7 @@ def test_a_loss_does_not_depend_on_the_order_of_documents(order: list[int], kind
     torch.testing.assert_close(RANKING[kind](scores[:, order], numbers[:, order]).sum(), loss)
 
 
-@cross_resumed(RESUMED, KINDS, QUICK)
+@cross_resumed(RESUMED, KINDS, quick=())
 def test_a_run_resumes(
     name: str, kind: str, layout: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:

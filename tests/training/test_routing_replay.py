@@ -180,6 +180,7 @@ def test_the_log_ratio_is_zero_in_every_layout(
         assert each == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_the_same_experts(folder: Path, recipe: Path) -> None:
     """Between two updates on the same completions, whose experts are in the checkpoint."""
     common = ["num_iterations=2", "max_steps=4", "learning_rate=0.01", "save_steps=1"]

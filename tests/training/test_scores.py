@@ -147,7 +147,7 @@ def recipes(folder: Path, models: dict[str, Path]) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str], Path]:
     wanted = product(RUNS, METHODS) if slow_too else QUICK
-    return train_kinds(folder, RUNS, recipes, wanted, RESUMED)
+    return train_kinds(folder, RUNS, recipes, wanted, RESUMED if slow_too else {})
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -318,7 +318,7 @@ def test_the_export_has_the_scores_of_the_run(
         torch.testing.assert_close(of_adapter, together, rtol=1e-5, atol=1e-6)
 
 
-@cross_resumed(RESUMED, METHODS, QUICK)
+@cross_resumed(RESUMED, METHODS, quick=())
 def test_a_run_resumes(
     name: str, kind: str, layout: str, runs: Callable[[str, str], Path], folder: Path
 ) -> None:

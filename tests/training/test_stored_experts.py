@@ -97,7 +97,7 @@ def _make_bases(folder: Path, family: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("family", "layout", "ranks"),
     [
-        ("deepseek_v2", "single", 1),
+        pytest.param("deepseek_v2", "single", 1, marks=pytest.mark.slow),
         ("llama4_text", "full_shard", 2),
         pytest.param("llama4_text", "single", 1, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", "full_shard", 2, marks=pytest.mark.slow),

@@ -99,8 +99,8 @@ def recipes(folder: Path, slow_too: bool) -> dict[str, Path]:
 
 
 WITH_SHARDS = ("full", "lora-packed")
-QUICK = ("tp-full", "tp-lora-whole", "tp-olmo2", "again")  # runs
-QUICK_MODES = ("full", "lora-whole")
+QUICK = ("tp-full", "tp-olmo2", "again")  # runs
+QUICK_MODES = ("full",)
 QUICK_FAMILIES = ("olmo2",)
 PARAMETERS = 156_600  # of the model of MODES
 
@@ -341,6 +341,7 @@ def test_each_value_is_in_one_file_of_a_checkpoint(run: str, runs: Runs) -> None
     assert written == PARAMETERS
 
 
+@pytest.mark.slow
 def test_gradients_of_several_calls_add_up_once_where_ranks_sum_parts_of_them(
     tmp_path: Path,
 ) -> None:

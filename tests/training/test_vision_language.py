@@ -47,7 +47,6 @@ WANTED = [
 ]
 EXPORTED = [each for each in WANTED if each[1:] == ("single", 1)]
 QUICK = [(name, "single", 1) for name in ("gemma3", "gemma3-text", "gemma3-lora")]
-QUICK += [("gemma3", "full_shard", 2)]
 QUICK_FAMILIES = ("gemma3",)
 
 
