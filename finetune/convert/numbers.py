@@ -1,0 +1,64 @@
+"""Where a step's numbers differ from those of another tool's trainer on the same rows: its rate,
+its labels, and what is trained.
+"""
+
+import re
+
+from finetune.config.schema import recipe_keys
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.hints import find_texts
+from finetune.convert.value_conversion import Conversion, find_method_facts
+
+# get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
+WARMED_EARLIER = (
+    "warm-up: the rate of its first step is 0 there; here each of its steps has the rate of the "
+    "next one there"
+)
+# `labels` of data/examples.py are those of the whole document
+LABEL_BEHIND_CUT = (
+    "max_length: the last token of a row that is cut has the next one of the row as its label "
+    "here, none there"
+)
+# ModulesToSaveWrapper of peft, which copies a module with its weight
+COPIES_WHERE_TIED = (
+    "where the output head is the embedding, a copy of each module named is trained there, and "
+    "what is not named stays; here it is one parameter"
+)
+# _set_trainable of peft
+NAMES_END_SO = "every module whose name ends so is trained there; here those of that very name"
+# ChatTemplateStrategy of Axolotl, which looks for the content of a turn
+WORDS_OF_TURNS = (
+    "type: chat_template trains what the turns say there, without the marks around those of "
+    "others; every token here"
+)
+TIED = re.compile("embed|wte|lm_head|embed_out")
+SCORING = ("score", "classifier")  # no other module has a name that ends so
+
+
+def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the differences of a step that no key names."""
+    recipe = conversion.recipe
+    rows = find_method_facts(recipe).rows
+    steps = recipe.get("warmup_steps")
+    share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
+    if (share if steps is None else steps) and conversion.tool != "Automodel":
+        conversion.remarks.append(WARMED_EARLIER)
+    is_cut = recipe.get("overlength") not in ("drop", "error")
+    if is_cut and rows in ("answers", "pairs", "ratings"):
+        conversion.remarks.append(LABEL_BEHIND_CUT)
+    _report_copies(conversion)
+    types = find_texts(settings, "type")
+    is_trained = settings.get("train_on_inputs") and rows == "answers" and not conversion.images
+    if conversion.tool == "Axolotl" and is_trained and "chat_template" in types:
+        conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
+
+
+def _report_copies(conversion: Conversion) -> None:
+    """Reports which modules peft trains for `modules_to_save`."""
+    names = conversion.recipe.get("modules_to_save") or []
+    tied = [name for name in names if TIED.search(str(name))]
+    if tied:
+        conversion.add_remark("modules_to_save", tied, COPIES_WHERE_TIED)
+    others = [name for name in names if name not in (*tied, *SCORING)]
+    if others:
+        conversion.add_difference("modules_to_save", others, NAMES_END_SO)
