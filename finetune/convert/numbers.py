@@ -5,6 +5,7 @@ its labels, and what is trained.
 import re
 
 from finetune.config.schema import recipe_keys
+from finetune.convert.by_tool import V1_ALPACA
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.hints import find_texts
 from finetune.convert.value_conversion import Conversion, find_method_facts
@@ -31,6 +32,16 @@ WORDS_OF_TURNS = (
     "type: chat_template trains what the turns say there, without the marks around those of "
     "others; every token here"
 )
+# AlpacaDatasetConverter of LLaMA-Factory; its v1 has a line of its own
+ONE_BREAK = (
+    "datasets: one line break stands between instruction and input of a row of alpaca there, two "
+    "here"
+)
+# PretrainDatasetProcessor of LLaMA-Factory, which encodes without special tokens
+BOS_BY_KEY = (
+    "stage: pt   (a text begins with the BOS token there where the tokenizer says add_bos_token, "
+    "as Llama 2's; here where it writes one, as Llama 3's too)"
+)
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
@@ -47,6 +58,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     if is_cut and rows in ("answers", "pairs", "ratings"):
         conversion.remarks.append(LABEL_BEHIND_CUT)
     _report_copies(conversion)
+    _report_factory_texts(settings, conversion)
     types = find_texts(settings, "type")
     is_trained = settings.get("train_on_inputs") and rows == "answers" and not conversion.images
     if conversion.tool == "Axolotl" and is_trained and "chat_template" in types:
@@ -62,3 +74,16 @@ def _report_copies(conversion: Conversion) -> None:
     others = [name for name in names if name not in (*tied, *SCORING)]
     if others:
         conversion.add_difference("modules_to_save", others, NAMES_END_SO)
+
+
+def _report_factory_texts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the tokens that LLaMA-Factory writes otherwise around and within a row's texts."""
+    if conversion.tool != "LLaMA-Factory" or V1_ALPACA in conversion.remarks:
+        return
+    if settings.get("stage") == "pt":
+        conversion.remarks.append(BOS_BY_KEY)
+        return
+    sources = conversion.recipe.get("datasets", ())
+    kinds = {"messages" if "messages_column" in each else each.get("type") for each in sources}
+    if kinds & {None, "alpaca"}:
+        conversion.remarks.append(ONE_BREAK)

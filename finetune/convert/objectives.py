@@ -59,6 +59,11 @@ SIDES_WERE_CUT = (
 )
 # since TRL 0.29, which is that of Axolotl 0.21
 SMOOTHED_BEFORE = "no effect on this loss there since TRL 0.29; it smooths here, as in 0.28"
+# compute_preference_loss of its CustomDPOTrainer, which gives TRL's dpo_loss no loss_type
+ALWAYS_SIGMOID = (
+    "sigmoid's loss there under TRL 0.20 and later, which take the name as an argument that is not "
+    "given; as named here, and there under TRL 0.19"
+)
 # completion_only_loss: null of its SFTConfig
 COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
@@ -568,6 +573,9 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
     key = "dpo_label_smoothing" if tool == "Axolotl" else "label_smoothing"
     if method == "dpo" and is_trls and settings.get(key):
         conversion.add_difference(key, settings[key], SMOOTHED_BEFORE)
+    pair_loss = settings.get("pref_loss", "sigmoid")
+    if method == "dpo" and tool == "LLaMA-Factory" and pair_loss != "sigmoid":
+        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
     if method == "orpo" and tool == "LLaMA-Factory":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if method == "kto":

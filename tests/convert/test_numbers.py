@@ -1,8 +1,9 @@
 """What a tool's trainer computes otherwise than the run of the converted recipe on the same rows, step by step.
 
-Each line was found by training both: TRL 1.16, Axolotl 0.21 and ours, in float32 on a CPU.
+Each line was found by training both: TRL 1.16, Axolotl 0.21, LLaMA-Factory and ours, in float32 on a CPU.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.convert.by_tool import V1_ALPACA
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
 from finetune.convert.numbers import (
+    BOS_BY_KEY,
     COPIES_WHERE_TIED,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
+    ONE_BREAK,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
 )
-from finetune.convert.objectives import COMPLETION_ALONE, SMOOTHED_BEFORE
+from finetune.convert.objectives import ALWAYS_SIGMOID, COMPLETION_ALONE, SMOOTHED_BEFORE
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.value_conversion import Conversion
 
@@ -181,3 +185,43 @@ def test_the_bos_before_a_prompt_of_axolotls_pairs_is_said(
 ) -> None:
     text = convert(AXOLOTL | PAIRS, **keys)
     assert [each for each in (MAYBE_BOS, TOKENIZERS_BOS) if each in text] == [line] * bool(line)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, ONE_BREAK),
+        ({"dataset": "chat"}, None),
+        ({"stage": "pt"}, BOS_BY_KEY),
+        ({"stage": "pt", "packing": False}, BOS_BY_KEY),
+    ],
+)
+def test_what_llama_factory_writes_around_texts_is_said(
+    convert: Convert, tmp_path: Path, keys: dict[str, Any], line: str | None
+) -> None:
+    chat = {"file_name": "chat.json", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    rows = {"rows": {"file_name": "rows.json"}, "chat": chat}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(rows))
+    text = convert(FACTORY | {"dataset_dir": str(tmp_path)}, **keys)
+    assert [each for each in (ONE_BREAK, BOS_BY_KEY) if each in text] == [line] * bool(line)
+
+
+def test_the_newer_schema_of_llama_factory_has_a_line_of_its_own(convert: Convert) -> None:
+    text = convert({"model": "a/b", "train_dataset": "a/rows", "dist_config": {"name": "fsdp2"}})
+    assert V1_ALPACA in text and ONE_BREAK not in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"pref_loss": "hinge"}, True),
+        ({"pref_loss": "ipo"}, True),
+        ({"pref_loss": "sigmoid"}, False),
+        ({}, False),
+        ({"pref_loss": "simpo"}, False),
+    ],
+)
+def test_the_loss_that_llama_factory_computes_of_pairs_is_said(
+    convert: Convert, keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (ALWAYS_SIGMOID in convert(FACTORY, stage="dpo", **keys)) == is_said
