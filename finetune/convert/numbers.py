@@ -8,7 +8,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.by_tool import V1_ALPACA
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.hints import find_texts
-from finetune.convert.value_conversion import Conversion, find_method_facts
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
 WARMED_EARLIER = (
@@ -20,6 +20,13 @@ LABEL_BEHIND_CUT = (
     "max_length: the last token of a row that is cut has the next one of the row as its label "
     "here, none there"
 )
+# `truncate` of torchtune's data/_utils.py
+EOS_AT_CUT = (
+    "max_length: the EOS token stands in place of the last token of a row that is cut there, and "
+    "is not trained; here that token stays, and has the next one of the row as its label"
+)
+# mask_messages of torchtune's data/_messages.py
+SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
 # ModulesToSaveWrapper of peft, which copies a module with its weight
 COPIES_WHERE_TIED = (
     "where the output head is the embedding, a copy of each module named is trained there, and "
@@ -56,13 +63,21 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WARMED_EARLIER)
     is_cut = recipe.get("overlength") not in ("drop", "error")
     if is_cut and rows in ("answers", "pairs", "ratings"):
-        conversion.remarks.append(LABEL_BEHIND_CUT)
+        is_tunes = conversion.tool == "torchtune"
+        conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
     _report_copies(conversion)
     _report_factory_texts(settings, conversion)
-    types = find_texts(settings, "type")
-    is_trained = settings.get("train_on_inputs") and rows == "answers" and not conversion.images
-    if conversion.tool == "Axolotl" and is_trained and "chat_template" in types:
+    _report_prompts(settings, conversion)
+
+
+def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which tokens of a conversation are trained where a file asks for all of them."""
+    answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
+    is_asked = settings.get("train_on_inputs") and "chat_template" in find_texts(settings, "type")
+    if conversion.tool == "Axolotl" and answers and is_asked:
         conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
+    if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
+        conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
 
 
 def _report_copies(conversion: Conversion) -> None:

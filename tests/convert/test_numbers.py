@@ -1,6 +1,6 @@
 """What a tool's trainer computes otherwise than the run of the converted recipe on the same rows, step by step.
 
-Each line was found by training both: TRL 1.16, Axolotl 0.21, LLaMA-Factory and ours, in float32 on a CPU.
+Each line was found by training both: TRL 1.16, Axolotl 0.21, LLaMA-Factory, torchtune and ours, in float32 on a CPU.
 """
 
 import json
@@ -17,9 +17,11 @@ from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
 from finetune.convert.numbers import (
     BOS_BY_KEY,
     COPIES_WHERE_TIED,
+    EOS_AT_CUT,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
     ONE_BREAK,
+    SYSTEM_MASKED,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
 )
@@ -42,7 +44,7 @@ FACTORY = {
     "template": "llama3",
     "finetuning_type": "full",
 }
-TUNE = {
+TUNE: dict[str, Any] = {
     "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
     "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "a/b"},
     "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
@@ -101,6 +103,23 @@ def test_a_row_that_is_cut_has_a_label_more_here(
     convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (LABEL_BEHIND_CUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(("max_seq_len", "is_said"), [(512, True), (None, False)])
+def test_the_end_of_a_row_that_torchtune_cuts_is_said(
+    convert: Convert, max_seq_len: int | None, is_said: bool
+) -> None:
+    text = convert(TUNE, tokenizer=TUNE["tokenizer"] | {"max_seq_len": max_seq_len})
+    assert (EOS_AT_CUT in text) == is_said and LABEL_BEHIND_CUT not in text
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_system_message_that_torchtune_does_not_train_is_said(
+    convert: Convert, trains: bool
+) -> None:
+    rows = {"_component_": "torchtune.datasets.chat_dataset", "source": "a/rows"}
+    text = convert(TUNE, dataset=rows | {"train_on_input": trains})
+    assert (SYSTEM_MASKED in text) == trains
 
 
 @pytest.mark.parametrize(
