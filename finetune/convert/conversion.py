@@ -62,6 +62,7 @@ from finetune.convert.model_names import (
     report_shared_experts,
     set_template,
 )
+from finetune.convert.numbers import report_numbers
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import load_settings, refuse_other_methods
 from finetune.convert.runnable import make_runnable
@@ -303,6 +304,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_losses(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
+    report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
     _list_once(conversion)

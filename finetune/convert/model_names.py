@@ -770,6 +770,11 @@ TOKENIZERS_BOS = (
     "chat_template: a prompt begins with the BOS token that the tokenizer writes by itself there, "
     "where it writes one; the template writes none here"
 )
+# of a template that is not known here
+MAYBE_BOS = (
+    "chat_template: a prompt begins with the tokenizer's BOS token there, where it has one, also "
+    "under a template that writes none; not here"
+)
 ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
 WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")
 OTHER_ENDS = (
@@ -859,8 +864,12 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.recipe.get("chat_template") == "gemma4":
         template = settings.get("chat_template")
         conversion.add_difference("chat_template", template, ASKED_WITH_THOUGHT)
-    if conversion.recipe.get("chat_template") in WITHOUT_BOS:
+    template = conversion.recipe.get("chat_template")
+    template = template or FAMILY_TEMPLATES.get(guess_family(name_model(settings)) or "")
+    if template in WITHOUT_BOS:
         conversion.remarks.append(TOKENIZERS_BOS)
+    elif template not in TEMPLATES.values():
+        conversion.remarks.append(MAYBE_BOS)
 
 
 def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion) -> None:

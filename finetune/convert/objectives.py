@@ -57,6 +57,18 @@ SIDES_WERE_CUT = (
     "by default a side of over max_length tokens loses its beginning in the versions that know "
     "max_prompt_length, before 0.29; its end here"
 )
+# since TRL 0.29, which is that of Axolotl 0.21
+SMOOTHED_BEFORE = "no effect on this loss there since TRL 0.29; it smooths here, as in 0.28"
+# compute_preference_loss of its CustomDPOTrainer, which gives TRL's dpo_loss no loss_type
+ALWAYS_SIGMOID = (
+    "sigmoid's loss there under TRL 0.20 and later, which take the name as an argument that is not "
+    "given; as named here, and there under TRL 0.19"
+)
+# completion_only_loss: null of its SFTConfig
+COMPLETION_ALONE = (
+    "where prompt and completion are two lists of messages, the completion alone is trained there, "
+    "both here: for such rows set assistant_only_loss: true"
+)
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = (
@@ -345,6 +357,8 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(
             "completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; ")
         )
+    elif not settings.get("assistant_only_loss"):
+        conversion.add_remark("completion_only_loss", None, COMPLETION_ALONE)
     for name in _read_losses("TRL", settings):
         if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"
@@ -556,6 +570,12 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
     if method == "orpo" and is_trls:
         conversion.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
+    key = "dpo_label_smoothing" if tool == "Axolotl" else "label_smoothing"
+    if method == "dpo" and is_trls and settings.get(key):
+        conversion.add_difference(key, settings[key], SMOOTHED_BEFORE)
+    pair_loss = settings.get("pref_loss", "sigmoid")
+    if method == "dpo" and tool == "LLaMA-Factory" and pair_loss != "sigmoid":
+        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
     if method == "orpo" and tool == "LLaMA-Factory":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if method == "kto":

@@ -76,6 +76,8 @@ READ_UNCALLED = (
     "base is quantized there"
 )
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
+EMBEDDING_ADAPTED = "the embedding gets an adapter there, none here"
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "embeddings", "word_embeddings")
 OWN_CODE = (
     "no such layer in transformers' code of this family; the code beside the model's files, which "
     "is run there, may have it"
@@ -306,6 +308,7 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
     if "gate" in missing and facts.family.mixture and conversion.tool in WITH_PEFT:
         missing.remove("gate")
         conversion.add_difference("lora_target_modules", "gate", ROUTERS)
+    missing = _report_embeddings(missing, conversion)
     if missing:
         if conversion.images:
             reason = BESIDE_TEXT
@@ -314,6 +317,15 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         else:
             reason = NO_LAYER
         conversion.remarks.append(f"lora_target_modules: {', '.join(missing)}: {reason}")
+
+
+def _report_embeddings(missing: Sequence[str], conversion: Conversion) -> list[str]:
+    """Reports the embedding among the names that get no adapter here; returns the others."""
+    embeddings = [name for name in missing if name in EMBEDDINGS]
+    if embeddings and conversion.tool in WITH_PEFT:
+        conversion.add_difference("lora_target_modules", embeddings, EMBEDDING_ADAPTED)
+        return [name for name in missing if name not in embeddings]
+    return [*missing]
 
 
 def _name_fused_layers(

@@ -30,6 +30,8 @@ from finetune.convert.counterparts import (
     list_counterparts,
 )
 from finetune.convert.model_names import TEMPLATES, guess_family
+from finetune.convert.numbers import LABEL_BEHIND_CUT
+from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
@@ -495,7 +497,8 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    assert [line.split(":")[0] for line in said.splitlines()] == ["gradients", "eval_loss"]
+    about = ["completion_only_loss", "gradients", "max_length", "eval_loss"]
+    assert [line.split(":")[0] for line in said.splitlines()] == about
     assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))
 
@@ -886,7 +889,9 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
     ours, said, _ = converted(
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
-    assert (ours["datasets"], said) == ([columns], f"{REDUCED_IN_16_BITS}\n{ALIKE}\n")
+    alone = f"completion_only_loss: null   ({COMPLETION_ALONE})"
+    lines = [alone, REDUCED_IN_16_BITS, ALIKE, LABEL_BEHIND_CUT]
+    assert (ours["datasets"], said.splitlines()) == ([columns], lines)
 
 
 @pytest.mark.parametrize("entries", ["foo", "[foo]", "{path: a/b}", "[[path]]"])
@@ -1167,7 +1172,7 @@ def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> Non
     ours, said, _ = converted(TRL + "completion_only_loss: false\n")
     assert ours["assistant_only_loss"] is False
     assert (
-        "completion_only_loss: false   (of a prompt and its completion in two columns the prompt is never"
+        "completion_only_loss: false   (where prompt and completion are two texts the prompt is never"
         in said
     )
     _, said, _ = converted(LLAMA_FACTORY + "completion_only_loss: true\n")

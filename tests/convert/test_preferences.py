@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from finetune.convert.conversion import convert_file, read_back
+from finetune.convert.objectives import ALWAYS_SIGMOID
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
@@ -52,7 +53,7 @@ def convert(text: str, tmp_path: Path, name: str = "theirs.yaml") -> Conversion:
         (AXOLOTL + "rl: dpo\nrpo_alpha: 0.5\nexcess_length_strategy: truncate\n" + AXOLOTL_DATA % "chatml.icr", {"rpo_alpha": 0.5, "overlength": "truncate"}),
         (FACTORY + "stage: dpo\npref_loss: orpo\npref_beta: 0.2\n", {"method": "orpo", "beta": 0.2}),
         (FACTORY + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.0\n", {"method": "simpo", "simpo_gamma": 1.0}),
-        (FACTORY + "stage: dpo\npref_loss: hinge\npref_ftx: 0.1\ndpo_label_smoothing: 0.0\n", {"loss_type": "hinge", "rpo_alpha": 0.1}),
+        (FACTORY + "stage: dpo\npref_loss: sigmoid\npref_ftx: 0.1\ndpo_label_smoothing: 0.0\n", {"loss_type": "sigmoid", "rpo_alpha": 0.1}),
         (FACTORY + "stage: kto\nkto_chosen_weight: 2.0\n", {"method": "kto", "desirable_weight": 2.0}),
         (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0.1}\n"
          "ref_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/model}\n"
@@ -64,6 +65,12 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
     assert expected.items() <= found.recipe.items()
     assert not found.differences and found.recipe.get("packing", True) is False
     assert "assistant_only_loss" not in found.recipe
+
+
+def test_a_loss_that_llama_factory_does_not_give_on_is_said(tmp_path: Path) -> None:
+    found = convert(FACTORY + "stage: dpo\npref_loss: hinge\n", tmp_path)
+    assert found.recipe["loss_type"] == "hinge"
+    assert found.differences == [f'pref_loss: "hinge"   ({ALWAYS_SIGMOID})']
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,200 @@
+"""TRL's trainers beside a run of the recipe that `finetune convert` makes of the same file: the
+loss, gradient norm and rate of each step, and the weights after the last one.
+
+    pip install --no-deps --target /tmp/trl trl==1.16.0
+    python benchmarks/beside_trl.py --trl /tmp/trl [--only dpo_ipo ...]
+
+A Llama of random weights, float32, one process on the CPU. A step is all rows, so that their order
+changes nothing. A case that differs is printed with what the conversion says of its file.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ["ACCELERATE_USE_CPU"] = "true"
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # noqa: E402
+
+import finetune  # noqa: E402
+from finetune.convert.conversion import convert_file  # noqa: E402
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "recipes" / "quickstart"
+ROWS = 8
+SIZES = """
+{hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 4,
+num_key_value_heads: 2, initializer_range: 0.08}
+"""
+TOLERANCE = 1e-3  # relative; of the weights to their update
+LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
+COMMON = """
+{bf16: false, dtype: float32, report_to: none, save_strategy: "no", logging_steps: 1,
+num_train_epochs: 3, per_device_train_batch_size: 8, max_length: 128, learning_rate: 0.001}
+"""
+SCHEDULE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+ADAMW = {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_grad_norm": 0.2}
+# name -> keys of the file; it begins with the command that reads it
+CASES: Mapping[str, dict[str, Any]] = {
+    "sft": {},
+    "sft_accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "sft_cosine_with_min_lr": SCHEDULE,
+    "sft_adamw": ADAMW,
+    "sft_adafactor": {"optim": "adafactor"},
+    "sft_dft": {"loss_type": "dft"},
+    "sft_label_smoothing": {"label_smoothing_factor": 0.1},
+    "sft_warmup": {"warmup_steps": 2},
+    "sft_lora": LORA,
+    "sft_rslora": LORA | {"use_rslora": True, "lora_target_modules": "all-linear"},
+    "sft_dora": LORA | {"use_dora": True, "lora_target_modules": ["q_proj", "o_proj"]},
+    "dpo": {"beta": 0.1},
+    "dpo_ipo": {"loss_type": "ipo", "beta": 0.1},
+    "dpo_hinge": {"loss_type": "hinge", "beta": 0.1},
+    "dpo_apo_zero": {"loss_type": "apo_zero", "beta": 0.1},
+    "dpo_sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]},
+    "dpo_lora": LORA | {"beta": 0.3},
+    "dpo_label_smoothing": {"beta": 0.1, "label_smoothing": 0.1},
+}
+
+
+class Trained(NamedTuple):
+    """A run, step by step, with the trained weights before and after it."""
+
+    steps: list[tuple[float, float, float]]  # loss, gradient norm, rate
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trl", required=True, help="the folder with TRL")
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    options = parser.parse_args()
+    sys.path.append(options.trl)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model")
+        write_rows(Path(folder))
+        for name in options.only:
+            print(compare(name, Path(folder)), flush=True)
+
+
+def write_model(folder: Path) -> None:
+    """Writes a Llama of random weights with quickstart's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), **yaml.safe_load(SIZES))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def write_rows(folder: Path) -> None:
+    """Writes conversations for sft, and pairs of answers of several lengths for dpo."""
+    lines = (QUICKSTART / "heldout.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines[: ROWS + 1]]
+    for command in ("sft", "dpo"):
+        (folder / command).mkdir()
+        with (folder / command / "train.jsonl").open("w") as file:
+            for chat, other in pairwise(chats):
+                pair = {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": other[-1:]}
+                row = pair if command == "dpo" else {"messages": chat}
+                file.write(json.dumps(row) + "\n")
+
+
+def compare(name: str, folder: Path) -> str:
+    """Trains a case by both, and says whether they are equal."""
+    command = name.partition("_")[0]
+    path = folder / command / f"{name}.yaml"
+    names = {"model_name_or_path": "model", "dataset_name": command, "output_dir": name}
+    paths = {key: str(folder / value) for key, value in names.items()}
+    path.write_text(yaml.safe_dump(paths | yaml.safe_load(COMMON) | CASES[name]))
+    theirs = train_trl(command, path)
+    conversion = convert_file(path)
+    ours = train_ours(conversion.recipe, theirs.before)
+    apart = find_difference(theirs, ours)
+    pairs = zip(theirs.steps, ours.steps, strict=True)
+    losses = " ".join(f"{step[0]:.5g}/{other[0]:.5g}" for step, other in pairs)
+    if apart < TOLERANCE:
+        return f"{name:24} equal   {apart:.1e}  losses {losses}"
+    line = f"{name:24} differs {apart:.1e}  losses {losses}"
+    return "\n    ".join([line, *conversion.differences, *conversion.remarks])
+
+
+def train_trl(command: str, path: Path) -> Trained:
+    """Trains by TRL's trainer, as its command would."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    trl = import_module("trl")
+    parser = import_module(f"trl.scripts.{command}").make_parser()
+    script, arguments, model, _ = parser.parse_args_and_config(["--config", str(path)])
+    rows = import_module("datasets").load_dataset(script.dataset_name)
+    arguments.model_init_kwargs = {"dtype": model.dtype}
+    trainer = getattr(trl, f"{command.upper()}Trainer")(
+        model=model.model_name_or_path,
+        args=arguments,
+        train_dataset=rows["train"],
+        peft_config=trl.get_peft_config(model),
+    )
+    before = copy_trained(trainer.model)
+    trainer.train()
+    logs = trainer.state.log_history
+    steps = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in logs[:-1]]
+    return Trained(steps, before, copy_trained(trainer.model))
+
+
+def train_ours(recipe: Mapping[str, Any], start: Mapping[str, Tensor]) -> Trained:
+    """Trains the converted recipe from the weights `start`, which adapters draw at random."""
+    AcceleratorState._reset_state(True)
+    keys = {key: value for key, value in recipe.items() if key != "accelerate_config"}
+    steps = []
+    with finetune.Session(finetune.load_recipe(**keys), saves=False) as session:
+        with torch.no_grad():
+            for name, parameter in session.model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(start[shorten(name)])
+        for batch in session.batches():
+            loss = session.forward_backward(batch).loss
+            update = session.optim_step()
+            steps.append((loss, update.grad_norm, update.learning_rate))
+        return Trained(steps, dict(start), copy_trained(session.model))
+
+
+def copy_trained(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters, by names that are the same in both."""
+    return {
+        shorten(name): parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def shorten(name: str) -> str:
+    return name.removeprefix("base_model.model.").removeprefix("model.")
+
+
+def find_difference(theirs: Trained, ours: Trained) -> float:
+    """The greatest relative difference of the steps' numbers, or of the weights to their update."""
+    mine = torch.tensor(ours.steps, dtype=torch.float64)
+    others = torch.tensor(theirs.steps, dtype=torch.float64)
+    apart = (mine - others).abs() / torch.maximum(mine.abs(), others.abs()).clamp(min=1e-12)
+    before, after, of_ours = (
+        torch.cat([weights[name].flatten() for name in theirs.after])
+        for weights in (theirs.before, theirs.after, ours.after)
+    )
+    return max(float(apart.max()), float((after - of_ours).norm() / (after - before).norm()))
+
+
+if __name__ == "__main__":
+    main()

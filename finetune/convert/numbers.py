@@ -1,0 +1,104 @@
+"""Where a step's numbers differ from those of another tool's trainer on the same rows: its rate,
+its labels, and what is trained.
+"""
+
+import re
+
+from finetune.config.schema import recipe_keys
+from finetune.convert.by_tool import V1_ALPACA
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.hints import find_texts
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
+
+# get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
+WARMED_EARLIER = (
+    "warm-up: the rate of its first step is 0 there; here each of its steps has the rate of the "
+    "next one there"
+)
+# `labels` of data/examples.py are those of the whole document
+LABEL_BEHIND_CUT = (
+    "max_length: the last token of a row that is cut has the next one of the row as its label "
+    "here, none there"
+)
+# `truncate` of torchtune's data/_utils.py
+EOS_AT_CUT = (
+    "max_length: the EOS token stands in place of the last token of a row that is cut there, and "
+    "is not trained; here that token stays, and has the next one of the row as its label"
+)
+# mask_messages of torchtune's data/_messages.py
+SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
+# ModulesToSaveWrapper of peft, which copies a module with its weight
+COPIES_WHERE_TIED = (
+    "where the output head is the embedding, a copy of each module named is trained there, and "
+    "what is not named stays; here it is one parameter"
+)
+# _set_trainable of peft
+NAMES_END_SO = "every module whose name ends so is trained there; here those of that very name"
+# ChatTemplateStrategy of Axolotl, which looks for the content of a turn
+WORDS_OF_TURNS = (
+    "type: chat_template trains what the turns say there, without the marks around those of "
+    "others; every token here"
+)
+# AlpacaDatasetConverter of LLaMA-Factory; its v1 has a line of its own
+ONE_BREAK = (
+    "datasets: one line break stands between instruction and input of a row of alpaca there, two "
+    "here"
+)
+# PretrainDatasetProcessor of LLaMA-Factory, which encodes without special tokens
+BOS_BY_KEY = (
+    "stage: pt   (a text begins with the BOS token there where the tokenizer says add_bos_token, "
+    "as Llama 2's; here where it writes one, as Llama 3's too)"
+)
+TIED = re.compile("embed|wte|lm_head|embed_out")
+SCORING = ("score", "classifier")  # no other module has a name that ends so
+
+
+def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the differences of a step that no key names."""
+    recipe = conversion.recipe
+    rows = find_method_facts(recipe).rows
+    steps = recipe.get("warmup_steps")
+    share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
+    if (share if steps is None else steps) and conversion.tool != "Automodel":
+        conversion.remarks.append(WARMED_EARLIER)
+    is_cut = recipe.get("overlength") not in ("drop", "error")
+    if is_cut and rows in ("answers", "pairs", "ratings"):
+        is_tunes = conversion.tool == "torchtune"
+        conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
+    _report_copies(conversion)
+    _report_factory_texts(settings, conversion)
+    _report_prompts(settings, conversion)
+
+
+def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which tokens of a conversation are trained where a file asks for all of them."""
+    answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
+    is_asked = settings.get("train_on_inputs") and "chat_template" in find_texts(settings, "type")
+    if conversion.tool == "Axolotl" and answers and is_asked:
+        conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
+    if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
+        conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
+
+
+def _report_copies(conversion: Conversion) -> None:
+    """Reports which modules peft trains for `modules_to_save`."""
+    names = conversion.recipe.get("modules_to_save") or []
+    tied = [name for name in names if TIED.search(str(name))]
+    if tied:
+        conversion.add_remark("modules_to_save", tied, COPIES_WHERE_TIED)
+    others = [name for name in names if name not in (*tied, *SCORING)]
+    if others:
+        conversion.add_difference("modules_to_save", others, NAMES_END_SO)
+
+
+def _report_factory_texts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the tokens that LLaMA-Factory writes otherwise around and within a row's texts."""
+    if conversion.tool != "LLaMA-Factory" or V1_ALPACA in conversion.remarks:
+        return
+    if settings.get("stage") == "pt":
+        conversion.remarks.append(BOS_BY_KEY)
+        return
+    sources = conversion.recipe.get("datasets", ())
+    kinds = {"messages" if "messages_column" in each else each.get("type") for each in sources}
+    if kinds & {None, "alpaca"}:
+        conversion.remarks.append(ONE_BREAK)

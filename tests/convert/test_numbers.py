@@ -1,0 +1,246 @@
+"""What a tool's trainer computes otherwise than the run of the converted recipe on the same rows, step by step.
+
+Each line was found by training both: TRL 1.16, Axolotl 0.21, LLaMA-Factory, torchtune and ours, in float32 on a CPU.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.convert.by_tool import V1_ALPACA
+from finetune.convert.conversion import convert_file
+from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
+from finetune.convert.numbers import (
+    BOS_BY_KEY,
+    COPIES_WHERE_TIED,
+    EOS_AT_CUT,
+    LABEL_BEHIND_CUT,
+    NAMES_END_SO,
+    ONE_BREAK,
+    SYSTEM_MASKED,
+    WARMED_EARLIER,
+    WORDS_OF_TURNS,
+)
+from finetune.convert.objectives import ALWAYS_SIGMOID, COMPLETION_ALONE, SMOOTHED_BEFORE
+from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
+from finetune.convert.value_conversion import Conversion
+
+Convert = Callable[..., str]
+TRL = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "dataset_name": "a/rows", "bf16": True}
+AXOLOTL = {
+    "base_model": "meta-llama/Llama-3.2-1B",
+    "datasets": [{"path": "a/rows", "type": "chat_template"}],
+    "micro_batch_size": 1,
+    "bf16": True,
+}
+FACTORY = {
+    "model_name_or_path": "meta-llama/Llama-3.2-1B",
+    "stage": "sft",
+    "dataset": "rows",
+    "template": "llama3",
+    "finetuning_type": "full",
+}
+TUNE: dict[str, Any] = {
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "a/b"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+    "lr_scheduler": {"num_warmup_steps": 10},
+}
+PAIRS = {"datasets": [{"path": "a/pairs", "type": "chat_template.default"}], "rl": "dpo"}
+LORA = {"use_peft": True}
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Convert:
+    """What is said of a file of some keys."""
+
+    def lines(file: dict[str, Any], **keys: Any) -> str:
+        path = tmp_path / "theirs.yaml"
+        path.write_text(yaml.safe_dump(file | keys))
+        made: Conversion = convert_file(path)
+        return "\n".join([*made.differences, *made.remarks])
+
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TRL, {}, False),
+        (TRL, {"warmup_steps": 10}, True),
+        (TRL, {"warmup_ratio": 0.1}, True),
+        (TRL, {"warmup_ratio": 0.1, "lr_scheduler_type": "constant"}, False),
+        (AXOLOTL, {}, True),  # 3% without a key
+        (AXOLOTL, {"warmup_steps": 0}, False),
+        (FACTORY, {"warmup_ratio": 0.1}, True),
+        (TUNE, {}, True),
+    ],
+)
+def test_the_first_step_of_a_warmup_has_rate_0_there(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (WARMED_EARLIER in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TRL, {}, True),
+        (TRL, {"max_length": None}, False),  # too long a row is an error here
+        (TRL, {"beta": 0.1}, True),
+        (TRL, {"center_rewards_coefficient": 0.1}, False),
+        (FACTORY, {}, True),
+        (AXOLOTL, {}, False),  # too long a row is dropped
+        (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "completion"}]}, True),
+    ],
+)
+def test_a_row_that_is_cut_has_a_label_more_here(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (LABEL_BEHIND_CUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(("max_seq_len", "is_said"), [(512, True), (None, False)])
+def test_the_end_of_a_row_that_torchtune_cuts_is_said(
+    convert: Convert, max_seq_len: int | None, is_said: bool
+) -> None:
+    text = convert(TUNE, tokenizer=TUNE["tokenizer"] | {"max_seq_len": max_seq_len})
+    assert (EOS_AT_CUT in text) == is_said and LABEL_BEHIND_CUT not in text
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_system_message_that_torchtune_does_not_train_is_said(
+    convert: Convert, trains: bool
+) -> None:
+    rows = {"_component_": "torchtune.datasets.chat_dataset", "source": "a/rows"}
+    text = convert(TUNE, dataset=rows | {"train_on_input": trains})
+    assert (SYSTEM_MASKED in text) == trains
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"completion_only_loss": True}, False),
+        ({"completion_only_loss": False}, False),
+        ({"assistant_only_loss": True}, False),
+        ({"beta": 0.1}, False),
+    ],
+)
+def test_the_completion_alone_is_trained_where_it_is_messages(
+    convert: Convert, keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (COMPLETION_ALONE in convert(TRL, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TRL, {"beta": 0.1, "label_smoothing": 0.1}, True),
+        (TRL, {"beta": 0.1, "label_smoothing": 0.0}, False),
+        (TRL, {"beta": 0.1, "label_smoothing_factor": 0.1}, False),
+        (AXOLOTL | PAIRS, {"dpo_label_smoothing": 0.1}, True),
+        (FACTORY, {"stage": "dpo", "dpo_label_smoothing": 0.1}, False),
+    ],
+)
+def test_smoothing_of_pairs_has_no_effect_in_trl_any_more(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (SMOOTHED_BEFORE in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("names", "are_copies", "end_so"),
+    [
+        (["embed_tokens"], True, False),
+        (["lm_head", "embed_tokens"], True, False),
+        (["norm"], False, True),
+        (["embed_tokens", "norm"], True, True),
+    ],
+)
+def test_what_peft_trains_beside_adapters_is_said(
+    convert: Convert, names: list[str], are_copies: bool, end_so: bool
+) -> None:
+    text = convert(TRL | LORA, lora_modules_to_save=names)
+    assert (COPIES_WHERE_TIED in text) == are_copies and (NAMES_END_SO in text) == end_so
+    assert (NAMES_END_SO in convert(AXOLOTL, adapter="lora", lora_modules_to_save=names)) == end_so
+
+
+def test_an_adapter_of_the_embedding_is_said(convert: Convert) -> None:
+    text = convert(TRL | LORA, lora_target_modules=["q_proj", "embed_tokens"])
+    assert f'lora_target_modules: ["embed_tokens"]   ({EMBEDDING_ADAPTED})' in text
+    assert NO_LAYER not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "is_said"),
+    [("chat_template", True, True), ("chat_template", False, False), ("alpaca", True, False)],
+)
+def test_words_of_turns_alone_are_trained_there(
+    convert: Convert, kind: str, trains: bool, is_said: bool
+) -> None:
+    rows = [{"path": "a/rows", "type": kind}]
+    text = convert(AXOLOTL, datasets=rows, train_on_inputs=trains)
+    assert (WORDS_OF_TURNS in text) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, MAYBE_BOS),
+        ({"chat_template": "tokenizer_default"}, MAYBE_BOS),
+        ({"chat_template": "chatml"}, TOKENIZERS_BOS),
+        ({"chat_template": "llama3"}, None),
+        ({"base_model": "google/gemma-3-1b-it"}, None),
+    ],
+)
+def test_the_bos_before_a_prompt_of_axolotls_pairs_is_said(
+    convert: Convert, keys: dict[str, Any], line: str | None
+) -> None:
+    text = convert(AXOLOTL | PAIRS, **keys)
+    assert [each for each in (MAYBE_BOS, TOKENIZERS_BOS) if each in text] == [line] * bool(line)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, ONE_BREAK),
+        ({"dataset": "chat"}, None),
+        ({"stage": "pt"}, BOS_BY_KEY),
+        ({"stage": "pt", "packing": False}, BOS_BY_KEY),
+    ],
+)
+def test_what_llama_factory_writes_around_texts_is_said(
+    convert: Convert, tmp_path: Path, keys: dict[str, Any], line: str | None
+) -> None:
+    chat = {"file_name": "chat.json", "formatting": "sharegpt", "columns": {"messages": "messages"}}
+    rows = {"rows": {"file_name": "rows.json"}, "chat": chat}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(rows))
+    text = convert(FACTORY | {"dataset_dir": str(tmp_path)}, **keys)
+    assert [each for each in (ONE_BREAK, BOS_BY_KEY) if each in text] == [line] * bool(line)
+
+
+def test_the_newer_schema_of_llama_factory_has_a_line_of_its_own(convert: Convert) -> None:
+    text = convert({"model": "a/b", "train_dataset": "a/rows", "dist_config": {"name": "fsdp2"}})
+    assert V1_ALPACA in text and ONE_BREAK not in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"pref_loss": "hinge"}, True),
+        ({"pref_loss": "ipo"}, True),
+        ({"pref_loss": "sigmoid"}, False),
+        ({}, False),
+        ({"pref_loss": "simpo"}, False),
+    ],
+)
+def test_the_loss_that_llama_factory_computes_of_pairs_is_said(
+    convert: Convert, keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (ALWAYS_SIGMOID in convert(FACTORY, stage="dpo", **keys)) == is_said
