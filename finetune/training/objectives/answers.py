@@ -1,4 +1,4 @@
-"""The objectives of methods that learn answers and need nothing but the model."""
+"""The objectives of methods that learn answers and need no model beside the one that is trained."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from finetune.training.objectives.objective import SFT, Objectives
 def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objectives:
     """Makes the objectives of the recipe's method.
 
-    `steps`: of the run; None where nothing says how many. Raises `UserError` where no token stands
-    for a masked one, or a curriculum needs the steps.
+    `steps`: of the run; None if nothing says how many. Raises `UserError` if no token stands for a
+    masked one, or if a curriculum needs the steps and there is no number.
     """
     facts = recipe.method_facts
     keys = recipe.method
