@@ -458,7 +458,7 @@ def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> 
 
     Raises `Preempted` if a signal has asked to stop meanwhile.
     """
-    run.log.close_tracker()
+    run.log.close_trackers()
     if is_last:
         leave(run.world)
         must_stop = signals.stop
