@@ -164,8 +164,8 @@ def parallelize(
         values: Reads a named parameter within given slices.
         world: The ranks and their layout.
         unfilled: Names of parameters that get memory but no values (not under FSDP1).
-        shared: As `frozen_parts` of another model returns them: this model's frozen parameters
-            take their memory (not under FSDP1).
+        shared: Of `frozen_parts`: frozen parameters take this memory in place of their own (not
+            under FSDP1).
 
     Returns:
         The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.

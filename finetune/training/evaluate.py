@@ -207,14 +207,9 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
     """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
     if run.world.is_main:
-        try:
-            append_json_lines(
-                run.folder / SAMPLES, ({"step": step} | sample.texts() for sample in samples)
-            )
-        except OSError as error:
-            run.log.say(
-                f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues"
-            )
+        path = run.folder / SAMPLES
+        with run.log.report_unwritable(path):
+            append_json_lines(path, ({"step": step} | sample.texts() for sample in samples))
 
 
 @torch.no_grad()

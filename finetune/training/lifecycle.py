@@ -48,7 +48,7 @@ from finetune.training.callbacks import Hooks, list_trackers, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
-from finetune.training.objectives.answers import make_answer_objectives
+from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import (
     Distillation,
@@ -69,11 +69,12 @@ from finetune.training.screens import (
 )
 from finetune.training.training_run import (
     COMPLETIONS,
+    DATA_REPORT,
     METRICS,
     RECIPE,
     TrainingRun,
     describe_run,
-    unwritable,
+    refuse_unwritable,
     write_data_report,
 )
 from finetune.training.watch import SignalListener, Watchdog, profile_steps
@@ -92,12 +93,10 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
 
 def _open_folder(folder: Path, recipe: Recipe) -> None:
     """As `open_run_folder`, on rank 0; restores exports whose replacement was interrupted."""
-    try:
+    with refuse_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
         restore_exports(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
@@ -108,14 +107,12 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
     Leaves nothing there.
     """
-    RankGroup(world).on_main(lambda: _try_folder(recipe.folder))
 
+    def try_folder_on_main() -> None:
+        with refuse_unwritable(recipe.folder):
+            try_writing(recipe.folder)
 
-def _try_folder(folder: Path) -> None:
-    try:
-        try_writing(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
+    RankGroup(world).on_main(try_folder_on_main)
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
@@ -175,17 +172,15 @@ def make_objectives(
             return Objectives(Distillation(training), Distillation(held_out))
         teacher = load()
         if not facts.samples:
-            return Objectives(Distillation(teacher), Distillation(teacher))
+            return Objectives.of(Distillation(teacher))
     if facts.samples:
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
-        return make_answer_objectives(recipe, data.tokenizer, data.train.steps)
+        return Objectives.of(make_answer_objective(recipe, data.tokenizer, data.train.steps))
     if facts.scores:
-        scoring = SCORING[facts.rows](recipe, world.sequence_group)
-        return Objectives(scoring, scoring.for_evaluation())
+        return Objectives.of(SCORING[facts.rows](recipe, world.sequence_group))
     if facts.embeds:
-        contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
-        return Objectives(contrastive, replace(contrastive, is_held_out=True))
+        return Objectives.of(ContrastiveObjective.of(recipe, world.sequence_group))
     references: tuple[Reference | None, Reference | None] = (None, None)
     if facts.needs_reference:
         references = find_references(model, recipe, data, inputs, signals, world)
@@ -203,10 +198,8 @@ def _make_preference_objectives(
     for_training, for_held_out = references
     if recipe.method_facts.rows == "ratings":
         assert for_training is not None and for_held_out is not None
-        return Objectives(
-            RatingObjective(keys, for_training, sequence_group=sequence_group),
-            RatingObjective(keys, for_held_out, sequence_group=sequence_group),
-        )
+        rating = RatingObjective(keys, for_training, sequence_group=sequence_group)
+        return Objectives(rating, replace(rating, reference=for_held_out))
     training = PreferenceObjective(
         keys, for_training, recipe.optimization.label_smoothing, sequence_group=sequence_group
     )
@@ -270,9 +263,17 @@ def start_run(
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
     phases.write_to(log.phase, progress.step)
-    count_flop = partial(
-        _count_flop, config, size, objectives.training, embeds=recipe.method_facts.embeds
-    )
+
+    def count_flop(length: float) -> float:
+        """FLOP to train on one token in a document of `length` tokens, a teacher's included."""
+        parameters = size.multiplied
+        flop = flop_per_token_of(
+            config, parameters=parameters, length=length, frozen=size.frozen_multiplied
+        )
+        if recipe.method_facts.embeds:  # GradCache's forward of all texts, before the backward
+            flop += forward_flop_per_token_of(config, parameters=parameters, length=length)
+        return flop + teacher_flop_per_token(objectives.training, length)
+
     fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
     run = TrainingRun(
         recipe=recipe,
@@ -316,22 +317,6 @@ def start_run(
     hooks.load_states(progress)
     RankGroup(world).on_all(hooks.read_states)  # raises where a checkpoint could not keep them
     return run
-
-
-def _count_flop(
-    config: Any, size: ModelSize, objective: Objective, length: float, *, embeds: bool
-) -> float:
-    """Counts the FLOP to train on one token in a document of `length` tokens, a teacher's included.
-
-    `embeds`: whether the step has a forward of its own for the vectors of all texts (GradCache),
-    before the forwards with a backward.
-    """
-    flop = flop_per_token_of(
-        config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied
-    )
-    if embeds:
-        flop += forward_flop_per_token_of(config, parameters=size.multiplied, length=length)
-    return flop + teacher_flop_per_token(objective, length)
 
 
 def open_log(
@@ -414,10 +399,8 @@ def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]
     """Adds lines to completions.jsonl. Nothing but people read them: a full disk does not end the
     run.
     """
-    try:
+    with log.report_unwritable(folder / COMPLETIONS):
         append_json_lines(folder / COMPLETIONS, lines)
-    except OSError as error:
-        log.say(f"{folder / COMPLETIONS}: cannot be written ({error.strerror}); the run continues")
 
 
 def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
@@ -429,12 +412,8 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
         for line in news:
             log.say(f"stream  {line}")
         if world.is_main:
-            try:
+            with log.report_unwritable(folder / DATA_REPORT):
                 write_data_report(folder, report.as_json())
-            except OSError as error:  # the next block of data writes it again
-                log.say(
-                    f"{error.filename}: cannot be written ({error.strerror}); the run continues"
-                )
 
     return log_news
 

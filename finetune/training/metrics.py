@@ -1,5 +1,5 @@
-"""The metrics of a run: the sums over the steps between two lines of metrics, and where lines go:
-metrics.jsonl, trackers, and the bar or the log on stderr.
+"""The metrics of a run: sums over the steps between two lines, and where the lines go
+(metrics.jsonl, trackers, stderr).
 
 A training line has the loss of the steps since the last one; other lines have the results of an
 evaluation, or the seconds of a phase.
@@ -266,6 +266,14 @@ class MetricsLog:
         """Prints a sentence above the bar."""
         if self._display is not None:
             self._display.say(text)
+
+    @contextmanager
+    def report_unwritable(self, path: Path) -> Iterator[None]:
+        """In this block a failed write of `path`, say to a full disk, is said and ends no run."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{path}: cannot be written ({error.strerror}); the run continues")
 
     @property
     def watch(self) -> str | None:

@@ -193,9 +193,7 @@ def _load_or_compute(
             "model before training, whose log-probabilities of all the data are computed first "
             "where more than adapters is trained; remove streaming, or train adapters alone"
         )
-    stored = {"training": data.train}
-    if isinstance(data.evaluation, StoredBatches):
-        stored["held_out"] = data.evaluation
+    stored = find_stored(data)
     key: str = RankGroup(world).on_main(lambda: hash_model_and_data(recipe, stored, weights, world))
     path = cache_folder(recipe.data) / f"reference-{key}.json"
     sums = _read_on_main(path, stored, world)
@@ -319,6 +317,12 @@ def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
         if sums[documents_of(batches, step)].isnan().any():
             missing.append(step)
     return missing
+
+
+def find_stored(data: PreparedData) -> dict[str, StoredBatches]:
+    """The stored data of a run, under "training" and, if some are held out, "held_out"."""
+    stored = {"training": data.train, "held_out": data.evaluation}
+    return {name: each for name, each in stored.items() if isinstance(each, StoredBatches)}
 
 
 def documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ wait.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,19 +206,16 @@ class _Forwards:
         the last one has measured.
         """
         micro_batches = self._batch.micro_batches
-
-        def measure(index: int) -> torch.Tensor:
-            return self.measure(micro_batches[index])
-
-        def forward(index: int) -> torch.Tensor:
-            hidden: torch.Tensor = self._model(**self._make_inputs(micro_batches[index]))
-            return hidden
-
-        def auxiliary() -> torch.Tensor:
-            return self._add_auxiliary(torch.zeros((), device=self._world.device))
-
-        sizes = [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in micro_batches]
-        pipeline.run(sizes, measure, forward, None if self._routing is None else auxiliary)
+        auxiliary = None
+        if self._routing is not None:
+            nothing = torch.zeros((), device=self._world.device)
+            auxiliary = partial(self._add_auxiliary, nothing)
+        pipeline.run(
+            [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in micro_batches],
+            lambda index: self.measure(micro_batches[index]),
+            lambda index: self._model(**self._make_inputs(micro_batches[index])),
+            auxiliary,
+        )
         sums = [{"": self.total.loss_sum}, self.total.metrics, self.total.maxima]
         loss, metrics, maxima = pipeline.share(sums, type(self._objective).__name__)
         self.total = Measured(loss[""], metrics, maxima)

@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -191,6 +192,7 @@ class TrainingRun:
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"  # what was sampled, and what it was worth
 RECIPE = "recipe.yaml"
+DATA_REPORT = "data_report.json"
 
 
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
@@ -199,29 +201,29 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     For the main rank, once the run is sure to start. Raises `UserError` if a file cannot be
     written.
     """
-    try:
+    with refuse_unwritable(folder):
         write_recipe(recipe, folder / RECIPE)
         accelerate_config = to_accelerate_config(world.sharding, world.size)
         replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
         environment = json.dumps(describe_environment(world), indent=2) + "\n"
         replace_file(folder / "environment.json", environment)
-    except OSError as error:
-        raise unwritable(folder, error) from None
 
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
     """Writes data_report.json by a rename, since `finetune report` may be reading an older one."""
-    replace_file(
-        folder / "data_report.json",
-        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n",
-    )
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+    replace_file(folder / DATA_REPORT, text)
 
 
-def unwritable(folder: Path, error: OSError) -> UserError:
-    """Makes the error of a run's folder that cannot be written."""
-    return UserError(
-        f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
-    )
+@contextmanager
+def refuse_unwritable(folder: Path) -> Iterator[None]:
+    """Raises `UserError` if the block cannot write into the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
+        ) from None
 
 
 def describe_environment(world: World) -> dict[str, Any]:

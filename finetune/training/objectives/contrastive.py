@@ -57,6 +57,10 @@ class ContrastiveObjective(Objective):
             sequence_group,
         )
 
+    def for_evaluation(self) -> "ContrastiveObjective":
+        """The same, whose losses have no backward."""
+        return replace(self, is_held_out=True)
+
     def count(self, batch: StepBatch) -> int:
         """The queries of the step."""
         return batch.groups

@@ -39,7 +39,12 @@ from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.reference import documents_of, hash_model_and_data, steps_of_examples
+from finetune.training.reference import (
+    documents_of,
+    find_stored,
+    hash_model_and_data,
+    steps_of_examples,
+)
 from finetune.units import counted
 
 
@@ -120,14 +125,9 @@ def find_stored_teacher(
     `fingerprint_inputs` makes them.
 
     Returns:
-        "training" and, if there is stored held-out data, "held_out" -> what is stored of them.
+        By the names of `find_stored`.
     """
-    batches_by_name = {"training": data.train, "held_out": data.evaluation}
-    stored = {
-        name: batches
-        for name, batches in batches_by_name.items()
-        if isinstance(batches, StoredBatches)
-    }
+    stored = find_stored(data)
     ranks = RankGroup(world)
     keys = recipe.method
     asked = [inputs.get("teacher"), keys.teacher_load_in_4bit, keys.temperature, keys.distill_top_k]

@@ -109,7 +109,7 @@ def choose_exits(keys: Method, layers: int, step: int, steps: int | None) -> tup
     if keys.exit_curriculum == "rotational":
         chosen = {(layer + step) % layers for layer in asked}
     elif keys.exit_curriculum == "gradual":
-        assert steps is not None, "`make_answer_objectives` has refused a run without"
+        assert steps is not None, "`make_answer_objective` has refused a run without"
         done = step / steps
         # the deepest layers first
         chosen = {layer for layer in asked if done >= GRADUAL_SHARE * (1 - layer / layers)}

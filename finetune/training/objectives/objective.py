@@ -176,6 +176,11 @@ class Objectives(NamedTuple):
     training: Objective
     held_out: Objective
 
+    @classmethod
+    def of(cls, training: Objective) -> "Objectives":
+        """Pairs an objective with that of its evaluation."""
+        return cls(training, training.for_evaluation())
+
 
 class TokenCrossEntropy(Objective):
     """Supervised fine-tuning: the mean cross entropy of the trained tokens."""
