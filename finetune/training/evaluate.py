@@ -79,9 +79,12 @@ def evaluate(
     step = progress.step
     results = run.results.setdefault(step, {})
     round_from_step(run.model, run.recipe.quantization_aware, step)
+    held_out = run.data.evaluation
     line = None
-    if run.data.evaluation is not None and "eval_loss" not in results:
-        line = _log_held_out_loss(run, progress, run.data.evaluation.batches, watch)
+    if held_out is not None and "eval_loss" not in results:
+        line = _log_held_out_loss(
+            run, progress, lambda: watch(run.watchdog.watched(held_out.batches(), "evaluating"))
+        )
         results["eval_loss"] = line["eval_loss"]
     if run.sample_prompts and "sample_prompts" not in results:
         _answer_sample_prompts(run, step)
@@ -94,16 +97,9 @@ def evaluate(
 
 
 def _log_held_out_loss(
-    run: TrainingRun,
-    progress: Progress,
-    held_out: Callable[[], Iterator[StepBatch]],
-    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]],
+    run: TrainingRun, progress: Progress, batches: Callable[[], Iterator[StepBatch]]
 ) -> dict[str, Any]:
-    """Measures the held-out loss; writes and returns its line of metrics."""
-
-    def batches() -> Iterator[StepBatch]:
-        return watch(run.watchdog.watched(held_out(), "evaluating"))
-
+    """Measures the held-out loss over `batches`; writes and returns its line of metrics."""
     with run.phases.timed("evaluation"):
         loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
     if progress.step == 0 and run.recipe.method_facts.needs_reference:
